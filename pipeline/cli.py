@@ -1,0 +1,162 @@
+"""The command ``penstock``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from pipeline.config import Config, ConfigError, TinyModel, dump, load
+from services.section import SetupError
+
+app = typer.Typer(
+    name="penstock",
+    help="Asynchronous reinforcement learning for language models.\n\n"
+    "Start with: penstock run configs/quickstart.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Benchmarks, each beside a peer or a physical limit.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+FILE = Annotated[Path, typer.Argument(help="The run's config, e.g. configs/quickstart.yaml.", show_default=False)]
+OVERRIDES = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads this form
+    typer.Argument(help="Overrides, e.g. gate.max_lag=0 trainer.optimizer.lr=1e-5.", show_default=False),
+]
+
+
+def main() -> None:
+    """Entry point: errors a user can mend are one clear message and exit code 2."""
+    try:
+        app()
+    except SetupError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+@app.command()
+def run(
+    file: FILE,
+    overrides: OVERRIDES = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved config and stop.")] = False,
+) -> None:
+    """Run everything that FILE describes on this machine: Redis, broker, rollouts, reward, reference, trainer.
+
+    Watches the processes, starts again what dies, and leaves metrics.jsonl, summary.json, report.html, logs/ and
+    checkpoints/ in the run's folder. Ctrl-C drains, saves a checkpoint and stops.
+    """
+    config = load(file, overrides)
+    if dry_run:
+        typer.echo(dump(config), nl=False)
+        return
+    from pipeline.launch import RunError, new_folder
+    from pipeline.launch import run as launch
+
+    console = Console()
+    folder = new_folder(config, file)
+    console.print(f"run folder: {folder}", highlight=False)
+    try:
+        summary = launch(config, folder, console)
+    except RunError as error:
+        typer.echo(f"error: {error}\nlogs: {folder / 'logs'}", err=True)
+        raise typer.Exit(1) from None
+    _print_summary(console, summary, folder)
+    raise typer.Exit(0 if summary["outcome"] == "complete" else 130)
+
+
+@app.command()
+def serve(
+    actor: Annotated[str, typer.Argument(help="broker, rollout, reward, reference or trainer.")],
+    config: Annotated[Path, typer.Option(help="The run's config.")],
+    overrides: OVERRIDES = None,
+    broker: Annotated[
+        Optional[str], typer.Option(help="The broker's address, e.g. tcp://127.0.0.1:5555.", show_default=False)  # noqa: UP045
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="The run's folder: logs, checkpoints, a tiny model.")] = Path("runs/served"),
+    name: Annotated[
+        Optional[str], typer.Option(help="The actor's name, unique in the run.", show_default=False)  # noqa: UP045
+    ] = None,
+    supervised: Annotated[bool, typer.Option(hidden=True)] = False,
+    ready_fd: Annotated[Optional[int], typer.Option(hidden=True)] = None,  # noqa: UP045
+) -> None:
+    """Run one actor alone, as a container or another host does.
+
+    The broker needs a Redis: store.url in the config, or the environment variable PENSTOCK_STORE. The others need
+    --broker. Each exits 0 when the run is over.
+    """
+    from pipeline.serve import serve as serve_actor
+    from pipeline.serve import threads_of
+    from services.actor import Place
+
+    kinds = ("broker", "rollout", "reward", "reference", "trainer")
+    if actor not in kinds:
+        raise ConfigError(f"ACTOR: {actor!r} is not one of {', '.join(kinds)}")
+    resolved = load(config, overrides)
+    if actor != "broker" and broker is None:
+        raise ConfigError(f"{actor}: give the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
+    folder.mkdir(parents=True, exist_ok=True)
+    kind: Any = actor
+    place = Place(name or f"{actor}-{os.getpid()}", folder.name, folder, broker or "", threads_of(kind, resolved))
+    store = os.environ.pop("PENSTOCK_STORE", None)
+    raise typer.Exit(serve_actor(kind, resolved, place, store, supervised, ready_fd))
+
+
+@app.command()
+def prepare(
+    file: FILE,
+    overrides: OVERRIDES = None,
+    folder: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/served"),
+) -> None:
+    """Make the tiny model of a config, with its warm start, in FOLDER/model. `penstock run` does this by itself."""
+    config = load(file, overrides)
+    if not isinstance(config.model, TinyModel):
+        typer.echo("nothing to prepare: model.type is pretrained")
+        return
+    make_tiny(config, folder)
+
+
+def make_tiny(config: Config, folder: Path) -> None:
+    """Makes the config's tiny model in ``folder``/model, with a progress bar."""
+    from rich.progress import Progress
+
+    from pipeline.recipes.tiny import build
+    from services.broker.data import open_source
+
+    assert isinstance(config.model, TinyModel)
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("warm start", total=config.model.warm_start.steps)
+
+        def advance(step: int, _steps: int, loss: float) -> None:
+            progress.update(task, completed=step, description=f"warm start, loss {loss:.3f}")
+
+        source = open_source(config.prompts.train)
+        build(config.model, source, folder / "model", config.run.seed, advance)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, and what it lacks."""
+    from pipeline.doctor import examine
+
+    raise typer.Exit(0 if examine(Console()) else 1)
+
+
+def _print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
+    keys = ("steps", "reward_first", "reward_last", "eval_before", "eval_after", "lag_max_seen", "groups_trained")
+    keys += ("groups_lost", "groups_trained_twice", "train_s", "restarts")
+    console.print(json.dumps({key: summary[key] for key in keys}, indent=2), highlight=False)
+    report = folder / "report.html"
+    if report.is_file():
+        console.print(f"report: {report}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""`penstock run`: prepares the folder and the model, starts every process, watches them, and writes what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import structlog
+from rich.console import Console
+
+from pipeline.config import Config, ConfigError, TinyModel, dump
+from pipeline.redis_server import PrivateRedis
+from pipeline.report.build import write_report
+from pipeline.serve import ActorName, threads_of
+from pipeline.summary import summarize
+from pipeline.supervise import Child, Supervisor
+from pipeline.view import View
+from protocols.mailbox import DeadlineError, Mailbox, RefusedError
+from protocols.messages import Hello, LedgerReply, LedgerRequest, Status, StatusRequest, StopRun
+from services import logs
+
+log = structlog.get_logger()
+
+BROKER_START_S = 90.0
+STATUS_EVERY_S = 0.5
+STATUS_DEADLINE_S = 10.0
+DRAIN_S = 30.0
+
+
+class RunError(RuntimeError):
+    """The run could not go on; says why."""
+
+
+def new_folder(config: Config, config_path: Path) -> Path:
+    """A new, empty folder for a run. Raises `ConfigError` where it exists already."""
+    name = config.run.name or f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(config.run.folder) / name
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"run.name: {folder} exists and is not empty; choose another name, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run(config: Config, folder: Path, console: Console) -> dict[str, Any]:
+    """Runs everything; returns the summary. Raises `RunError` or a `SetupError`."""
+    logs.configure(folder.name, "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
+    (folder / "config.yaml").write_text(dump(config))
+    launch = _Launch(config, folder, console)
+    interrupted: list[int] = []
+    previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in (2, 15)}
+    try:
+        return launch.run(interrupted)
+    finally:
+        launch.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Launch:
+    """One run's processes and the connection to its broker."""
+
+    def __init__(self, config: Config, folder: Path, console: Console) -> None:
+        self._config, self._folder, self._console = config, folder, console
+        self._supervisor = Supervisor(config.run.max_restarts)
+        self._redis: PrivateRedis | None = None
+        self._mailbox: Mailbox | None = None
+        self._noted: dict[str, int] = {}
+
+    def run(self, interrupted: list[int]) -> dict[str, Any]:
+        self._prepare(interrupted)
+        store = self._config.store.url or self._start_redis()
+        address = self._start_broker(store)
+        for kind, count in self._actors().items():
+            for index in range(count):
+                name = kind if kind == "trainer" else f"{kind}-{index}"
+                self._start(kind, name, ["--broker", address])
+        self._mailbox = Mailbox(address, f"supervisor#{os.getpid()}")
+        self._mailbox.hello = lambda: Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
+        self._ask(self._mailbox.hello())
+        error, outcome = self._watch(interrupted)
+        return self._finish(error, outcome)
+
+    def close(self) -> None:
+        """Leaves no process behind."""
+        if self._mailbox:
+            self._mailbox.close()
+        forced = self._supervisor.stop(DRAIN_S)
+        if forced:
+            log.warning("ended by force", children=forced)
+        if self._redis:
+            self._redis.remove()
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, interrupted: list[int]) -> None:
+        if not isinstance(self._config.model, TinyModel):
+            return
+        command = [sys.executable, "-m", "pipeline.cli", "prepare", str(self._folder / "config.yaml")]
+        child = self._supervisor.start(
+            "prepare", [*command, "--folder", str(self._folder)], self._stderr("prepare"), restartable=False
+        )
+        with self._console.status("making the tiny model and its warm start (about 20 s) …"):
+            while child.alive:
+                if interrupted:
+                    raise RunError("interrupted while the model was made")
+                time.sleep(0.1)
+        if child.process and child.process.returncode:
+            raise RunError(f"the model could not be made: {child.last_words()}")
+        child.done = True
+
+    def _start_redis(self) -> str:
+        self._redis = PrivateRedis(self._folder, self._config.store.fsync)
+        self._supervisor.start("redis", self._redis.command, self._stderr("redis"), restartable=False)
+        return self._redis.url
+
+    def _start_broker(self, store: str) -> str:
+        read, write = os.pipe()
+        try:
+            # By environment: a command line, with the password in the URL, is for everyone to read.
+            env = {"PENSTOCK_STORE": store}
+            arguments = ["--ready-fd", str(write)]
+            child = self._start("broker", "broker", arguments, env, restartable=False, pass_fds=(write,))
+        finally:
+            os.close(write)
+        try:
+            deadline = time.monotonic() + BROKER_START_S
+            while not select.select([read], [], [], 0.1)[0]:
+                error = self._supervisor.poll()
+                if error or time.monotonic() > deadline:
+                    raise RunError(error or f"the broker did not start within {BROKER_START_S:.0f} s")
+            address = os.read(read, 4096).decode().strip()
+        finally:
+            os.close(read)
+        if not address:
+            child.process and child.process.wait(10)
+            raise RunError(self._supervisor.poll() or "the broker ended before it listened")
+        return address
+
+    def _actors(self) -> dict[ActorName, int]:
+        config = self._config
+        return {
+            "trainer": 1,
+            "rollout": config.rollout.count,
+            "reward": config.reward.count,
+            "reference": config.reference.count if config.with_reference else 0,
+        }
+
+    def _start(
+        self,
+        kind: ActorName,
+        name: str,
+        arguments: list[str],
+        env: dict[str, str] | None = None,
+        restartable: bool = True,
+        pass_fds: tuple[int, ...] = (),
+    ) -> Child:
+        command = [sys.executable, "-m", "pipeline.cli", "serve", kind, "--config", str(self._folder / "config.yaml")]
+        command += ["--folder", str(self._folder), "--name", name, "--supervised", *arguments]
+        threads = str(threads_of(kind, self._config))
+        env = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            **(env or {}),
+        }
+        restartable = restartable and kind != "trainer"
+        return self._supervisor.start(name, command, self._stderr(name), env, restartable, pass_fds)
+
+    def _stderr(self, name: str) -> Path:
+        return self._folder / "logs" / f"{name}.stderr"
+
+    # --- watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self, interrupted: list[int]) -> tuple[str | None, str]:
+        """Until the run is over; returns the error that ended it, if one did, and the outcome in a word."""
+        with View(self._console, f"penstock {self._folder.name}") as view:
+            while True:
+                error = self._supervisor.poll()
+                self._note_restarts(view)
+                if error:
+                    return error, "failed"
+                if interrupted:
+                    view.note("interrupted: draining and saving a checkpoint …")
+                    return None, "interrupted"
+                try:
+                    state = self._state()
+                except DeadlineError as late:
+                    return self._supervisor.poll() or str(late), "failed"
+                view.update(state, self._supervisor.restarts)
+                if state["phase"] == "done":
+                    return None, "complete"
+                if state["phase"] == "stopping":
+                    return state["error"] or state["reason"] or "the run was stopped", "failed"
+                time.sleep(STATUS_EVERY_S)
+
+    def _note_restarts(self, view: View) -> None:
+        for child in self._supervisor.children:
+            if child.restarts > self._noted.get(child.name, 0):
+                self._noted[child.name] = child.restarts
+                view.note(f"{child.name} died and was started again ({child.restarts})")
+
+    def _state(self) -> dict[str, Any]:
+        status = self._ask(StatusRequest())
+        assert isinstance(status, Status)
+        return status.state
+
+    def _ask(self, message: Any) -> Any:
+        assert self._mailbox
+        return self._mailbox.ask(message, STATUS_DEADLINE_S)
+
+    # --- ending ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, error: str | None, outcome: str) -> dict[str, Any]:
+        """Drains, then writes summary and report from what the broker last knew."""
+        broker = next(child for child in self._supervisor.children if child.name == "broker")
+        if not broker.alive:
+            raise RunError(error or "the broker is gone")
+        try:
+            if outcome != "complete":
+                self._ask(StopRun(reason=error or outcome))
+            actors = {c.name for c in self._supervisor.children} - {"broker", "redis", "prepare"}
+            left = self._supervisor.wait(actors, DRAIN_S)
+            if left:
+                log.warning("not drained in time", children=left)
+            state, ledger = self._state(), self._ask(LedgerRequest())
+            self._ask(StopRun(reason="the supervisor has seen the end"))
+            self._supervisor.wait({"broker"}, DRAIN_S)
+        except (DeadlineError, RefusedError) as late:
+            raise RunError(f"{error or 'the run ended'}; {late}") from None
+        assert isinstance(ledger, LedgerReply)
+        (self._folder / "ledger.json").write_text(json.dumps(ledger.model_dump(), indent=1))
+        summary = summarize(self._folder, state, ledger, self._supervisor.restarts, outcome)
+        if error:
+            summary["error"] = error
+        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_report(self._folder, self._config, summary)
+        if error:
+            raise RunError(error)
+        return summary

@@ -1,0 +1,54 @@
+"""Puts the report together from the run's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import structlog
+from jinja2 import Environment, PackageLoader
+
+from pipeline.config import Config, dump
+from pipeline.summary import read_lines, steps_of
+
+log = structlog.get_logger()
+
+SAMPLES = 24
+BEATS = 600
+"""Points on the plots over time, at most."""
+
+
+def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path | None:
+    """Writes ``report.html`` into the run's folder; None where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        log.warning("no report: matplotlib is not installed; run: pip install 'penstock[report]'")
+        return None
+    from pipeline.report import plots
+
+    steps = steps_of(folder)
+    rows = read_lines(folder / "metrics.jsonl")
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    beats = read_lines(folder / "actors.jsonl")
+    beats = beats[:: max(1, len(beats) // BEATS)]
+    samples = read_lines(folder / "samples.jsonl")
+    figures = {}
+    if steps:
+        figures["Reward"] = plots.reward(steps, evaluations)
+        figures["Lag of the trained tokens"] = plots.lag(steps, config.gate.max_lag)
+    if beats:
+        figures["Throughput"] = plots.throughput(beats)
+        figures["Busy and idle"] = plots.busy(beats)
+        figures["Queues"] = plots.queues(beats)
+    environment = Environment(loader=PackageLoader("pipeline", "report"), autoescape=True)
+    page = environment.get_template("report.html.j2").render(
+        run=folder.name,
+        summary=summary,
+        figures=figures,
+        samples=samples[:: max(1, len(samples) // SAMPLES)],
+        config=dump(config),
+    )
+    path = folder / "report.html"
+    path.write_text(page)
+    return path

@@ -1,0 +1,92 @@
+"""The report's plots, as SVG text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Rows = Sequence[dict[str, Any]]
+
+
+def _figure(draw: Callable[[Any], None], height: float = 2.6) -> str:
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["svg.fonttype"] = "none"
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    draw(axes)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True)
+    return out.getvalue()[out.getvalue().index("<svg") :]
+
+
+def reward(steps: Rows, evaluations: Rows) -> str:
+    """Sampled reward a step, and evaluations."""
+
+    def draw(axes: Any) -> None:
+        axes.plot([r["step"] for r in steps], [r["reward"] for r in steps], lw=1, label="sampled, training prompts")
+        if evaluations:
+            points = [(r["step"], r["reward"]) for r in evaluations]
+            axes.plot(*zip(*points, strict=True), "o--", label="greedy, held-out prompts")
+        axes.set(xlabel="step", ylabel="reward")
+        axes.legend(frameon=False)
+
+    return _figure(draw)
+
+
+def lag(steps: Rows, bound: int) -> str:
+    """Lag of the trained tokens, mean and maximum, under its bound."""
+
+    def draw(axes: Any) -> None:
+        axes.plot([r["step"] for r in steps], [r["lag_mean"] for r in steps], lw=1, label="mean")
+        axes.plot([r["step"] for r in steps], [r["lag_max"] for r in steps], lw=1, alpha=0.6, label="maximum")
+        axes.axhline(bound, color="tab:red", ls="--", lw=1, label="bound")
+        axes.set(xlabel="step", ylabel="versions", ylim=(-0.1, bound + 0.5))
+        axes.legend(frameon=False)
+
+    return _figure(draw)
+
+
+def throughput(beats: Rows) -> str:
+    """Generated tokens a second, all rollouts together."""
+    start = beats[0]["time"] if beats else 0.0
+
+    def draw(axes: Any) -> None:
+        rates = [sum(member.get("tokens_per_s", 0.0) for member in beat["actors"].values()) for beat in beats]
+        axes.plot([beat["time"] - start for beat in beats], rates, lw=1)
+        axes.set(xlabel="seconds", ylabel="generated tokens/s")
+
+    return _figure(draw)
+
+
+def queues(beats: Rows) -> str:
+    """Groups in each queue."""
+    start = beats[0]["time"] if beats else 0.0
+
+    def draw(axes: Any) -> None:
+        for name in beats[0]["queues"] if beats else ():
+            axes.plot([b["time"] - start for b in beats], [b["queues"][name] for b in beats], lw=1, label=name)
+        axes.set(xlabel="seconds", ylabel="groups")
+        axes.legend(frameon=False)
+
+    return _figure(draw)
+
+
+def busy(beats: Rows) -> str:
+    """Share of each second that each actor worked: dark is busy, light is idle, white is not there."""
+    start = beats[0]["time"] if beats else 0.0
+    names = sorted({name for beat in beats for name in beat["actors"]})
+
+    def draw(axes: Any) -> None:
+        for row, name in enumerate(names):
+            here = [(b["time"] - start, b["actors"][name].get("busy", 0.0)) for b in beats if name in b["actors"]]
+            for at, share in here:
+                axes.barh(row, 1.0, left=at, height=0.8, color=(0.12, 0.37, 0.6), alpha=0.08 + 0.92 * share, lw=0)
+        axes.set(xlabel="seconds", yticks=range(len(names)), yticklabels=names)
+        axes.grid(visible=False)
+
+    return _figure(draw, height=0.6 + 0.35 * max(1, len(names)))

@@ -1,0 +1,118 @@
+"""One actor in this process: `penstock serve ACTOR`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+
+from pipeline.config import Config, ConfigError, PretrainedModel
+from protocols.mailbox import AddressError
+from services import logs
+from services.actor import Place, on_stop
+from services.section import SetupError
+
+log = structlog.get_logger()
+
+ActorName = Literal["broker", "rollout", "reward", "reference", "trainer"]
+
+EXIT_SETUP = 78
+"""Exit code of an actor that cannot work with what it was given: starting it again would not help."""
+
+
+def model_path(config: Config, folder: Path) -> str:
+    """Where the model that training starts from lies. Raises `ConfigError` where a tiny model is not made yet."""
+    if isinstance(config.model, PretrainedModel):
+        return config.model.path
+    path = folder / "model"
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model: there is no model in {path}; make it with: penstock prepare CONFIG --folder {folder}")
+    return str(path)
+
+
+def serve(
+    kind: ActorName,
+    config: Config,
+    place: Place,
+    store: str | None = None,
+    supervised: bool = False,
+    ready_fd: int | None = None,
+) -> int:
+    """Runs one actor until the run is over; returns the process's exit code. Errors go to log and stderr."""
+    logs.configure(place.run, place.name, place.folder / "logs" / f"{place.name}.jsonl", config.run.log_level)
+    try:
+        if kind == "broker":
+            return _serve_broker(config, place, store, supervised, ready_fd)
+        actor = _make(kind, config, place)
+        on_stop(actor.actor.stop, supervised)
+        log.info("stopped", reason=actor.run())
+        return 0
+    except (SetupError, AddressError) as error:
+        log.error("cannot work with this setup", error=str(error))
+        os.write(2, f"{place.name}: {error}\n".encode())
+        return EXIT_SETUP
+    except Exception as error:
+        log.exception("crashed", error=str(error))
+        os.write(2, f"{place.name}: {type(error).__name__}: {error}\n".encode())
+        return 1
+
+
+def _serve_broker(config: Config, place: Place, store: str | None, supervised: bool, ready_fd: int | None) -> int:
+    from services.broker.service import Broker, BrokerSettings
+
+    url = store or config.store.url
+    if url is None:
+        raise ConfigError("store.url: a broker that runs alone needs a Redis; give its URL")
+    settings = BrokerSettings(
+        run=place.run,
+        folder=place.folder,
+        seed=config.run.seed,
+        steps=config.trainer.steps,
+        broker=config.broker,
+        gate=config.gate,
+        store=config.store,
+        prompts=config.prompts,
+        sampling=config.rollout.sampling.training(),
+        eval_sampling=config.rollout.sampling.greedy(),
+        with_reference=config.with_reference,
+        tensorboard=config.run.tensorboard,
+    )
+    broker = Broker(settings, url)
+    on_stop(broker.stop, supervised)
+    if ready_fd is not None:
+        os.write(ready_fd, f"{broker.address}\n".encode())
+        os.close(ready_fd)
+    error = broker.serve()
+    if error:
+        raise SetupError(error)
+    return 0
+
+
+def _make(kind: ActorName, config: Config, place: Place) -> Any:
+    temperature = config.rollout.sampling.temperature
+    dtype = config.model.dtype
+    if kind == "reward":
+        from services.reward.service import Reward
+
+        return Reward(place, config.reward)
+    path = model_path(config, place.folder)
+    if kind == "rollout":
+        from services.rollout.service import Rollout
+
+        return Rollout(place, config.rollout, path, dtype, config.weights.host)
+    if kind == "reference":
+        from services.reference.service import Reference
+
+        return Reference(place, config.reference, path, dtype, temperature)
+    from services.trainer.service import Trainer, TrainerSettings
+
+    settings = TrainerSettings(config.trainer, config.weights, path, dtype, temperature, config.gate.max_lag)
+    return Trainer(place, settings)
+
+
+def threads_of(kind: ActorName, config: Config) -> int:
+    """Compute threads of an actor."""
+    sections: dict[str, Any] = {"rollout": config.rollout, "reference": config.reference, "trainer": config.trainer}
+    return sections[kind].threads if kind in sections else 1

@@ -1,0 +1,114 @@
+"""The live view of a run: a dashboard on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_EVERY_S = 5.0
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class View:
+    """Shows the broker's state as it changes."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console, self._title = console, title
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"),
+            TimeRemainingColumn(), expand=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("starting", total=None)
+        self._rewards: deque[float] = deque(maxlen=60)
+        self._step = -1
+        self._phase = ""
+        self._plain_at = 0.0
+        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+
+    def __enter__(self) -> View:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """A line of its own, such as a restart."""
+        self._console.print(text, highlight=False)
+
+    def update(self, state: dict[str, Any], restarts: int) -> None:
+        """Shows ``state`` (`protocols.messages.Status`)."""
+        metrics = state["metrics"]
+        if metrics and state["step"] != self._step:
+            self._rewards.append(metrics["reward"])
+            self._step = state["step"]
+        phase = state["phase"].replace("_", " ")
+        if self._live:
+            self._progress.update(self._task, description=phase, completed=state["step"], total=state["steps"])
+            self._live.update(self._render(state, restarts))
+        elif time.monotonic() - self._plain_at > PLAIN_EVERY_S or (phase != self._phase and self._phase):
+            self._plain_at = time.monotonic()
+            self._console.print(self._line(state, phase, restarts), highlight=False, soft_wrap=True)
+        self._phase = phase
+
+    def _line(self, state: dict[str, Any], phase: str, restarts: int) -> str:
+        metrics, queues = state["metrics"], state["queues"]
+        reward = f"{metrics['reward']:.3f}" if metrics else "-"
+        lag = f"{metrics['lag_mean']:.2f}" if metrics else "-"
+        return (
+            f"{phase}: step {state['step']}/{state['steps']}  reward {reward}  lag {lag} (bound {state['max_lag']})  "
+            f"queues leased={queues['leased']} unscored={queues['unscored']} ready={queues['ready']}  "
+            f"{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
+        )
+
+    def _render(self, state: dict[str, Any], restarts: int) -> Panel:
+        metrics, queues = state["metrics"], state["queues"]
+        facts = Table.grid(padding=(0, 3))
+        shown = {
+            "reward": f"{metrics['reward']:.3f}  {_spark(self._rewards)}" if metrics else "-",
+            "lag": f"mean {metrics['lag_mean']:.2f}, max {metrics['lag_max']:.0f} of {state['max_lag']}" if metrics else "-",
+            "queues": "  ".join(f"{name} {depth}" for name, depth in queues.items()),
+            "tokens/s": f"{_tokens_per_s(state):,.0f} generated",
+            "dropped": f"{state['dropped']} groups, {state['totals']['reward_errors']} reward errors",
+        }
+        for name, value in shown.items():
+            facts.add_row(Text(name, style="dim"), value)
+        actors = Table(expand=True, box=None, header_style="dim")
+        for column in ("actor", "state", "version", "busy", ""):
+            actors.add_column(column)
+        for name, member in sorted(state["members"].items()):
+            late = member["silent_s"] > 3
+            health = Text(f"silent {member['silent_s']:.0f} s", "yellow") if late else Text("alive", "green")
+            busy = f"{member.get('busy', 0) * 100:3.0f} %"
+            rate = f"{member['tokens_per_s']:,.0f} tok/s" if member.get("tokens_per_s") else ""
+            version = str(member["version"]) if member["version"] >= 0 else "-"
+            actors.add_row(name, health, version, busy, rate)
+        for name, how in state["lost"].items():
+            actors.add_row(name, Text(f"lost: {how}", "red"), "-", "", "")
+        title = f"{self._title}  ·  version {max(0, state['version'])}  ·  restarts {restarts}"
+        return Panel(Group(self._progress, facts, actors), title=title, title_align="left")
+
+
+def _tokens_per_s(state: dict[str, Any]) -> float:
+    return sum(member.get("tokens_per_s", 0.0) for member in state["members"].values())
+
+
+def _spark(values: deque[float]) -> str:
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / ((high - low) or 1)
+    return "".join(BARS[int((value - low) * scale)] for value in values)

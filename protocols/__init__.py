@@ -1,0 +1,1 @@
+"""What crosses a process boundary in Penstock, and nothing else. Imports no model code."""

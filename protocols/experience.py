@@ -1,0 +1,189 @@
+"""Prompts, trajectories and groups: what a rollout makes and a trainer trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import core_schema
+
+from protocols import wire
+
+Finish = Literal["stop", "length", "abort"]
+
+UNSAMPLED = -1
+"""The version of a token that no policy sampled: a prompt's, or an environment's."""
+
+
+class ExperienceError(ValueError):
+    """A prompt, trajectory or group that breaks its own rules; says which one."""
+
+
+class ArraySpec:
+    """Makes pydantic check an array's dtype and number of dimensions. Arrays are never converted."""
+
+    def __init__(self, dtype: str, dimensions: int) -> None:
+        self.dtype, self.dimensions = dtype, dimensions
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def _check(self, value: Any) -> np.ndarray:
+        if not isinstance(value, np.ndarray):
+            raise ValueError(f"expected an array of {self.dtype}, got {type(value).__name__}")
+        if value.dtype.name != self.dtype or value.ndim != self.dimensions:
+            raise ValueError(
+                f"expected {self.dtype} with {self.dimensions} dimensions, got {value.dtype.name} with {value.ndim}"
+            )
+        return value
+
+
+Bytes = Annotated[np.ndarray, ArraySpec("uint8", 1)]
+"""An opaque payload: uint8 ``[bytes]``, so that a large one travels in a frame of its own."""
+Floats = Annotated[np.ndarray, ArraySpec("float32", 1)]
+
+
+def as_bytes(payload: bytes) -> np.ndarray:
+    """``payload`` as the uint8 array that messages carry, without a copy."""
+    return np.frombuffer(payload, np.uint8)
+
+
+class Prompt(BaseModel):
+    """One task: what the policy is asked, and what its reward needs to judge the answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    index: int
+    """Row of the data source."""
+    text: str | None = None
+    """A plain prompt. Exactly one of `text` and `messages` is given."""
+    messages: list[dict[str, str]] | None = None
+    """A chat: maps with ``role`` and ``content``, rendered by the tokenizer's template."""
+    truth: Any = None
+    """Whatever the reward function compares with: text, numbers, lists and maps of them."""
+
+
+class Sampling(BaseModel):
+    """How trajectories are drawn from the policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 means greedy. Log-probabilities are those of the tempered, untruncated distribution."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    max_new_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    """Texts that end a trajectory once it contains one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout of a prompt. All arrays are ``[tokens]``: the prompt's tokens, then the response's.
+
+    ``loss_mask`` is 1 where the policy sampled; there ``logprobs`` holds the behaviour log-probability (natural
+    logarithm) and ``versions`` the version that sampled the token. Elsewhere they are 0 and `UNSAMPLED`.
+    """
+
+    tokens: np.ndarray
+    """int32"""
+    loss_mask: np.ndarray
+    """uint8"""
+    logprobs: np.ndarray
+    """float32"""
+    versions: np.ndarray
+    """int32"""
+    text: str = ""
+    """The response, decoded."""
+    finish: Finish = "stop"
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("tokens", "int32"), ("loss_mask", "uint8"), ("logprobs", "float32"), ("versions", "int32")):
+            array = getattr(self, name)
+            if array.dtype.name != dtype or array.shape != self.tokens.shape or array.ndim != 1:
+                raise ExperienceError(f"{name}: expected {dtype} {self.tokens.shape}, got {array.dtype} {array.shape}")
+        if self.tokens.size and self.tokens.min() < 0:
+            raise ExperienceError("tokens: negative token id")
+        if self.loss_mask.size and self.loss_mask.max() > 1:
+            raise ExperienceError("loss_mask: values other than 0 and 1")
+        sampled = self.loss_mask == 1
+        if not np.all((self.versions >= 0) == sampled) or not np.all(self.versions >= UNSAMPLED):
+            raise ExperienceError("versions: a token has a version exactly where the policy sampled it")
+        if not np.all(np.isfinite(self.logprobs)) or np.any(self.logprobs > 1e-3) or np.any(self.logprobs[~sampled]):
+            raise ExperienceError("logprobs: finite, not positive, and 0 where nothing was sampled")
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one prompt: the unit of lease, scoring and training."""
+
+    number: int
+    prompt: Prompt
+    trajectories: Sequence[Trajectory] = field(default_factory=tuple)
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the policy sampled, over all trajectories."""
+        return sum(trajectory.sampled for trajectory in self.trajectories)
+
+    def oldest_version(self) -> int | None:
+        """The lowest version that sampled a token here; None where no token was sampled."""
+        sampled = [t.versions[t.loss_mask == 1] for t in self.trajectories]
+        return min((int(v.min()) for v in sampled if v.size), default=None)
+
+
+_COLUMNS = ("tokens", "loss_mask", "logprobs", "versions")
+
+
+def pack_group(group: Group) -> bytes:
+    """``group`` as one buffer: its trajectories' arrays concatenated, with their lengths (int32 ``[n]``)."""
+    trajectories = group.trajectories
+    columns = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in _COLUMNS}
+    return wire.pack(
+        {
+            "number": group.number,
+            "prompt": group.prompt.model_dump(),
+            "lengths": np.array([len(t.tokens) for t in trajectories], np.int32),
+            **columns,
+            "texts": [t.text for t in trajectories],
+            "finishes": [t.finish for t in trajectories],
+        }
+    )
+
+
+def unpack_group(data: bytes | memoryview) -> Group:
+    """The group of `pack_group`, every rule checked. Raises `ExperienceError` or `wire.WireError`."""
+    fields = wire.unpack(data)
+    expected = {"number", "prompt", "lengths", "texts", "finishes", *_COLUMNS}
+    if not isinstance(fields, dict) or fields.keys() != expected:
+        raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")
+    lengths, texts, finishes = fields["lengths"], fields["texts"], fields["finishes"]
+    if not isinstance(fields["number"], int) or not isinstance(lengths, np.ndarray) or lengths.dtype != np.int32:
+        raise ExperienceError("number or lengths have wrong types")
+    if not (isinstance(texts, list) and isinstance(finishes, list) and len(lengths) == len(texts) == len(finishes)):
+        raise ExperienceError("lengths, texts and finishes do not agree")
+    if not len(lengths) or lengths.min() < 1:
+        raise ExperienceError("a group has at least one trajectory, each of at least one token")
+    if not all(isinstance(text, str) for text in texts) or not all(f in ("stop", "length", "abort") for f in finishes):
+        raise ExperienceError("texts or finishes have wrong values")
+    bounds = np.cumsum(lengths, dtype=np.int64)
+    for name in _COLUMNS:
+        if not isinstance(fields[name], np.ndarray) or fields[name].shape != (int(bounds[-1]),):
+            raise ExperienceError(f"{name}: expected one value for each of {int(bounds[-1])} tokens")
+    try:
+        prompt = Prompt.model_validate(fields["prompt"])
+    except ValueError as error:
+        raise ExperienceError(f"prompt: {error}") from None
+    columns = [np.split(fields[name], bounds[:-1]) for name in _COLUMNS]
+    rows = zip(*columns, texts, finishes, strict=True)
+    return Group(fields["number"], prompt, [Trajectory(*row) for row in rows])

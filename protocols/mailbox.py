@@ -1,0 +1,304 @@
+"""The only file that owns sockets: `Mailbox` for actors, `Exchange` for the broker.
+
+An actor's DEALER socket lives in a thread of its own, so heartbeats go out while the actor computes; the actor talks to
+that thread through queues. Requests carry an id and a deadline and are sent again until answered, which is safe because
+everything the broker does is idempotent. The broker's ROUTER socket is used from the broker's one thread.
+
+Nothing is dropped silently: high-water marks are off, and what may be in flight is bounded by credit (`messages.Credit`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from protocols import wire
+from protocols.messages import Fenced, HelloNeeded, Message, Pulse, Refused, from_envelope, to_envelope
+
+log = structlog.get_logger()
+
+RESEND_S = 5.0
+"""A request without an answer is sent again after this."""
+
+
+class DeadlineError(TimeoutError):
+    """No answer in time; names the request and who was waited for."""
+
+
+class FencedError(RuntimeError):
+    """A newer incarnation of this actor has taken its name: this process must end."""
+
+
+class RefusedError(RuntimeError):
+    """The peer answered `Refused`."""
+
+    def __init__(self, refusal: Refused) -> None:
+        super().__init__(refusal.reason)
+        self.code = refusal.code
+
+
+class AddressError(OSError):
+    """An address that cannot be bound or is malformed; says what to do."""
+
+
+@dataclass(slots=True)
+class _Request:
+    frames: list[bytes | memoryview]
+    what: str
+    future: Future[Message]
+    deadline: float
+    resend_at: float
+
+
+class Mailbox:
+    """An actor's connection to the broker.
+
+    ``identity`` is ``name#incarnation``: the broker fences by it. ``inbox`` holds what the broker sends unasked, and
+    what the actor's own threads `post`. ``beat`` makes the message that is told every ``beat_s``; ``hello`` the one
+    that is said when the broker no longer knows this actor.
+    """
+
+    def __init__(self, address: str, identity: str) -> None:
+        self.address, self.identity = address, identity
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.beat: Callable[[], Message] | None = None
+        self.beat_s = 1.0
+        self.hello: Callable[[], Message] | None = None
+        self.fenced: FencedError | None = None
+        self.heard_at = time.monotonic()
+        """When the broker last sent anything, on the monotonic clock."""
+        self._ids = itertools.count(1)
+        self._outgoing: queue.SimpleQueue[_Request | list[bytes | memoryview]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
+        self._thread.start()
+
+    def ask(self, message: Message, deadline_s: float) -> Message:
+        """Sends ``message`` and waits for its answer. Raises `DeadlineError`, `RefusedError` or `FencedError`."""
+        future = self.ask_later(message, deadline_s)
+        try:
+            return future.result(deadline_s + 5)
+        except DeadlineError:
+            raise
+        except TimeoutError:
+            raise DeadlineError(f"the mailbox thread did not answer for {type(message).__name__}") from None
+
+    def ask_later(self, message: Message, deadline_s: float) -> Future[Message]:
+        """As `ask`, answered through a future."""
+        now = time.monotonic()
+        request_id = next(self._ids)
+        frames = wire.encode(to_envelope(message, id=request_id))
+        request = _Request(frames, type(message).__name__, Future(), now + deadline_s, now + RESEND_S)
+        request.future.set_running_or_notify_cancel()
+        request.future.penstock_id = request_id  # type: ignore[attr-defined]
+        self._send(request)
+        return request.future
+
+    def tell(self, message: Message) -> None:
+        """Sends ``message`` and expects no answer."""
+        self._send(wire.encode(to_envelope(message)))
+
+    def post(self, event: object) -> None:
+        """Puts something of the actor's own into its inbox."""
+        self.inbox.put(event)
+
+    def close(self, linger_s: float = 2.0) -> None:
+        """Sends what is queued, then closes."""
+        self._closing.set()
+        self._wake()
+        self._thread.join(linger_s + 1)
+
+    def _send(self, item: _Request | list[bytes | memoryview]) -> None:
+        if self.fenced:
+            raise self.fenced
+        self._outgoing.put(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_write.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # already awake, or closed
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        sock = context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.IDENTITY, self.identity.encode())
+        sock.setsockopt(zmq.LINGER, 2000)
+        sock.setsockopt(zmq.SNDHWM, 0)
+        sock.setsockopt(zmq.RCVHWM, 0)
+        sock.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        sock.setsockopt(zmq.RECONNECT_IVL, 100)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        sock.connect(self.address)
+        poller = zmq.Poller()
+        poller.register(sock, zmq.POLLIN)
+        poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        waiting: dict[int, _Request] = {}
+        beat_at = time.monotonic() + self.beat_s
+        try:
+            while True:
+                now = time.monotonic()
+                ready = dict(poller.poll(max(10, min(200, (beat_at - now) * 1000))))
+                if self._wake_read.fileno() in ready:
+                    self._wake_read.recv(4096)
+                self._transmit(sock, waiting)
+                while self._receive(sock, waiting):
+                    pass
+                now = time.monotonic()
+                self._overdue(sock, waiting, now)
+                if now >= beat_at:
+                    beat_at = now + self.beat_s
+                    if self.beat:
+                        sock.send_multipart(wire.encode(to_envelope(self.beat())), copy=False)
+                if self._closing.is_set() and self._outgoing.empty():
+                    break
+        finally:
+            for request in waiting.values():
+                request.future.set_exception(DeadlineError(f"{request.what}: the mailbox was closed"))
+            sock.close()
+            context.term()
+            self._wake_read.close()
+            self._wake_write.close()
+
+    def _transmit(self, sock: zmq.Socket, waiting: dict[int, _Request]) -> None:
+        while True:
+            try:
+                item = self._outgoing.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, _Request):
+                waiting[item.future.penstock_id] = item  # type: ignore[attr-defined]
+                sock.send_multipart(item.frames, copy=False)
+            else:
+                sock.send_multipart(item, copy=False)
+
+    def _receive(self, sock: zmq.Socket, waiting: dict[int, _Request]) -> bool:
+        try:
+            parts = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        self.heard_at = time.monotonic()
+        try:
+            envelope = wire.decode([part.buffer for part in parts])
+            message = from_envelope(envelope)
+        except wire.WireError as error:
+            log.warning("a message from the broker was refused", error=str(error))
+            return True
+        if isinstance(message, Pulse):
+            return True
+        if isinstance(message, Fenced):
+            self.fenced = FencedError(f"{self.identity} was replaced by {message.by}")
+            for request in waiting.values():
+                request.future.set_exception(self.fenced)
+            waiting.clear()
+            self.inbox.put(self.fenced)
+        elif isinstance(message, HelloNeeded):
+            if self.hello:
+                sock.send_multipart(wire.encode(to_envelope(self.hello())), copy=False)
+                self.inbox.put(message)
+        elif envelope.reply_to:
+            answered = waiting.pop(envelope.reply_to, None)
+            if answered and isinstance(message, Refused):
+                answered.future.set_exception(RefusedError(message))
+            elif answered:
+                answered.future.set_result(message)
+        else:
+            self.inbox.put(message)
+        return True
+
+    def _overdue(self, sock: zmq.Socket, waiting: dict[int, _Request], now: float) -> None:
+        for request_id, request in list(waiting.items()):
+            if now >= request.deadline:
+                del waiting[request_id]
+                request.future.set_exception(
+                    DeadlineError(f"{request.what}: no answer from the broker at {self.address} in time")
+                )
+            elif now >= request.resend_at:
+                request.resend_at = now + RESEND_S
+                sock.send_multipart(request.frames, copy=False)
+
+
+class Exchange:
+    """The broker's side: one ROUTER socket, used from one thread.
+
+    Answers are queued and leave at `flush`, so the broker can make a whole turn's state durable before a word of it
+    is acknowledged.
+    """
+
+    def __init__(self, bind: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            hint = "another process has this port; choose another, or port 0 for a free one"
+            raise AddressError(
+                f"broker.bind: cannot bind {bind}: {error.strerror}" + (f" ({hint})" if error.errno == zmq.EADDRINUSE else "")
+            ) from None
+        self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        """What was bound, with the real port."""
+        self.refused = 0
+        """Malformed messages so far."""
+        self._outgoing: list[tuple[str, list[bytes | memoryview]]] = []
+
+    def receive(self, timeout_s: float, limit: int = 256) -> list[tuple[str, int, Message]]:
+        """Up to ``limit`` messages as ``(identity, request id, message)``, waiting ``timeout_s`` for the first.
+        A malformed one is answered with `Refused` and costs only itself."""
+        received: list[tuple[str, int, Message]] = []
+        if not self._socket.poll(timeout_s * 1000):
+            return received
+        while len(received) < limit:
+            try:
+                sender, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            identity = sender.bytes.decode(errors="replace")
+            request_id = 0
+            try:
+                envelope = wire.decode([part.buffer for part in parts])
+                request_id = envelope.id
+                received.append((identity, request_id, from_envelope(envelope)))
+            except wire.WireError as error:
+                self.refused += 1
+                log.warning("a message was refused", sender=identity[:80], error=str(error))
+                self.send(identity, Refused(code="bad_message", reason=str(error)), request_id)
+        return received
+
+    def send(self, identity: str, message: Message, reply_to: int = 0) -> None:
+        """Queues ``message`` until the next `flush`."""
+        self._outgoing.append((identity, wire.encode(to_envelope(message, reply_to=reply_to))))
+
+    def flush(self) -> None:
+        """Sends everything queued. A peer that is gone misses its message and asks again."""
+        for identity, frames in self._outgoing:
+            try:
+                self._socket.send_multipart([identity.encode(), *frames], copy=False)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+        self._outgoing.clear()
+
+    def close(self) -> None:
+        """Sends what is queued, then closes."""
+        self.flush()
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,1 @@
+"""The actors: one folder each. They know each other by messages alone."""

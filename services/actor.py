@@ -1,0 +1,131 @@
+"""The life every actor shares: join the broker, beat, drain, stop."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from protocols.mailbox import FencedError, Mailbox
+from protocols.messages import ActorKind, Bye, Heartbeat, Hello, Message, Stop, Welcome
+
+log = structlog.get_logger()
+
+JOIN_DEADLINE_S = 60.0
+BROKER_SILENT_S = 60.0
+"""An actor that has not heard from the broker for this long ends with an error."""
+STOP_GRACE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor lives: its name, its run and its broker."""
+
+    name: str
+    run: str
+    folder: Path
+    """The run's folder."""
+    broker: str
+    """The broker's address, e.g. ``tcp://127.0.0.1:5555``."""
+    threads: int = 1
+    """Compute threads."""
+
+
+def on_stop(stop: Callable[[str], None], supervised: bool = False) -> None:
+    """Calls ``stop(reason)`` on SIGTERM, on SIGINT, and, for a supervised process, when its supervisor is gone
+    (stdin closes). A process that then does not end within `STOP_GRACE_S` is ended."""
+
+    def leave(reason: str) -> None:
+        stop(reason)
+        timer = threading.Timer(STOP_GRACE_S, lambda: os._exit(75))
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _frame: leave(signal.Signals(received).name))
+
+    def lifeline() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        leave("the supervisor is gone")
+
+    if supervised:
+        threading.Thread(target=lifeline, name="lifeline", daemon=True).start()
+
+
+class Actor:
+    """A member of the pipeline.
+
+    ``inbox`` of its mailbox receives what the broker sends, and a `Stop` when it is time to leave.
+    """
+
+    def __init__(self, kind: ActorKind, place: Place) -> None:
+        self.kind, self.place = kind, place
+        self.incarnation = secrets.token_hex(6)
+        self.mailbox = Mailbox(place.broker, f"{place.name}#{self.incarnation}")
+        self.gauges: dict[str, float] = {}
+        self.version = -1
+        """The version of the weights that this actor serves; -1 for none."""
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+        self._beat_at = time.monotonic()
+        self.mailbox.hello = self._hello
+        self.mailbox.beat = self._beat
+
+    def join(self) -> Welcome:
+        """Says hello. Raises `DeadlineError` where no broker answers."""
+        welcome = self.mailbox.ask(self._hello(), JOIN_DEADLINE_S)
+        assert isinstance(welcome, Welcome)
+        self.mailbox.beat_s = welcome.heartbeat_s
+        log.info("joined", incarnation=self.incarnation, broker=self.place.broker)
+        return welcome
+
+    def stop(self, reason: str) -> None:
+        """Asks the actor's loop to end; safe from any thread and from a signal handler."""
+        self.mailbox.post(Stop(reason=reason))
+
+    def leave(self, reason: str) -> None:
+        """Says goodbye and closes the mailbox."""
+        try:
+            self.mailbox.tell(Bye(reason=reason))
+        except FencedError:
+            log.warning("fenced", reason=reason)
+        self.mailbox.close()
+        log.info("left", reason=reason)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts the enclosed time as work; the rest is idle."""
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_since = None
+
+    def _hello(self) -> Hello:
+        return Hello(
+            kind=self.kind, name=self.place.name, host=socket.gethostname(), pid=os.getpid(), version=self.version
+        )
+
+    def _beat(self) -> Message:
+        now = time.monotonic()
+        if now - self.mailbox.heard_at > BROKER_SILENT_S:
+            log.error("the broker is silent", broker=self.place.broker, silent_s=round(now - self.mailbox.heard_at))
+            self.stop(f"the broker at {self.place.broker} was silent for {BROKER_SILENT_S:.0f} s")
+        busy, self._busy_s = self._busy_s, 0.0
+        if since := self._busy_since:  # still at it: count the part inside this beat
+            busy += now - max(since, self._beat_at)
+        busy_share = min(1.0, busy / max(1e-3, now - self._beat_at))
+        self._beat_at = now
+        return Heartbeat(gauges={**self.gauges, "busy": busy_share})

@@ -1,0 +1,1 @@
+"""Leases prompts, holds the gate, keeps replay, ledger, versions and membership; routes every message."""

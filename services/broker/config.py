@@ -1,0 +1,140 @@
+"""Config sections that the broker reads."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from services.section import Section
+
+
+class SortData(Section):
+    """Procedural: ``sort hgbaf=`` is answered by ``abfgh``."""
+
+    type: Literal["sort"] = "sort"
+    size: int = Field(100_000, ge=1)
+    """Number of prompts."""
+    min_letters: int = Field(4, ge=1, le=10)
+    max_letters: int = Field(8, ge=1, le=10)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SortData:
+        if self.min_letters > self.max_letters:
+            raise ValueError(f"min_letters={self.min_letters} exceeds max_letters={self.max_letters}")
+        return self
+
+
+class HubData(Section):
+    """A Hugging Face dataset by name, or local JSONL, JSON, CSV or parquet files. Needs ``penstock[data]``."""
+
+    type: Literal["hub"] = "hub"
+    path: str
+    """A hub name such as ``openai/gsm8k``, or ``json``, ``csv``, ``parquet`` together with `files`."""
+    name: str | None = None
+    """The hub dataset's configuration, e.g. ``main``."""
+    files: list[str] = []
+    """Local files, read by the format that `path` names."""
+    split: str = "train"
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+    truth_key: str | None = None
+    """Column that the reward compares with; the whole row where not given."""
+    chat: bool = True
+    """Render a text prompt as one user message through the tokenizer's chat template, where it has one."""
+    system: str | None = None
+    """System message before each prompt."""
+    limit: int | None = Field(None, ge=1)
+    """Use the first rows only."""
+
+
+class ReasoningGymData(Section):
+    """Procedural tasks of reasoning-gym. Needs ``penstock[reasoning-gym]``."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    task: str
+    """The task set's name, e.g. ``chain_sum``."""
+    options: dict[str, Any] = {}
+    """The task set's own settings."""
+    size: int = Field(10_000, ge=1)
+    seed: int = 0
+    chat: bool = False
+    system: str | None = None
+    suffix: str = ""
+    """Text after each question."""
+
+
+class CustomData(Section):
+    """A data source of your own: ``module:function`` returning a sequence of `protocols.experience.Prompt`."""
+
+    type: Literal["custom"] = "custom"
+    function: str
+    options: dict[str, Any] = {}
+
+
+DataConfig = Annotated[SortData | HubData | ReasoningGymData | CustomData, Field(discriminator="type")]
+
+
+class PromptsConfig(Section):
+    """Which prompts a run trains on, in which order."""
+
+    train: DataConfig
+    eval: DataConfig | None = None
+    """Held-out prompts, answered greedily before and after training. None: no evaluation."""
+    eval_size: int = Field(256, ge=1)
+    eval_every: int = Field(0, ge=0)
+    """Evaluate also after every so many steps, while training goes on; 0: not."""
+    shuffle: bool = True
+    epochs: int | None = Field(None, ge=1)
+    """How often every prompt is drawn; None: as often as the steps need."""
+
+
+class GateConfig(Section):
+    """How old experience may be. See docs/bounded-lag.md."""
+
+    max_lag: int = Field(1, ge=0)
+    """η: no token older than this many versions is trained on. 0 is synchronous training."""
+    groups_per_step: int = Field(32, ge=1)
+    """B: groups in a training step."""
+    window: int = Field(1, ge=1)
+    """W: a finished group may overtake this many unfinished ones, less one. 1 keeps strict order."""
+
+    @model_validator(mode="after")
+    def _enough_lag(self) -> GateConfig:
+        needed = -(-(self.window - 1) // self.groups_per_step)
+        if self.max_lag < needed:
+            raise ValueError(
+                f"window={self.window} with groups_per_step={self.groups_per_step} needs max_lag >= {needed}, "
+                f"got {self.max_lag}"
+            )
+        return self
+
+
+class BrokerConfig(Section):
+    """The broker process."""
+
+    bind: str = "tcp://127.0.0.1:0"
+    """Where it listens; port 0 takes a free one."""
+    advertise: str | None = None
+    """The address that others use, where it differs from what was bound."""
+    heartbeat_s: float = Field(1.0, gt=0)
+    dead_after_s: float = Field(15.0, gt=0)
+    """An actor that is silent for this long is treated as dead."""
+    lease_s: float = Field(120.0, gt=0)
+    """A lease that is not renewed (by its holder's heartbeats) for this long is given to another rollout."""
+    max_attempts: int = Field(3, ge=1)
+    """A group that was leased or scored this often without an answer is dropped."""
+    max_consecutive_drops: int = Field(64, ge=1)
+    """So many groups dropped in a row end the run with an error."""
+
+
+class StoreConfig(Section):
+    """Redis, the pipeline's memory."""
+
+    url: str | None = None
+    """``redis://…``, ``rediss://…`` or ``unix://…``. None: a private server in the run's folder."""
+    fsync: Literal["always", "everysec"] = "always"
+    """How the private server syncs its append-only file."""
+    retry_s: float = Field(60.0, gt=0)
+    """How long the broker waits for a store that does not answer, before it gives up."""

@@ -1,0 +1,134 @@
+"""The books of experience, kept together: numbers, leases, replay, ledger and the gate over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.broker.gate import Gate
+from services.broker.leases import Journal, Lease, Leases
+from services.broker.ledger import Ledger, Step
+from services.broker.replay import Replay, Scorer
+
+log = structlog.get_logger()
+
+
+class Experience:
+    """Every rule about which group may be generated, trained on or dropped is applied here.
+
+    ``steps`` is how many steps the run has, ``draws`` how many prompts there are (None: no end), ``release`` is told
+    the number of each group whose payload is not needed any more.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        gate: Gate,
+        scorers: list[Scorer],
+        steps: int,
+        draws: int | None,
+        release: Callable[[int], None],
+    ) -> None:
+        self._journal = journal
+        self._release = release
+        self.gate, self.steps, self.draws = gate, steps, draws
+        self.leases = Leases(journal)
+        self.replay = Replay(journal, scorers)
+        self.ledger = Ledger(journal)
+        self.dropped = {int(n): row["reason"] for n, row in journal.rows("dropped").items()}
+        for number in self.dropped:
+            gate.drop(number)
+        self.consecutive_drops = 0
+        self.last_drop = ""
+
+    @property
+    def drawn_out(self) -> bool:
+        """The prompts are used up."""
+        return self.draws is not None and self.leases.next_draw >= self.draws
+
+    def next_lease(self, version: int) -> Lease | None:
+        """The group that a rollout serving ``version`` may generate now, a repeated one first; None while the gate is
+        shut, at the last step and at the end of the prompts."""
+        lease = self.leases.waiting()
+        if lease:
+            return lease if version >= self.gate.required_version(lease.number) else None
+        number = self.leases.next_number
+        if self.gate.rank(number) >= self.steps * self.gate.batch or self.drawn_out:
+            return None
+        if version < self.gate.required_version(number):
+            return None
+        return self.leases.new()
+
+    def blocked_lease(self) -> int | None:
+        """The version that the next grant asks for; None where there is nothing to grant."""
+        lease = self.leases.waiting()
+        number = lease.number if lease else self.leases.next_number
+        if not lease and (self.gate.rank(number) >= self.steps * self.gate.batch or self.drawn_out):
+            return None
+        return self.gate.required_version(number)
+
+    def finish(self, number: int) -> bool:
+        """A group is finished. False where it was already, or is gone: its answer does not count again."""
+        lease = self.leases.close(number)
+        if lease is None:
+            return False
+        self.replay.add(number, lease.draw)
+        return True
+
+    def drop(self, number: int, reason: str) -> None:
+        """The group will never be trained on. Nothing is dropped once a step has taken it."""
+        closed = self.leases.close(number) or self.replay.remove(number)
+        if closed is None:
+            return
+        self.gate.drop(number)
+        self.dropped[number] = reason
+        self._journal.put("dropped", number, {"reason": reason})
+        self._release(number)
+        self.consecutive_drops += 1
+        self.last_drop = f"group {number}: {reason}"
+        log.warning("group dropped", group=number, reason=reason)
+
+    def scored(self, number: int, scorer: Scorer) -> bool:
+        """A scorer has answered for a group; False for a repeated answer."""
+        return self.replay.scored(number, scorer)
+
+    def take(self, step: int, seed: int) -> Step | None:
+        """The groups of ``step``: those of the ledger where it was taken before, else the lowest eligible ones; None
+        while there are not enough. The last step takes what the end of the prompts has left."""
+        known = self.ledger.taken(step)
+        if known:
+            return known
+        eligible = self.gate.eligible(self.replay.ready(), self.oldest_open())
+        if self.drawn_out and not self.leases.open and self.replay.oldest_unready() is None:
+            batch = min(self.gate.batch, len(eligible))
+        else:
+            batch = self.gate.batch
+        if not batch or len(eligible) < batch or step >= self.steps:
+            return None
+        taken = self.ledger.take(step, eligible[:batch], seed, time.time())
+        for number in taken.groups:
+            self.replay.remove(number)
+        self.consecutive_drops = 0
+        return taken
+
+    def ended(self, step: int) -> bool:
+        """There is no such step and never will be."""
+        if step >= self.steps:
+            return True
+        idle = not self.leases.open and not self.replay.entries
+        return self.drawn_out and idle and self.ledger.taken(step) is None
+
+    def oldest_open(self) -> int:
+        """h: the lowest number that is neither ready to be trained on nor dropped; the next number counts as open."""
+        unready = self.replay.oldest_unready()
+        unfinished = next(iter(self.leases.open), None)
+        numbers = [n for n in (unready, unfinished) if n is not None]
+        return min(numbers, default=self.leases.next_number)
+
+    def free(self, version: int) -> None:
+        """A durable checkpoint holds ``version``: the groups of the steps before it are needed no more."""
+        for step in self.ledger.free(version):
+            for number in step.groups:
+                self._release(number)

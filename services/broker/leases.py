@@ -1,0 +1,112 @@
+"""Groups that are not finished: numbered, leased, expired and leased again, always under the same number.
+
+    new ──▶ waiting ◀──────────── expired, holder gone
+               │ grant                 │
+               ▼                       │
+            leased ────────────────────┘
+               │ finished (by any holder, once)      │ attempts used up, or failed
+               ▼                                     ▼
+             (replay)                             (dropped)
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+
+class Journal(Protocol):
+    """What `store.Store` offers to the rules: rows that become durable with the turn."""
+
+    def put(self, table: str, key: str | int, row: dict[str, Any]) -> None:
+        """Writes one row."""
+
+    def delete(self, table: str, key: str | int) -> None:
+        """Removes one row."""
+
+    def rows(self, table: str) -> dict[str, dict[str, Any]]:
+        """All committed rows of a table."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """One unfinished group."""
+
+    number: int
+    draw: int
+    """Which draw from the prompt stream it answers."""
+    attempt: int = 0
+    """How often it was granted."""
+    holder: str | None = None
+    """Identity of the rollout that generates it; None while it waits."""
+    deadline: float = 0.0
+    """Wall-clock seconds after which the lease expires."""
+
+
+class Leases:
+    """The unfinished groups, by number."""
+
+    TABLE = "leases"
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.next_number = 0
+        self.next_draw = 0
+        self.open: dict[int, Lease] = {}
+        for row in journal.rows(self.TABLE).values():
+            self.open[row["number"]] = Lease(**row)
+        self.open = dict(sorted(self.open.items()))
+        for row in journal.rows("counters").values():
+            self.next_number, self.next_draw = row["next_number"], row["next_draw"]
+
+    def new(self) -> Lease:
+        """A group with the next number for the next prompt. Numbers are never used again."""
+        lease = Lease(self.next_number, self.next_draw)
+        self.next_number += 1
+        self.next_draw += 1
+        self.open[lease.number] = lease
+        self._journal.put("counters", "leases", {"next_number": self.next_number, "next_draw": self.next_draw})
+        self._write(lease)
+        return lease
+
+    def waiting(self) -> Lease | None:
+        """The lowest-numbered group that nobody generates."""
+        return next((lease for lease in self.open.values() if lease.holder is None), None)
+
+    def grant(self, lease: Lease, holder: str, deadline: float) -> None:
+        """``holder`` generates the group until ``deadline``."""
+        lease.holder, lease.deadline = holder, deadline
+        lease.attempt += 1
+        self._write(lease)
+
+    def renew(self, holder: str, deadline: float) -> None:
+        """A heartbeat of ``holder``. Deadlines need not survive a crash: a restarted broker grants them anew."""
+        for lease in self.open.values():
+            if lease.holder == holder:
+                lease.deadline = deadline
+
+    def release(self, holder: str) -> list[Lease]:
+        """``holder`` is gone: what it held waits again."""
+        released = [lease for lease in self.open.values() if lease.holder == holder]
+        for lease in released:
+            lease.holder = None
+            self._write(lease)
+        return released
+
+    def expire(self, now: float) -> list[Lease]:
+        """Leases past their deadline wait again."""
+        expired = [lease for lease in self.open.values() if lease.holder is not None and lease.deadline < now]
+        for lease in expired:
+            lease.holder = None
+            self._write(lease)
+        return expired
+
+    def close(self, number: int) -> Lease | None:
+        """The group is finished or dropped. None where it was already closed: a late or repeated answer."""
+        lease = self.open.pop(number, None)
+        if lease:
+            self._journal.delete(self.TABLE, number)
+        return lease
+
+    def _write(self, lease: Lease) -> None:
+        self._journal.put(self.TABLE, lease.number, asdict(lease))

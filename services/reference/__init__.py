@@ -1,0 +1,1 @@
+"""Log-probabilities of finished groups under a frozen model."""

@@ -1,0 +1,89 @@
+"""The reference actor: groups in, log-probabilities of their sampled tokens under a frozen model out."""
+
+from __future__ import annotations
+
+import queue
+
+import numpy as np
+import structlog
+import torch
+
+from protocols.experience import ExperienceError, Trajectory, unpack_group
+from protocols.mailbox import FencedError
+from protocols.messages import Credit, HelloNeeded, Referenced, ReferenceScore, Stop, Work, WorkItem
+from protocols.wire import WireError
+from services.actor import Actor, Place
+from services.model import device_of, load_model, logprobs, plan_rows
+from services.reference.config import ReferenceConfig
+
+log = structlog.get_logger()
+
+ANSWER_DEADLINE_S = 60.0
+
+
+class Reference:
+    """One reference process. `run` returns the reason it ended for."""
+
+    def __init__(self, place: Place, config: ReferenceConfig, model_path: str, dtype: str, temperature: float) -> None:
+        torch.set_num_threads(place.threads)
+        self.actor = Actor("reference", place)
+        self._config, self._temperature = config, temperature
+        self._device = device_of(config.device)
+        self._model = load_model(config.path or model_path, dtype, self._device).eval()
+        self._received = 0
+
+    def run(self) -> str:
+        """Scores until it is told to stop."""
+        self.actor.join()
+        self._give_credit()
+        while True:
+            items: list[WorkItem] = []
+            event = self.actor.mailbox.inbox.get()
+            while event is not None:
+                if isinstance(event, Stop):
+                    self.actor.leave(event.reason)
+                    return event.reason
+                if isinstance(event, FencedError):
+                    raise event
+                if isinstance(event, HelloNeeded):
+                    self._received = 0
+                    self._give_credit()
+                elif isinstance(event, Work):
+                    items += event.items
+                try:
+                    event = self.actor.mailbox.inbox.get_nowait()
+                except queue.Empty:
+                    event = None
+            if items:
+                self._received += len(items)
+                with self.actor.busy():
+                    self._score(items)
+                self._give_credit()
+
+    def _give_credit(self) -> None:
+        self.actor.mailbox.tell(Credit(total=self._received + self._config.groups_in_hand))
+
+    def _score(self, items: list[WorkItem]) -> None:
+        groups = []
+        for item in items:
+            try:
+                groups.append(unpack_group(memoryview(item.experience)))
+            except (ExperienceError, WireError) as error:
+                log.error("a group cannot be read", group=item.number, error=str(error))
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        columns = iter(self._columns(trajectories))
+        scores = [
+            ReferenceScore(number=g.number, logprobs=np.concatenate([next(columns) for _ in g.trajectories]))
+            for g in groups
+        ]
+        self.actor.mailbox.ask_later(Referenced(scores=scores), ANSWER_DEADLINE_S)
+
+    @torch.inference_mode()
+    def _columns(self, trajectories: list[Trajectory]) -> list[np.ndarray]:
+        """For each trajectory, float32 ``[tokens]``: 0 where nothing was sampled."""
+        columns = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
+        for rows in plan_rows(trajectories, self._config.tokens_per_batch, self._device):
+            found = logprobs(self._model, rows, self._temperature).cpu().numpy()
+            for row, index in enumerate(rows.index):
+                columns[index][1:] = found[row, : len(columns[index]) - 1]
+        return columns

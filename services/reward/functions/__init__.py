@@ -1,0 +1,1 @@
+"""Reward functions of the registry, one a file."""

@@ -1,0 +1,9 @@
+"""1 where the response is the truth."""
+
+from typing import Any
+
+
+def exact_match(response: str, truth: Any, prompt: str, strip: bool = True) -> float:
+    """1.0 where ``response`` equals ``truth`` as text, else 0.0."""
+    expected = str(truth)
+    return float((response.strip() == expected.strip()) if strip else (response == expected))

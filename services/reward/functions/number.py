@@ -1,0 +1,19 @@
+"""1 where the last number of the response is the truth's last number: GSM8K and its like."""
+
+import re
+from typing import Any
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def number(response: str, truth: Any, prompt: str, tolerance: float = 1e-6) -> float:
+    """1.0 where the last numbers of both texts agree within ``tolerance``, else 0.0. A ``####`` is not needed."""
+    found, expected = _last(response), _last(str(truth))
+    if expected is None:
+        raise ValueError(f"the truth has no number: {str(truth)[:80]!r}")
+    return float(found is not None and abs(found - expected) <= tolerance)
+
+
+def _last(text: str) -> float | None:
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

@@ -1,0 +1,1 @@
+"""Runs an engine; turns leases into finished groups."""

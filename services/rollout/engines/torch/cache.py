@@ -1,0 +1,34 @@
+"""The static KV cache: one slot a sequence, the running ones always in front."""
+
+from __future__ import annotations
+
+import torch
+
+
+class SlotCache:
+    """Keys and values of ``slots`` sequences of up to ``length`` tokens, for each layer ``[slots, heads, length, dim]``.
+
+    Slots ``[0, active)`` are in use, so every decoding step works on plain slices.
+    """
+
+    def __init__(
+        self, layers: int, slots: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (slots, heads, length, dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+    def fill(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes whole sequences: ``keys`` and ``values`` ``[len(slots), heads, tokens, dim]`` from position 0."""
+        self.keys[layer][slots, :, : keys.shape[2]] = keys
+        self.values[layer][slots, :, : values.shape[2]] = values
+
+    def append(self, layer: int, rows: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes one token for each of the first rows: ``keys`` and ``values`` ``[rows, heads, dim]``."""
+        self.keys[layer][rows, :, positions] = keys
+        self.values[layer][rows, :, positions] = values
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """Copies the first ``length`` positions of the ``source`` slots over the ``target`` slots."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :length] = tensor[source, :, :length]

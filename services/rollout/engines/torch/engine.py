@@ -1,0 +1,303 @@
+"""Continuous batching: requests join and leave the batch between two decoding steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from protocols.experience import Finish
+from services.model import DTYPES, ModelError, device_of
+from services.rollout.config import TorchEngineConfig
+from services.rollout.engines.base import Completion, Request, RequestError
+from services.rollout.engines.torch import native
+from services.rollout.engines.torch.cache import SlotCache
+from services.rollout.engines.torch.hosted import HostedModel
+from services.rollout.engines.torch.sampling import sample, stream_key, uniforms
+
+
+@dataclass(slots=True)
+class _Slots:
+    """What is known of each running sequence; arrays over slots, on the host."""
+
+    tokens: np.ndarray
+    """int32 ``[slots, length]``: prompt and response."""
+    logprobs: np.ndarray
+    versions: np.ndarray
+    lengths: np.ndarray
+    """Tokens so far. All but the last are in the KV cache."""
+    prompt: np.ndarray
+    limit: np.ndarray
+    """Length at which the sequence must end."""
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    key: np.ndarray
+    number: np.ndarray
+    sample: np.ndarray
+
+    @classmethod
+    def empty(cls, slots: int, length: int) -> _Slots:
+        def row(dtype: Any) -> np.ndarray:
+            return np.zeros(slots, dtype)
+
+        def table(dtype: Any) -> np.ndarray:
+            return np.zeros((slots, length), dtype)
+
+        return cls(
+            table(np.int32), table(np.float32), table(np.int32), row(np.int64), row(np.int64), row(np.int64),
+            row(np.float32), row(np.float32), row(np.int64), row(np.uint64), row(np.int64), row(np.int32),
+        )  # fmt: skip
+
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copies the ``source`` slots over the ``target`` slots."""
+        for name in self.__slots__:
+            array = getattr(self, name)
+            array[target] = array[source]
+
+
+class TorchEngine:
+    """`base.Engine` over `native.NativeModel` or `hosted.HostedModel`.
+
+    ``stop_ids`` end a sequence; ``decode`` turns token ids into text, for requests with stop texts.
+    """
+
+    def __init__(
+        self, config: TorchEngineConfig, model_config: Any, dtype: str, stop_ids: set[int], decode: Callable[[Any], str]
+    ) -> None:
+        self.version = -1
+        self.capacity = config.max_sequences
+        self._config, self._decode = config, decode
+        self._device = device_of(config.device)
+        limit = getattr(model_config, "max_position_embeddings", None) or config.max_length
+        self._length = min(config.max_length, limit)
+        heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+        kind = DTYPES[dtype]
+        self._cache = SlotCache(
+            model_config.num_hidden_layers, self.capacity, heads, self._length, native.head_dim(model_config), kind,
+            self._device,
+        )  # fmt: skip
+        self._model: native.NativeModel | HostedModel
+        if native.supports(model_config):
+            self._model = native.NativeModel(model_config, self._cache, self._length, kind, self._device)
+        else:
+            self._model = HostedModel(model_config, self._cache, kind, self._device)
+        self._vocabulary = model_config.vocab_size
+        self._stop_ids = np.array(sorted(stop_ids), np.int32)
+        self._slots = _Slots.empty(self.capacity, self._length)
+        self._active = 0
+        self._queue: deque[Request] = deque()
+        self._stops: dict[int, tuple[str, ...]] = {}
+        self._generated = 0
+
+    def submit(self, request: Request) -> None:
+        """See `base.Engine.submit`."""
+        size, sampling = len(request.tokens), request.sampling
+        if size < 1 or request.tokens.min() < 0 or request.tokens.max() >= self._vocabulary:
+            raise RequestError(f"the prompt has {size} tokens or ids outside the vocabulary of {self._vocabulary}")
+        if size + sampling.max_new_tokens > self._length:
+            raise RequestError(
+                f"a prompt of {size} tokens and max_new_tokens={sampling.max_new_tokens} exceed "
+                f"rollout.engine.max_length={self._length}"
+            )
+        if sampling.n > self.capacity:
+            raise RequestError(f"n={sampling.n} exceeds rollout.engine.max_sequences={self.capacity}")
+        self._queue.append(request)
+        if sampling.stop:
+            self._stops[request.number] = sampling.stop
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """See `base.Engine.step`."""
+        if self.version < 0:
+            return []
+        done: list[Completion] = []
+        if self._queue:
+            self._admit(done)
+        if self._active:
+            self._decode_step()
+            done += self._retire(self._active)
+        return done
+
+    def abort(self, number: int) -> None:
+        """See `base.Engine.abort`."""
+        self._queue = deque(request for request in self._queue if request.number != number)
+        gone = np.flatnonzero(self._slots.number[: self._active] == number)
+        if gone.size:
+            self._compact(gone)
+        self._stops.pop(number, None)
+
+    def pending(self) -> int:
+        """See `base.Engine.pending`."""
+        return self._active + sum(request.sampling.n for request in self._queue)
+
+    def prepare(self, weights: Mapping[str, torch.Tensor]) -> Any:
+        """See `base.Engine.prepare`."""
+        try:
+            return self._model.prepare(weights)
+        except KeyError as error:
+            raise ModelError(f"the version does not fit the model: it has no {error.args[0]}") from None
+
+    @torch.inference_mode()
+    def swap(self, prepared: Any, version: int) -> None:
+        """See `base.Engine.swap`."""
+        self._model.weights = prepared
+        self.version = version
+        if self._config.kv_on_update == "recompute" and self._active:
+            lengths = self._slots.lengths[: self._active] - 1
+            self._prefill(self._slots.tokens[: self._active], lengths, [[i] for i in range(self._active)])
+
+    def gauges(self) -> dict[str, float]:
+        """See `base.Engine.gauges`."""
+        return {"running": self._active, "queued": len(self._queue), "generated_tokens": self._generated}
+
+    def close(self) -> None:
+        """See `base.Engine.close`."""
+
+    def _admit(self, done: list[Completion]) -> None:
+        """Prefills queued requests, first come first served, while slots and the prefill budget last."""
+        chosen: list[Request] = []
+        room, budget = self.capacity - self._active, self._config.prefill_tokens
+        while self._queue and self._queue[0].sampling.n <= room:
+            if chosen and len(self._queue[0].tokens) > budget:
+                break
+            request = self._queue.popleft()
+            room -= request.sampling.n
+            budget -= len(request.tokens)
+            chosen.append(request)
+        if not chosen:
+            return
+        slots: list[list[int]] = []
+        start = self._active
+        for request in chosen:
+            mine = list(range(self._active, self._active + request.sampling.n))
+            self._active = mine[-1] + 1
+            slots.append(mine)
+            self._occupy(request, mine)
+        lengths = np.array([len(request.tokens) for request in chosen])
+        tokens = np.zeros((len(chosen), int(lengths.max())), np.int32)
+        for row, request in enumerate(chosen):
+            tokens[row, : lengths[row]] = request.tokens
+        logits = self._prefill(tokens, lengths, slots)
+        repeat = torch.tensor([len(mine) for mine in slots], device=self._device)
+        self._extend(logits.repeat_interleave(repeat, 0), start, self._active)
+        done += self._retire(self._active, start)
+
+    def _occupy(self, request: Request, mine: list[int]) -> None:
+        s, sampling, size = self._slots, request.sampling, len(request.tokens)
+        s.tokens[mine, :size] = request.tokens
+        s.lengths[mine] = s.prompt[mine] = size
+        s.limit[mine] = size + sampling.max_new_tokens
+        s.temperature[mine], s.top_p[mine], s.top_k[mine] = sampling.temperature, sampling.top_p, sampling.top_k
+        s.number[mine] = request.number
+        s.sample[mine] = range(len(mine))
+        s.key[mine] = [stream_key(request.seed, request.number, i) for i in range(len(mine))]
+
+    def _prefill(self, tokens: np.ndarray, lengths: np.ndarray, slots: list[list[int]]) -> torch.Tensor:
+        """Runs the first ``lengths[i]`` of each row into its slots, rows of like length together."""
+        order = np.argsort(lengths, kind="stable")
+        logits: list[torch.Tensor] = []
+        start = 0
+        while start < len(order):
+            end = start + 1
+            # A run of rows is cut where padding would be more than a quarter of it, or the budget is spent.
+            while end < len(order) and lengths[order[end]] * (end + 1 - start) <= max(
+                self._config.prefill_tokens, lengths[order[end]]
+            ) and lengths[order[start]] >= 0.6 * lengths[order[end]]:
+                end += 1
+            rows = order[start:end]
+            width = int(lengths[rows[-1]])
+            block = torch.from_numpy(tokens[rows, :width].astype(np.int64)).to(self._device)
+            sizes = torch.from_numpy(lengths[rows]).to(self._device)
+            logits.append(
+                self._model.prefill(block, sizes, [torch.tensor(slots[r], device=self._device) for r in rows])
+            )
+            start = end
+        return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self._device)]
+
+    def _decode_step(self) -> None:
+        s, active = self._slots, self._active
+        positions = s.lengths[:active] - 1
+        last = s.tokens[np.arange(active), positions].astype(np.int64)
+        logits = self._model.decode(
+            torch.from_numpy(last).to(self._device),
+            torch.from_numpy(positions).to(self._device),
+            int(positions.max()) + 1,
+        )
+        self._extend(logits, 0, active)
+
+    def _extend(self, logits: torch.Tensor, start: int, end: int) -> None:
+        """Samples one token for each of the slots ``[start, end)`` and appends it."""
+        s, rows = self._slots, slice(start, end)
+        lengths = s.lengths[rows]
+        uniform = torch.from_numpy(uniforms(s.key[rows], lengths - s.prompt[rows]).astype(np.float32))
+        truncating = (s.top_p[rows] < 1).any(), (s.top_k[rows] > 0).any()
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(self._device)
+
+        tokens, logprobs = sample(
+            logits,
+            put(s.temperature[rows]),
+            put(s.top_p[rows]) if truncating[0] else None,
+            put(s.top_k[rows]) if truncating[1] else None,
+            uniform.to(self._device),
+        )
+        slots = np.arange(start, end)
+        s.tokens[slots, lengths] = tokens.cpu().numpy()
+        s.logprobs[slots, lengths] = logprobs.cpu().numpy()
+        s.versions[slots, lengths] = self.version
+        s.lengths[rows] += 1
+        self._generated += end - start
+
+    def _retire(self, end: int, start: int = 0) -> list[Completion]:
+        """Removes finished sequences among the slots ``[start, end)``."""
+        s = self._slots
+        slots = np.arange(start, end)
+        lengths = s.lengths[slots]
+        stopped = np.isin(s.tokens[slots, lengths - 1], self._stop_ids)
+        if self._stops:
+            for i, slot in enumerate(slots):
+                stops = self._stops.get(int(s.number[slot]))
+                if stops and not stopped[i]:
+                    text = self._decode(s.tokens[slot, s.prompt[slot] : lengths[i]].tolist())
+                    stopped[i] = any(stop in text for stop in stops)
+        finished = slots[stopped | (lengths >= s.limit[slots])]
+        if not finished.size:
+            return []
+        done = [self._completion(int(slot), bool(stopped[slot - start])) for slot in finished]
+        self._compact(finished)
+        if self._stops:
+            running = set(s.number[: self._active].tolist()) | {r.number for r in self._queue}
+            self._stops = {number: stop for number, stop in self._stops.items() if number in running}
+        return done
+
+    def _completion(self, slot: int, stopped: bool) -> Completion:
+        s = self._slots
+        part = slice(int(s.prompt[slot]), int(s.lengths[slot]))
+        finish: Finish = "stop" if stopped else "length"
+        return Completion(
+            int(s.number[slot]),
+            int(s.sample[slot]),
+            s.tokens[slot, part].copy(),
+            s.logprobs[slot, part].copy(),
+            s.versions[slot, part].copy(),
+            finish,
+        )
+
+    def _compact(self, finished: np.ndarray) -> None:
+        """Moves the last running sequences into the freed slots, so that the running ones stay in front."""
+        remaining = self._active - len(finished)
+        holes = finished[finished < remaining]
+        movers = np.setdiff1d(np.arange(remaining, self._active), finished)
+        if holes.size:
+            length = int(self._slots.lengths[movers].max())
+            self._cache.move(
+                torch.from_numpy(movers).to(self._device), torch.from_numpy(holes).to(self._device), length
+            )
+            self._slots.move(movers, holes)
+        self._active = remaining

@@ -1,0 +1,205 @@
+"""Qwen2, Qwen3 and Llama as plain functions over fused weights: the fast path of the embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from services.rollout.engines.torch.cache import SlotCache
+
+FAMILIES = {"llama", "qwen2", "qwen3"}
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, queries ``[R, T, heads, dim]``, keys and values ``[R, T, kv heads, dim]``) → ``[R, T, heads * dim]``"""
+
+
+def supports(config: Any) -> bool:
+    """The family is written here, with a rotary embedding that does not change with the length."""
+    return (
+        config.model_type in FAMILIES
+        and config.hidden_act == "silu"
+        and _rope(config).get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
+        and not getattr(config, "use_sliding_window", False)
+    )
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer, with query, key and value in one matrix, and gate and up in one."""
+
+    norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Weights:
+    """A whole version."""
+
+    embedding: torch.Tensor
+    layers: list[Layer]
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
+class NativeModel:
+    """The network over a `SlotCache`. ``weights`` may be replaced between two calls."""
+
+    def __init__(self, config: Any, cache: SlotCache, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._cache = config, cache
+        self._dtype, self._device = dtype, device
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._dim = head_dim(config)
+        self.weights: Weights | None = None
+        cos, sin = _rotary(config, self._dim, max_length, device)
+        self._cos, self._sin = cos.to(dtype), sin.to(dtype)
+
+    def prepare(self, named: Mapping[str, torch.Tensor]) -> Weights:
+        """Fuses a version's tensors; copies all of them, so that the source may be overwritten."""
+        take = {name: tensor.to(self._device, self._dtype) for name, tensor in named.items()}
+
+        def get(name: str) -> torch.Tensor:
+            return take[name].clone()
+
+        def maybe(name: str) -> torch.Tensor | None:
+            return get(name) if name in take else None
+
+        def fuse(names: list[str]) -> torch.Tensor | None:
+            present = [take[name] for name in names if name in take]
+            return torch.cat(present) if present else None
+
+        layers = []
+        for index in range(self._config.num_hidden_layers):
+            prefix = f"model.layers.{index}."
+            attention = prefix + "self_attn."
+            qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+            mlp = [prefix + "mlp." + name for name in ("gate_proj", "up_proj")]
+            qkv_weight, gate_up = fuse([f"{n}.weight" for n in qkv]), fuse([f"{n}.weight" for n in mlp])
+            assert qkv_weight is not None and gate_up is not None
+            layers.append(
+                Layer(
+                    norm=get(prefix + "input_layernorm.weight"),
+                    qkv=qkv_weight,
+                    qkv_bias=fuse([f"{n}.bias" for n in qkv]),
+                    q_norm=maybe(attention + "q_norm.weight"),
+                    k_norm=maybe(attention + "k_norm.weight"),
+                    out=get(attention + "o_proj.weight"),
+                    out_bias=maybe(attention + "o_proj.bias"),
+                    mlp_norm=get(prefix + "post_attention_layernorm.weight"),
+                    gate_up=gate_up,
+                    gate_up_bias=fuse([f"{n}.bias" for n in mlp]),
+                    down=get(prefix + "mlp.down_proj.weight"),
+                    down_bias=maybe(prefix + "mlp.down_proj.bias"),
+                )
+            )
+        embedding = get("model.embed_tokens.weight")
+        head = maybe("lm_head.weight")
+        return Weights(embedding, layers, get("model.norm.weight"), embedding if head is None else head)
+
+    def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
+        """Runs right-padded prompts (int64 ``[P, T]``) and fills, for each, all its ``slots``. Returns the logits
+        after each prompt's last token, ``[P, vocabulary]``."""
+        every = torch.cat(slots)
+        repeat = torch.tensor([len(s) for s in slots], device=tokens.device)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            self._cache.fill(layer, every, k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads)
+            return out.transpose(1, 2).flatten(2)
+
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        hidden = self._layers(tokens, positions, attend)
+        last = hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
+        return self._logits(last)
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
+        """One token (int64 ``[A]``) for each of the first A slots, at its position; ``span`` is the highest position
+        plus one. Returns logits ``[A, vocabulary]``."""
+        count = len(tokens)
+        rows = torch.arange(count, device=tokens.device)
+        hidden_from = torch.arange(span, device=tokens.device)[None] > positions[:, None]
+        mask = torch.zeros((count, 1, 1, span), dtype=self._dtype, device=tokens.device)
+        mask.masked_fill_(hidden_from[:, None, None], float("-inf"))
+        shape = (count, self._kv_heads, self._heads // self._kv_heads, self._dim)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._cache.append(layer, rows, positions, k[:, 0], v[:, 0])
+            keys, values = self._cache.keys[layer][:count, :, :span], self._cache.values[layer][:count, :, :span]
+            # The queries that share a key head stand as if they were positions: no key is copied for them.
+            out = F.scaled_dot_product_attention(q.view(shape), keys, values, attn_mask=mask)
+            return out.reshape(count, 1, -1)
+
+        return self._logits(self._layers(tokens[:, None], positions[:, None], attend)[:, 0])
+
+    def _layers(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        assert self.weights is not None
+        eps = self._config.rms_norm_eps
+        heads, kv, dim = self._heads, self._kv_heads, self._dim
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
+        x = F.embedding(tokens, self.weights.embedding)
+        for index, w in enumerate(self.weights.layers):
+            fused = F.linear(_norm(x, w.norm, eps), w.qkv, w.qkv_bias)
+            fused = fused.view(*tokens.shape, heads + 2 * kv, dim)
+            qk, v = fused[:, :, : heads + kv], fused[:, :, heads + kv :]
+            if w.q_norm is not None and w.k_norm is not None:
+                weight = torch.cat([w.q_norm.expand(heads, dim), w.k_norm.expand(kv, dim)])
+                qk = _norm(qk, None, eps) * weight
+            qk = qk * cos + _rotate_half(qk) * sin
+            attended = attend(index, qk[:, :, :heads], qk[:, :, heads:], v)
+            x = x + F.linear(attended, w.out, w.out_bias)
+            gate, up = F.linear(_norm(x, w.mlp_norm, eps), w.gate_up, w.gate_up_bias).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, w.down, w.down_bias)
+        return x
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weights is not None
+        return F.linear(_norm(x, self.weights.norm, self._config.rms_norm_eps), self.weights.head).float()
+
+
+def head_dim(config: Any) -> int:
+    """Size of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _rotary(config: Any, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of cosine and sine, float32 ``[length, dim]``."""
+    rope = _rope(config)
+    kind, scaling = rope.get("rope_type", "default"), 1.0
+    if kind == "default":
+        base = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+        frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, device)
+    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies.float()
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos() * scaling, angles.sin() * scaling

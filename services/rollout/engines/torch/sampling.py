@@ -1,0 +1,69 @@
+"""Drawing tokens with random numbers that depend on nothing but seed, group, sample and position."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_B = np.uint64(0x94D049BB133111EB)
+
+
+def mix(value: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer (Steele et al. 2014): uint64 ``[rows]`` to well-mixed uint64 ``[rows]``."""
+    with np.errstate(over="ignore"):
+        value = value + _GOLDEN
+        value = (value ^ (value >> np.uint64(30))) * _MIX_A
+        value = (value ^ (value >> np.uint64(27))) * _MIX_B
+        return value ^ (value >> np.uint64(31))
+
+
+def stream_key(seed: int, number: int, sample: int) -> np.uint64:
+    """The key of one trajectory's random numbers."""
+    key = np.array([0], np.uint64)
+    for part in (seed, number, sample):
+        key = mix(key ^ np.array([part & (2**64 - 1)], np.uint64))
+    return key[0]
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) for each row, from its key (uint64 ``[rows]``) and position (int ``[rows]``); float64."""
+    mixed = mix(keys ^ mix(positions.astype(np.uint64)))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    uniform: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token a row from ``logits`` (float32 ``[rows, vocabulary]``).
+
+    ``temperature`` float32 ``[rows]``, 0 for greedy; ``top_p`` float32 and ``top_k`` int64 ``[rows]``, None where no
+    row truncates; ``uniform`` float32 ``[rows]`` in [0, 1). Returns tokens int64 ``[rows]`` and their log-probabilities
+    float32 ``[rows]`` under the tempered, untruncated distribution (greedy rows: temperature 1).
+    """
+    greedy = temperature == 0
+    logs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], -1)
+    probabilities = logs.exp()
+    if top_p is not None or top_k is not None:
+        probabilities = _truncate(probabilities, top_p, top_k)
+    cumulative = probabilities.cumsum(-1)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _truncate(probabilities: torch.Tensor, top_p: torch.Tensor | None, top_k: torch.Tensor | None) -> torch.Tensor:
+    """Zeroes what top-k and top-p leave out: a token stays while the more likely ones together are below top-p."""
+    ranked, order = probabilities.sort(-1, descending=True)
+    if top_p is not None:
+        ranked = torch.where(ranked.cumsum(-1) - ranked < top_p[:, None], ranked, 0.0)
+    if top_k is not None:
+        place = torch.arange(ranked.shape[-1], device=ranked.device)[None]
+        ranked = torch.where((top_k[:, None] == 0) | (place < top_k[:, None]), ranked, 0.0)
+    return torch.zeros_like(probabilities).scatter_(-1, order, ranked)

@@ -1,0 +1,244 @@
+"""The rollout actor: leases in, finished groups out, weights replaced in between."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+import structlog
+
+from protocols.experience import UNSAMPLED, Group, Trajectory, as_bytes, pack_group
+from protocols.mailbox import DeadlineError, FencedError
+from protocols.messages import Credit, Failed, Finished, HelloNeeded, Lease, Loaded, Message, Offer, Stop
+from services.actor import Actor, Place
+from services.rollout.config import RolloutConfig, TorchEngineConfig
+from services.rollout.engines.base import Completion, Engine, Request, RequestError
+from services.rollout.receiver import Prepared, Receiver
+from services.rollout.text import Text
+
+log = structlog.get_logger()
+
+DURABLE_DEADLINE_S = 120.0
+
+
+@dataclass(slots=True)
+class _Work:
+    """A group that is being generated."""
+
+    lease: Lease
+    tokens: np.ndarray
+    completions: list[Completion] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """The broker's answer to a `Finished` or `Failed`, posted to the inbox."""
+
+    number: int
+    message: Finished | Failed
+    tokens: int
+    error: BaseException | None
+
+
+class Rollout:
+    """One rollout process. `run` returns the reason it ended for."""
+
+    def __init__(self, place: Place, config: RolloutConfig, model_path: str, dtype: str, host: str) -> None:
+        import torch
+
+        torch.set_num_threads(place.threads)
+        self.actor = Actor("rollout", place)
+        self._text = Text(model_path)
+        self.engine = make_engine(config, model_path, dtype, self._text)
+        self._receiver = Receiver(self.engine, self.actor.mailbox, self.actor.mailbox.identity, host)
+        self._work: dict[int, _Work] = {}
+        self._outbox: set[int] = set()
+        fit = max(1, self.engine.capacity // config.sampling.n)
+        self._limit = config.groups_in_flight or fit + (fit + 1) // 2
+        self._closed = 0
+        self._held_at_hello = 0
+        self._credited = -1
+        self._generated, self._generated_at = 0.0, time.monotonic()
+        finished = place.folder / "logs" / f"{place.name}.finished.jsonl"
+        finished.parent.mkdir(parents=True, exist_ok=True)
+        self._finished = finished.open("a", buffering=1)
+
+    def run(self) -> str:
+        """Generates until it is told to stop."""
+        self.actor.join()
+        self._give_credit()
+        reason: str | None = None
+        while reason is None:
+            reason = self._read_inbox(wait=not self.engine.pending())
+            if self.engine.pending():
+                with self.actor.busy():
+                    for completion in self.engine.step():
+                        self._complete(completion)
+            self._update_gauges()
+        self._receiver.close()
+        self.actor.leave(reason)
+        self.engine.close()
+        return reason
+
+    def _read_inbox(self, wait: bool) -> str | None:
+        """Handles what has arrived; returns the reason to stop, if there is one."""
+        inbox = self.actor.mailbox.inbox
+        try:
+            event = inbox.get(timeout=0.5) if wait else inbox.get_nowait()
+            while True:
+                if isinstance(event, Stop):
+                    return event.reason
+                if isinstance(event, FencedError):
+                    raise event
+                self._handle(event)
+                event = inbox.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _handle(self, event: object) -> None:
+        if isinstance(event, Lease):
+            self._start(event)
+        elif isinstance(event, Offer):
+            self._receiver.offer(event)
+        elif isinstance(event, Prepared):
+            self._swap(event)
+        elif isinstance(event, _Answered):
+            self._answered(event)
+        elif isinstance(event, HelloNeeded):  # the broker has forgotten us: our leases are free, our credit is void
+            self._closed, self._credited = 0, -1
+            self._held_at_hello = len(self._work) + len(self._outbox)
+            self._give_credit()
+        else:
+            log.warning("unexpected message", type=type(event).__name__)
+
+    def _start(self, lease: Lease) -> None:
+        if lease.number in self._work or lease.number in self._outbox:
+            self._closed += 1  # leased to us again while we still hold it: one answer will do
+            self._give_credit()
+            return
+        try:
+            tokens = self._text.encode(lease.prompt)
+            self.engine.submit(Request(lease.number, lease.seed, tokens, lease.sampling))
+        except (RequestError, ValueError, TypeError) as error:
+            log.warning("prompt refused", group=lease.number, prompt=lease.prompt.index, error=str(error))
+            self._outbox.add(lease.number)
+            self._send(Failed(number=lease.number, attempt=lease.attempt, error=str(error)), 0)
+            return
+        self._work[lease.number] = _Work(lease, tokens)
+
+    def _complete(self, completion: Completion) -> None:
+        work = self._work.get(completion.number)
+        if work is None:
+            return
+        work.completions.append(completion)
+        if len(work.completions) < work.lease.sampling.n:
+            return
+        del self._work[completion.number]
+        completions = sorted(work.completions, key=lambda c: c.sample)
+        texts = self._text.decode([c.tokens.tolist() for c in completions])
+        trajectories = [_trajectory(work.tokens, c, text) for c, text in zip(completions, texts, strict=True)]
+        group = Group(completion.number, work.lease.prompt, trajectories)
+        self._outbox.add(completion.number)
+        experience = as_bytes(pack_group(group))
+        self._send(
+            Finished(number=group.number, attempt=work.lease.attempt, experience=experience), group.sampled
+        )
+
+    def _send(self, message: Finished | Failed, tokens: int) -> None:
+        """Says it until the broker has called it durable."""
+
+        def answered(future: Future[Message]) -> None:
+            self.actor.mailbox.post(_Answered(message.number, message, tokens, future.exception()))
+
+        self.actor.mailbox.ask_later(message, DURABLE_DEADLINE_S).add_done_callback(answered)
+
+    def _answered(self, answer: _Answered) -> None:
+        if isinstance(answer.error, DeadlineError):
+            log.warning("not durable yet; sending again", group=answer.number, error=str(answer.error))
+            self._send(answer.message, answer.tokens)
+            return
+        self._outbox.discard(answer.number)
+        self._closed += 1
+        if answer.error:
+            log.error("the broker refused a group", group=answer.number, error=str(answer.error))
+        elif isinstance(answer.message, Finished) and answer.number >= 0:
+            row = {"group": answer.number, "attempt": answer.message.attempt, "tokens": answer.tokens}
+            self._finished.write(json.dumps(row | {"time": time.time()}) + "\n")
+        self._give_credit()
+
+    def _give_credit(self) -> None:
+        total = self._limit - self._held_at_hello + self._closed
+        if total > self._credited:
+            self._credited = total
+            self.actor.mailbox.tell(Credit(total=total))
+
+    def _swap(self, prepared: Prepared) -> None:
+        started = time.monotonic()
+        self.engine.swap(prepared.weights, prepared.version)
+        pause = time.monotonic() - started
+        self.actor.version = prepared.version
+        log.info("version loaded", version=prepared.version, digest=prepared.digest, pause_s=round(pause, 6))
+        loaded = Loaded(
+            version=prepared.version,
+            digest=prepared.digest,
+            receive_s=prepared.receive_s,
+            verify_s=prepared.verify_s,
+            pause_s=pause,
+        )
+        self.actor.mailbox.ask_later(loaded, DURABLE_DEADLINE_S)
+
+    def _update_gauges(self) -> None:
+        now = time.monotonic()
+        if now - self._generated_at < 1.0:
+            return
+        gauges = self.engine.gauges()
+        generated = gauges.get("generated_tokens", 0.0)
+        gauges["tokens_per_s"] = (generated - self._generated) / (now - self._generated_at)
+        self._generated, self._generated_at = generated, now
+        self.actor.gauges = gauges
+
+
+def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Text) -> Engine:
+    """The engine that ``config.engine`` names. Its weights come by the weight channel."""
+    from transformers import AutoConfig, GenerationConfig
+
+    engine = config.engine
+    model_config = AutoConfig.from_pretrained(model_path).get_text_config()
+    try:
+        generation_config: Any = GenerationConfig.from_pretrained(model_path)
+    except OSError:
+        generation_config = model_config
+    stop_ids = text.stop_ids(generation_config)
+    if isinstance(engine, TorchEngineConfig):
+        from services.rollout.engines.torch.engine import TorchEngine
+
+        return TorchEngine(engine, model_config, dtype, stop_ids, lambda ids: text.decode([ids])[0])
+    found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
+    module, _, name = engine.name.partition(":")
+    if found is None and not name:
+        raise RequestError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")
+    factory = found.load() if found else getattr(import_module(module), name)
+    return factory(engine.options, model_path, dtype, stop_ids)
+
+
+def _trajectory(prompt: np.ndarray, completion: Completion, text: str) -> Trajectory:
+    size, new = len(prompt), len(completion.tokens)
+
+    def column(fill: int, values: np.ndarray, dtype: type) -> np.ndarray:
+        return np.concatenate([np.full(size, fill, dtype), values.astype(dtype)])
+
+    return Trajectory(
+        tokens=np.concatenate([prompt, completion.tokens]),
+        loss_mask=column(0, np.ones(new), np.uint8),
+        logprobs=column(0, np.minimum(completion.logprobs, 0), np.float32),
+        versions=column(UNSAMPLED, completion.versions, np.int32),
+        text=text,
+        finish=completion.finish,
+    )

@@ -1,0 +1,1 @@
+"""Turns batches into versions."""

@@ -1,0 +1,92 @@
+"""Checkpoints: the transformers layout, with the trainer's own state in ``trainer/`` beside it. No pickle.
+
+A checkpoint is written aside, synced and renamed, so one that has its name is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import structlog
+from safetensors.torch import load_file, save_file
+
+from services.trainer.learner import Learner
+from services.section import SetupError
+
+log = structlog.get_logger()
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointError(SetupError):
+    """A checkpoint that does not fit the model; says how."""
+
+
+def save(learner: Learner, tokenizer: Any, folder: Path, keep: int) -> Path:
+    """Writes version ``learner.version`` below ``folder`` and removes all but the newest ``keep``. Returns its path."""
+    target = folder / f"step-{learner.version:06d}"
+    if target.exists():
+        return target
+    aside = folder / f".{target.name}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    own = aside / "trainer"
+    own.mkdir(parents=True)
+    learner.model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    tensors = {}
+    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
+    for parameter, state in learner.optimizer.state.items():
+        for key, value in state.items():
+            tensors[f"{names[id(parameter)]}/{key}"] = value.contiguous()
+    save_file(tensors, own / "optimizer.safetensors")
+    (own / "state.json").write_text(json.dumps({"version": learner.version}))
+    for path in aside.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    aside.rename(target)
+    _sync(folder)
+    for old in versions(folder)[:-keep]:
+        shutil.rmtree(folder / f"step-{old:06d}")
+    log.info("checkpoint saved", version=learner.version, path=str(target))
+    return target
+
+
+def versions(folder: Path) -> list[int]:
+    """The versions with a checkpoint below ``folder``, ascending."""
+    matches = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint below ``folder``."""
+    found = versions(folder)
+    return folder / f"step-{found[-1]:06d}" if found else None
+
+
+def restore(learner: Learner, path: Path) -> None:
+    """Loads the trainer's own state; the model's weights were loaded from ``path`` already."""
+    state = json.loads((path / "trainer" / "state.json").read_text())
+    tensors = load_file(path / "trainer" / "optimizer.safetensors")
+    for name, parameter in learner.model.named_parameters():
+        mine = {key: tensors[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors}
+        if not mine:
+            continue
+        if mine["exp_avg"].shape != parameter.shape:
+            raise CheckpointError(f"{path}: {name} has another shape than the model's")
+        learner.optimizer.state[parameter] = {
+            key: value if key == "step" else value.to(parameter.device) for key, value in mine.items()
+        }
+    learner.version = state["version"]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

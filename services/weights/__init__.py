@@ -1,0 +1,1 @@
+"""How a version's bytes travel: shared by the trainer, which sends, and the rollouts, which receive."""
