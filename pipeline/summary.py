@@ -10,7 +10,7 @@ from typing import Any
 from protocols.messages import LedgerReply
 
 WINDOW = 10
-"""reward_first and reward_last are means over this many steps."""
+"""reward_last is the mean over this many steps."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -53,13 +53,13 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
     steps = steps_of(folder)
     rewards = [row["reward"] for row in steps]
     totals = state["totals"]
-    first, last = rewards[:WINDOW], rewards[-WINDOW:]
+    last = rewards[-WINDOW:]
     return {
         "run": state["run"],
         "outcome": outcome,
         "steps": state["step"],
         "version": state["version"],
-        "reward_first": sum(first) / len(first) if first else None,
+        "reward_first": rewards[0] if rewards else None,
         "reward_last": sum(last) / len(last) if last else None,
         "eval_before": state["evaluations"].get("before"),
         "eval_after": state["evaluations"].get("after"),

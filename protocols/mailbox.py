@@ -22,7 +22,7 @@ import structlog
 import zmq
 
 from protocols import wire
-from protocols.messages import Fenced, HelloNeeded, Message, Pulse, Refused, from_envelope, to_envelope
+from protocols.messages import Fenced, HelloNeeded, Message, Pulse, Refused, Welcome, from_envelope, to_envelope
 
 log = structlog.get_logger()
 
@@ -214,7 +214,7 @@ class Mailbox:
                 answered.future.set_exception(RefusedError(message))
             elif answered:
                 answered.future.set_result(message)
-        else:
+        elif not isinstance(message, Welcome):  # the answer to a hello that nobody waits for
             self.inbox.put(message)
         return True
 

@@ -79,14 +79,14 @@ class Actor:
         self._busy_s = 0.0
         self._busy_since: float | None = None
         self._beat_at = time.monotonic()
-        self.mailbox.hello = self._hello
-        self.mailbox.beat = self._beat
 
     def join(self) -> Welcome:
         """Says hello. Raises `DeadlineError` where no broker answers."""
         welcome = self.mailbox.ask(self._hello(), JOIN_DEADLINE_S)
         assert isinstance(welcome, Welcome)
         self.mailbox.beat_s = welcome.heartbeat_s
+        self.mailbox.hello = self._hello
+        self.mailbox.beat = self._beat
         log.info("joined", incarnation=self.incarnation, broker=self.place.broker)
         return welcome
 

@@ -13,7 +13,8 @@ from protocols.mailbox import FencedError
 from protocols.messages import Credit, HelloNeeded, Referenced, ReferenceScore, Stop, Work, WorkItem
 from protocols.wire import WireError
 from services.actor import Actor, Place
-from services.model import device_of, load_model, logprobs, plan_rows
+from services.model import device_of, load_model, logprobs, shares_prompts
+from services.packing import plan_rows
 from services.reference.config import ReferenceConfig
 
 log = structlog.get_logger()
@@ -71,7 +72,8 @@ class Reference:
             except (ExperienceError, WireError) as error:
                 log.error("a group cannot be read", group=item.number, error=str(error))
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        columns = iter(self._columns(trajectories))
+        numbers = [group.number for group in groups for _ in group.trajectories]
+        columns = iter(self._columns(trajectories, numbers))
         scores = [
             ReferenceScore(number=g.number, logprobs=np.concatenate([next(columns) for _ in g.trajectories]))
             for g in groups
@@ -79,11 +81,12 @@ class Reference:
         self.actor.mailbox.ask_later(Referenced(scores=scores), ANSWER_DEADLINE_S)
 
     @torch.inference_mode()
-    def _columns(self, trajectories: list[Trajectory]) -> list[np.ndarray]:
+    def _columns(self, trajectories: list[Trajectory], groups: list[int]) -> list[np.ndarray]:
         """For each trajectory, float32 ``[tokens]``: 0 where nothing was sampled."""
         columns = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
-        for rows in plan_rows(trajectories, self._config.tokens_per_batch, self._device):
+        share = shares_prompts(self._model)
+        for rows in plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, share):
             found = logprobs(self._model, rows, self._temperature).cpu().numpy()
-            for row, index in enumerate(rows.index):
-                columns[index][1:] = found[row, : len(columns[index]) - 1]
+            for k, index in enumerate(rows.index):
+                columns[index][1:] = found[k, : len(columns[index]) - 1]
         return columns

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.model import Rows, logprobs, plan_rows
+from services.model import logprobs, shares_prompts
+from services.packing import Rows, plan_rows
 from services.trainer.algorithms.compose import Algorithm, Part, Totals
 from services.trainer.batch import Step
 from services.trainer.config import OptimizerConfig, TrainerConfig
@@ -63,7 +64,8 @@ class Learner:
         totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)))
         if not totals.tokens:
             return 0.0, {}
-        plan = list(plan_rows(trajectories, self._config.tokens_per_micro_batch, self._device))
+        budget, share = self._config.tokens_per_micro_batch, shares_prompts(self.model)
+        plan = list(plan_rows(trajectories, step.groups[rewarded], budget, self._device, share))
 
         def parts() -> Iterator[Part]:
             for rows in plan:
