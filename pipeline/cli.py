@@ -149,6 +149,41 @@ def doctor() -> None:
     raise typer.Exit(0 if examine(Console()) else 1)
 
 
+@bench.command("generate")
+def bench_generate(
+    model: Annotated[
+        Optional[str], typer.Option(help="A model folder or hub name; by default the quickstart's size.", show_default=False)  # noqa: UP045
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests, each with a prompt and an answer of random length.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences decoded at once, by both.")] = 128,
+    threads: Annotated[int, typer.Option(help="Compute threads, for both.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Runs of each, in turns; the median counts.")] = 3,
+    seed: int = 0,
+) -> None:
+    """Tokens/s of the torch engine beside plain model.generate, on a mix of prompt and answer lengths."""
+    from pipeline.bench.generate import bench as run_bench
+
+    run_bench(Console(), model, requests, batch, threads, repeats, seed)
+
+
+@bench.command("peers")
+def bench_peers(
+    peer: Annotated[str, typer.Option(help="The other trainer: trl (installed into this environment on demand).")] = "trl",
+    config: Annotated[Path, typer.Option(help="The task.")] = Path("configs/quickstart.yaml"),
+    folder: Annotated[Path, typer.Option(help="Where both runs go.")] = Path("runs/bench-peers"),
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 120,
+    seeds: Annotated[int, typer.Option(help="Pairs of runs.")] = 3,
+    threads: Annotated[int, typer.Option(help="Compute threads of the other trainer.")] = 2,
+) -> None:
+    """Wall-clock to a 5-step mean reward above 0.9, and tokens/s, beside another trainer on the same task."""
+    from pipeline.bench.peers import bench_trl, check
+
+    if peer != "trl":
+        raise ConfigError(f"--peer: {peer!r} is not one of: trl")
+    check(config)
+    bench_trl(Console(), config, folder, steps, list(range(seeds)), threads)
+
+
 def _print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
     keys = ("steps", "reward_first", "reward_last", "eval_before", "eval_after", "lag_max_seen", "groups_trained")
     keys += ("groups_lost", "groups_trained_twice", "train_s", "restarts")

@@ -78,7 +78,7 @@ ModelConfig = Annotated[PretrainedModel | TinyModel, Field(discriminator="type")
 
 
 class Config(Section):
-    """Everything a run is. See docs/config.md for the keys with their defaults."""
+    """Everything a run is. `penstock run FILE --dry-run` prints all keys with their values, defaults included."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig

@@ -1,0 +1,295 @@
+"""The broker as a process sees it: real sockets, real Redis, hand-made actors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from protocols import messages as m
+from protocols.experience import Group, Trajectory, as_bytes, pack_group
+from protocols.mailbox import FencedError, Mailbox, RefusedError
+from protocols.weights import SharedMemoryRoute, layout, make_manifest
+from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, StoreConfig
+from services.broker.service import Broker, BrokerSettings
+from services.broker.store import StoreError
+from services.rollout.config import SamplingConfig
+
+N, B = 2, 3
+
+
+def settings(folder: Path, **changes: Any) -> BrokerSettings:
+    sampling = SamplingConfig(n=N, max_new_tokens=8)
+    defaults: dict[str, Any] = {
+        "run": "test",
+        "folder": folder,
+        "seed": 0,
+        "steps": 4,
+        "broker": BrokerConfig(dead_after_s=1.5, heartbeat_s=0.2, lease_s=60),
+        "gate": GateConfig(max_lag=1, groups_per_step=B),
+        "store": StoreConfig(retry_s=2),
+        "prompts": PromptsConfig.model_validate({"train": {"type": "sort", "size": 50}}),
+        "sampling": sampling.training(),
+        "eval_sampling": sampling.greedy(),
+        "with_reference": False,
+        "tensorboard": False,
+    }
+    return BrokerSettings(**(defaults | changes))
+
+
+class Peer:
+    """An actor in the test's hands."""
+
+    def __init__(self, address: str, kind: Any, name: str, incarnation: str = "1") -> None:
+        self.box = Mailbox(address, f"{name}#{incarnation}")
+        self.hello = m.Hello(kind=kind, name=name, host="here", pid=1)
+        assert isinstance(self.box.ask(self.hello, 5), m.Welcome)
+        self.box.beat_s, self.box.beat = 0.2, lambda: m.Heartbeat()
+
+    def next(self, kind: type[m.Message], timeout: float = 5) -> Any:
+        deadline = time.monotonic() + timeout
+        while True:
+            event = self.box.inbox.get(timeout=max(0.01, deadline - time.monotonic()))
+            if isinstance(event, kind):
+                return event
+
+    def leases(self, count: int) -> list[m.Lease]:
+        return [self.next(m.Lease) for _ in range(count)]
+
+    def finish(self, lease: m.Lease, version: int = 0) -> m.Message:
+        prompt = np.array([3, 4], np.int32)
+        made = [
+            Trajectory(
+                np.r_[prompt, 5, 6].astype(np.int32), np.array([0, 0, 1, 1], np.uint8),
+                np.array([0, 0, -1, -1], np.float32), np.array([-1, -1, version, version], np.int32), "ab",
+            )
+            for _ in range(lease.sampling.n)
+        ]  # fmt: skip
+        data = pack_group(Group(lease.number, lease.prompt, made))
+        return self.box.ask(m.Finished(number=lease.number, attempt=lease.attempt, experience=as_bytes(data)), 5)
+
+    def score(self, count: int, rewards: list[float] | None = None) -> list[int]:
+        numbers = []
+        while len(numbers) < count:
+            work = self.next(m.Work)
+            scores = [
+                m.Score(number=i.number, rewards=np.array(rewards or [0, 1], np.float32), errors=[None] * N)
+                for i in work.items
+            ]
+            self.box.ask(m.Scored(scores=scores), 5)
+            numbers += [i.number for i in work.items]
+        return numbers
+
+
+class Stage:
+    """A broker in a thread, and its peers."""
+
+    def __init__(self, folder: Path, url: str, **changes: Any) -> None:
+        self.broker = Broker(settings(folder, **changes), url)
+        self.error: str | None = None
+        self.peers: list[Peer] = []
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        self.error = self.broker.serve()
+
+    def peer(self, kind: str, name: str, incarnation: str = "1") -> Peer:
+        peer = Peer(self.broker.exchange.address, kind, name, incarnation)
+        self.peers.append(peer)
+        return peer
+
+    def rollout(self, name: str = "rollout-0", incarnation: str = "1", credit: int = 100, version: int = 0) -> Peer:
+        peer = self.peer("rollout", name, incarnation)
+        if version >= 0:
+            self.load(peer, version)
+        peer.box.tell(m.Credit(total=credit))
+        return peer
+
+    def load(self, peer: Peer, version: int) -> None:
+        """Publishes ``version`` (once) and has ``peer`` load it."""
+        placed, size = layout([("w", "float32", (1,), 4)])
+        manifest = make_manifest(placed, memoryview(bytes([version] * size)))
+        trainer = next((p for p in self.peers if p.hello.kind == "trainer"), None) or self.peer("trainer", "trainer")
+        trainer.box.ask(
+            m.Publish(version=version, manifest=manifest, route=SharedMemoryRoute(segment="s"), targets=[]), 5
+        )
+        peer.box.ask(
+            m.Loaded(version=version, digest=manifest.digest, receive_s=0, verify_s=0, pause_s=0), 5
+        )
+
+    @property
+    def trainer(self) -> Peer:
+        return next(p for p in self.peers if p.hello.kind == "trainer")
+
+    def close(self) -> None:
+        self.broker.stop("the test is over")
+        for peer in self.peers:
+            try:
+                peer.box.tell(m.Bye(reason="over"))
+            except FencedError:
+                pass
+            peer.box.close()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def stage(tmp_path: Path, redis_url: str) -> Iterator[Stage]:
+    made = Stage(tmp_path, redis_url)
+    yield made
+    made.close()
+
+
+def test_the_gate_opens_with_the_versions(stage: Stage) -> None:
+    rollout = stage.rollout()
+    reward = stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    leases = rollout.leases(2 * B)  # version 0, bound 1: two steps' groups
+    assert [lease.number for lease in leases] == list(range(2 * B))
+    time.sleep(0.2)
+    assert rollout.box.inbox.empty()
+    for lease in leases:
+        rollout.finish(lease)
+    reward.score(2 * B)
+    batch = stage.trainer.box.ask(m.Take(step=0), 5)
+    assert [g.number for g in batch.groups] == [0, 1, 2]
+    again = stage.trainer.box.ask(m.Take(step=0), 5)
+    assert [g.number for g in again.groups] == [0, 1, 2] and again.seed == batch.seed
+    stage.trainer.box.ask(m.Commit(step=0, digest="d1", metrics={"reward": 0.5}), 5)
+    time.sleep(0.2)
+    assert rollout.box.inbox.empty()  # committed, but this rollout does not serve version 1 yet
+    stage.load(rollout, 1)
+    assert [lease.number for lease in rollout.leases(B)] == [6, 7, 8]
+
+
+def test_what_is_acknowledged_is_in_redis(stage: Stage, redis_url: str) -> None:
+    rollout = stage.rollout()
+    lease = rollout.leases(1)[0]
+    assert rollout.finish(lease) == m.Noted()
+    client = redis.Redis.from_url(redis_url)
+    assert client.hget("penstock:test:payload:0", "experience")
+    assert client.hexists("penstock:test:replay", "0") and not client.hexists("penstock:test:leases", "0")
+
+
+def test_a_dead_rollouts_groups_are_leased_again_and_its_late_answer_counts_once(stage: Stage) -> None:
+    first = stage.rollout("rollout-0")
+    held = first.leases(2 * B)
+    second = stage.rollout("rollout-1")
+    first.box.beat = None  # wedged
+    again = second.leases(2 * B)
+    assert [lease.number for lease in again] == [lease.number for lease in held]
+    assert {lease.attempt for lease in again} == {2}
+    second.finish(again[0])
+    late = Peer(stage.broker.exchange.address, "rollout", "rollout-0", "1")  # it wakes up and says hello again
+    stage.peers.append(late)
+    assert late.finish(held[0]) == m.Noted() and late.finish(held[1]) == m.Noted()
+    assert second.finish(again[1]) == m.Noted()
+    state = stage.trainer.box.ask(m.StatusRequest(), 5).state
+    assert state["totals"]["finished"] == 2 and state["totals"]["late_answers"] == 2
+
+
+def test_a_new_incarnation_fences_the_old(stage: Stage) -> None:
+    old = stage.rollout()
+    held = old.leases(2 * B)
+    new = stage.rollout(incarnation="2")
+    with pytest.raises(FencedError, match="replaced by rollout-0#2"):
+        old.finish(held[0])
+    assert [lease.number for lease in new.leases(2 * B)] == [lease.number for lease in held]
+
+
+def test_a_restarted_rollout_is_not_believed_about_its_old_version(stage: Stage) -> None:
+    rollout = stage.rollout()
+    rollout.leases(2 * B)
+    empty = stage.rollout(incarnation="2", version=-1)
+    time.sleep(0.3)
+    assert not any(isinstance(e, m.Lease) for e in list(iter_inbox(empty)))
+
+
+def iter_inbox(peer: Peer) -> Iterator[object]:
+    while not peer.box.inbox.empty():
+        yield peer.box.inbox.get()
+
+
+def test_groups_without_rewards_are_dropped_with_their_reason(stage: Stage) -> None:
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(2 * B):
+        rollout.finish(lease)
+    work = reward.next(m.Work)
+    nan = float("nan")
+    failed = m.Score(number=0, rewards=np.array([nan, 1], np.float32), errors=["f raised Oops", None])
+    reward.box.ask(m.Scored(scores=[failed]), 5)
+    ledger = stage.trainer.box.ask(m.LedgerRequest(), 5)
+    assert "f raised Oops" in ledger.dropped["0"]
+    assert work.items[0].number == 0
+    assert rollout.leases(1)[0].number == 2 * B  # its place in the order is free, its number is not
+
+
+def test_a_reward_that_dies_loses_nothing(stage: Stage) -> None:
+    rollout = stage.rollout()
+    first = stage.peer("reward", "reward-0")
+    first.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(2 * B):
+        rollout.finish(lease)
+    first.next(m.Work)
+    second = stage.peer("reward", "reward-0", "2")
+    second.box.tell(m.Credit(total=100))
+    assert sorted(second.score(2 * B)) == list(range(2 * B))
+
+
+def test_scorers_get_no_more_than_their_credit(stage: Stage) -> None:
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=2))
+    for lease in rollout.leases(2 * B):
+        rollout.finish(lease)
+    time.sleep(0.3)
+    assert sum(len(w.items) for w in iter_inbox(reward) if isinstance(w, m.Work)) == 2
+
+
+def test_bad_experience_is_refused_and_the_group_can_still_be_finished(stage: Stage) -> None:
+    rollout = stage.rollout()
+    lease = rollout.leases(1)[0]
+    with pytest.raises(RefusedError, match="not msgpack|a group has the fields"):
+        rollout.box.ask(m.Finished(number=0, attempt=1, experience=np.zeros(9, np.uint8)), 5)
+    assert rollout.finish(lease) == m.Noted()
+
+
+def test_too_many_drops_in_a_row_end_the_run_with_the_reason(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url, broker=BrokerConfig(max_consecutive_drops=3))
+    rollout = stage.rollout()
+    for lease in rollout.leases(3):
+        rollout.box.ask(m.Failed(number=lease.number, attempt=1, error="no such token"), 5)
+    assert rollout.next(m.Stop)
+    stage.close()
+    assert stage.error and "3 groups were dropped in a row" in stage.error and "no such token" in stage.error
+
+
+def test_the_last_step_takes_what_the_prompts_have_left(tmp_path: Path, redis_url: str) -> None:
+    prompts = PromptsConfig.model_validate({"train": {"type": "sort", "size": 4}, "epochs": 1})
+    stage = Stage(tmp_path, redis_url, prompts=prompts)
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(4):
+        rollout.finish(lease)
+    reward.score(4)
+    sizes = []
+    for step in (0, 1):
+        sizes.append(len(stage.trainer.box.ask(m.Take(step=step), 5).groups))
+        stage.trainer.box.ask(m.Commit(step=step, digest=f"d{step}", metrics={}), 5)
+    assert sizes == [3, 1]
+    ended = stage.trainer.box.ask(m.Take(step=2), 5)
+    assert isinstance(ended, m.Exhausted) and ended.reason == "the prompts ended"
+    stage.close()
+
+
+def test_an_unreachable_store_is_a_clear_error_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"store.url: no Redis answers at redis://127.0.0.1:1/0") as caught:
+        Broker(settings(tmp_path, store=StoreConfig(retry_s=0.3)), "redis://:secret@127.0.0.1:1/0")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,71 @@
+"""What many tests need: tiny models, trajectories, a real Redis."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protocols.experience import Group, Prompt, Trajectory
+
+TINY = {
+    "vocab_size": 51,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+
+def make_trajectory(
+    random: np.random.Generator, prompt: np.ndarray, new: int, versions: tuple[int, ...] = (0,)
+) -> Trajectory:
+    """A trajectory of random tokens, sampled by ``versions`` in turn."""
+    size = len(prompt)
+    spread = np.sort(random.choice(np.array(versions), new))
+    return Trajectory(
+        tokens=np.concatenate([prompt, random.integers(2, 50, new)]).astype(np.int32),
+        loss_mask=np.r_[np.zeros(size), np.ones(new)].astype(np.uint8),
+        logprobs=np.r_[np.zeros(size), -random.random(new) * 3].astype(np.float32),
+        versions=np.r_[np.full(size, -1), spread].astype(np.int32),
+        text="".join(random.choice(list("abc"), new)),
+    )
+
+
+def make_group(random: np.random.Generator, number: int, n: int = 4, versions: tuple[int, ...] = (0,)) -> Group:
+    """A group of ``n`` random trajectories of one prompt."""
+    prompt = random.integers(2, 50, random.integers(2, 9)).astype(np.int32)
+    trajectories = [make_trajectory(random, prompt, int(random.integers(1, 9)), versions) for _ in range(n)]
+    return Group(number, Prompt(index=number, text="p", truth="t"), trajectories)
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    """A real Redis of its own."""
+    from pipeline.redis_server import PrivateRedis
+
+    server = PrivateRedis(tmp_path, "always")
+    process = subprocess.Popen(server.command, stdout=subprocess.DEVNULL)
+    socket = Path(server.url.removeprefix("unix://"))
+    deadline = time.monotonic() + 10
+    while not socket.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    yield server.url
+    process.kill()
+    process.wait()
+    server.remove()

@@ -1,0 +1,72 @@
+"""Running the real command, and reading what it left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+SHORT = [
+    "trainer.steps=6",
+    "gate.groups_per_step=8",
+    "prompts.eval_size=16",
+    "model.warm_start.steps=2",
+    "model.warm_start.batch=16",
+    "rollout.sampling.n=4",
+]
+"""Overrides that make the quickstart a matter of seconds."""
+
+
+class Run:
+    """``penstock run`` in the background."""
+
+    def __init__(self, folder: Path, overrides: list[str], config: Path = QUICKSTART) -> None:
+        self.folder = folder / "run"
+        self.output = folder / "output"
+        command = [sys.executable, "-m", "pipeline.cli", "run", str(config), f"run.folder={folder}", "run.name=run"]
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen([*command, *overrides], stdout=out, stderr=out, cwd=ROOT)
+
+    def wait(self, seconds: float = 240) -> dict[str, Any]:
+        """Waits for the end; asserts success and that no process is left; returns the summary."""
+        code = self.process.wait(seconds)
+        assert code == 0, self.output.read_text()[-3000:]
+        assert not self.actors(), "processes were left behind"
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def actors(self) -> dict[str, psutil.Process]:
+        """The run's live processes by actor name."""
+        found = {}
+        for process in psutil.process_iter(["cmdline"]):
+            line = process.info["cmdline"] or []
+            if "serve" in line and str(self.folder) in line:
+                found[line[line.index("--name") + 1]] = process
+            elif line and "redis-server" in line[0] and str(self.folder) in " ".join(line):
+                found["redis"] = process
+        return found
+
+    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+        """Until metrics.jsonl has ``step``."""
+        deadline = time.monotonic() + seconds
+        metrics = self.folder / "metrics.jsonl"
+        while time.monotonic() < deadline:
+            if metrics.is_file() and any(f'"step": {step},' in line for line in metrics.read_text().splitlines()):
+                return
+            assert self.process.poll() is None, self.output.read_text()[-3000:]
+            time.sleep(0.05)
+        raise AssertionError(f"step {step} did not come: {self.output.read_text()[-2000:]}")
+
+
+def check_promises(summary: dict[str, Any]) -> None:
+    """What every finished run must be able to say."""
+    assert summary["outcome"] == "complete"
+    assert summary["groups_lost"] == 0 and summary["groups_trained_twice"] == 0
+    assert summary["lag_max_seen"] <= summary["max_lag"]

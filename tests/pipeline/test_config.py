@@ -1,0 +1,69 @@
+"""Configs: every shipped one is valid, every mistake is named with its key and a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pipeline.cli import app
+from pipeline.config import ConfigError, dump, hide_password, load, parse
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
+    config = load(path)
+    assert parse(yaml.safe_load(dump(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("gate.max_lagg=1", "gate.max_lagg: unknown key; did you mean 'max_lag'?"),
+        ("gatee.max_lag=1", "gatee: unknown key; did you mean 'gate'?"),
+        ("rollout.engine.max_seqs=1", "rollout.engine.max_seqs: unknown key; did you mean 'max_sequences'?"),
+        ("trainer.algorithm.loss.clip=1", "trainer.algorithm.loss.clip: unknown key; did you mean 'clip_"),
+        ("rollout.count=-1", "rollout.count: Input should be greater than or equal to 1, got -1"),
+        ("trainer.steps=many", "trainer.steps: Input should be a valid integer"),
+        ("weights.transport=glo", "did you mean 'gloo'?"),
+        ("gate.window=100", "gate: window=100 with groups_per_step=32 needs max_lag >= 4, got 2"),
+        ("rollout.sampling.n=1", "rollout.sampling.n must be at least 2"),
+        ("rollout.sampling.n=300", "exceeds rollout.engine.max_sequences=256"),
+        ("rollout.sampling.max_new_tokens=32", "leaves no room for a prompt"),
+        ("trainer.algorithm.aggregation=seq-mean-token-sum-norm", "length_scale is needed"),
+        ("reward.functions=[{function: exact}]", "reward.functions.0.function: 'exact' is neither module:function nor one"),
+        ("prompts.train={type: hub}", "prompts.train.path: missing"),
+        ("nonsense", "is not of the form dotted.key=value"),
+        ("gate.max_lag.x=1", "gate.max_lag is a value, not a section"),
+    ],
+)
+def test_mistakes_are_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(QUICKSTART, [override])
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_and_bad_yaml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere.yaml: No such file"):
+        load(tmp_path / "nowhere.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load(tmp_path / "bad.yaml")
+
+
+def test_passwords_are_not_shown() -> None:
+    config = load(QUICKSTART, ["store.url=rediss://user:secret@host:6379/0"])
+    assert "secret" not in dump(config) and "rediss://user:***@host:6379/0" in dump(config)
+    assert hide_password("unix:///a/b.sock") == "unix:///a/b.sock"
+
+
+def test_dry_run_prints_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["run", str(QUICKSTART), "--dry-run", "gate.max_lag=0"])
+    assert done.exit_code == 0 and yaml.safe_load(done.output)["gate"]["max_lag"] == 0
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,154 @@
+"""Asking, telling, deadlines, fencing, over real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from protocols import mailbox as mb
+from protocols.mailbox import AddressError, DeadlineError, Exchange, FencedError, Mailbox, RefusedError
+from protocols.messages import Credit, Fenced, Heartbeat, Noted, Refused, Stop, Take
+
+
+class Answering:
+    """An exchange in a thread that answers by a function."""
+
+    def __init__(self) -> None:
+        self.exchange = Exchange("tcp://127.0.0.1:0")
+        self.seen: list[tuple[str, int, object]] = []
+        self.answer = lambda identity, request, message: Noted()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._open:
+            for identity, request, message in self.exchange.receive(0.02):
+                self.seen.append((identity, request, message))
+                reply = self.answer(identity, request, message)
+                if reply is not None:
+                    self.exchange.send(identity, reply, request)
+            self.exchange.flush()
+
+    def close(self) -> None:
+        self._open = False
+        self._thread.join()
+        self.exchange.close()
+
+
+@pytest.fixture
+def broker() -> Iterator[Answering]:
+    answering = Answering()
+    yield answering
+    answering.close()
+
+
+@pytest.fixture
+def box(broker: Answering) -> Iterator[Mailbox]:
+    mailbox = Mailbox(broker.exchange.address, "tester#1")
+    yield mailbox
+    mailbox.close()
+
+
+def test_ask_is_answered(broker: Answering, box: Mailbox) -> None:
+    assert box.ask(Take(step=1), 5) == Noted()
+    assert broker.seen[0][0] == "tester#1"
+
+
+def test_tell_arrives_in_order(broker: Answering, box: Mailbox) -> None:
+    broker.answer = lambda *_: None
+    for total in range(50):
+        box.tell(Credit(total=total))
+    deadline = time.monotonic() + 5
+    while len(broker.seen) < 50 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [m.total for _, _, m in broker.seen] == list(range(50))
+
+
+def test_a_refusal_is_an_error(broker: Answering, box: Mailbox) -> None:
+    broker.answer = lambda *_: Refused(code="not_ready", reason="no batch yet")
+    with pytest.raises(RefusedError, match="no batch yet") as caught:
+        box.ask(Take(step=1), 5)
+    assert caught.value.code == "not_ready"
+
+
+def test_no_answer_is_a_deadline_that_names_what_was_asked(broker: Answering, box: Mailbox) -> None:
+    broker.answer = lambda *_: None
+    with pytest.raises(DeadlineError, match=r"Take: no answer from the broker at tcp://"):
+        box.ask(Take(step=1), 0.3)
+
+
+def test_requests_are_sent_again(broker: Answering, box: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mb, "RESEND_S", 0.2)
+    answers = iter([None, None, Noted()])
+    broker.answer = lambda *_: next(answers)
+    assert box.ask(Take(step=1), 5) == Noted()
+    assert len({request for _, request, _ in broker.seen}) == 1 and len(broker.seen) == 3
+
+
+def test_being_fenced_ends_every_wait(broker: Answering, box: Mailbox) -> None:
+    broker.answer = lambda *_: Fenced(by="tester#2")
+    with pytest.raises(FencedError, match="replaced by tester#2"):
+        box.ask(Take(step=1), 5)
+    with pytest.raises(FencedError):
+        box.tell(Credit(total=1))
+
+
+def test_unasked_messages_go_to_the_inbox(broker: Answering, box: Mailbox) -> None:
+    box.ask(Take(step=1), 5)
+    broker.exchange.send("tester#1", Stop(reason="enough"))
+    assert box.inbox.get(timeout=5) == Stop(reason="enough")
+
+
+def test_the_heart_beats_while_the_owner_is_busy(broker: Answering, box: Mailbox) -> None:
+    broker.answer = lambda *_: None
+    box.beat_s, box.beat = 0.05, lambda: Heartbeat(gauges={"x": 1.0})
+    time.sleep(1.5)
+    assert sum(isinstance(m, Heartbeat) for _, _, m in broker.seen) >= 5
+
+
+def test_a_malformed_message_costs_only_itself(broker: Answering, box: Mailbox) -> None:
+    context = zmq.Context()
+    rogue = context.socket(zmq.DEALER)
+    rogue.connect(broker.exchange.address)
+    for frames in ([b"nonsense"], [b""], [b"\x95\x01\xa1X\x00\x00\x80"], [b"x"] * 100):
+        rogue.send_multipart(frames)
+        assert rogue.poll(5000)
+        rogue.recv_multipart()
+    assert box.ask(Take(step=1), 5) == Noted()
+    assert broker.exchange.refused == 4
+    rogue.close()
+    context.term()
+
+
+def test_a_busy_port_is_a_clear_error(broker: Answering) -> None:
+    with pytest.raises(AddressError, match=r"broker.bind: cannot bind .*another process has this port"):
+        Exchange(broker.exchange.address)
+
+
+def test_an_actor_outlives_its_broker() -> None:
+    first = Answering()
+    address = first.exchange.address
+    box = Mailbox(address, "tester#1")
+    assert box.ask(Take(step=1), 5) == Noted()
+    first.close()
+    waiting = box.ask_later(Take(step=2), 20)
+    second = Answering.__new__(Answering)
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            second.exchange = Exchange(address)
+            break
+        except AddressError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    second.seen, second.answer, second._open = [], lambda *_: Noted(), True
+    second._thread = threading.Thread(target=second._run, daemon=True)
+    second._thread.start()
+    assert waiting.result(20) == Noted()
+    box.close()
+    second.close()

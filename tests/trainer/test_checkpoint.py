@@ -1,0 +1,72 @@
+"""A checkpoint continues exactly, loads in plain transformers, and is whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from services.model import load_model
+from services.trainer import checkpoint
+from services.trainer.batch import BatchError, Step, open_batch
+from services.trainer.config import TrainerConfig
+from services.trainer.learner import Learner
+from protocols.experience import as_bytes, pack_group
+from protocols.messages import Batch, TakenGroup
+from tests.conftest import TINY, make_group
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def a_step(seed: int) -> Step:
+    random = np.random.default_rng(seed)
+    groups = [make_group(random, number) for number in range(3)]
+    trajectories = [t for group in groups for t in group.trajectories]
+    return Step(trajectories, random.random(12).astype(np.float32), np.repeat(np.arange(3), 4), None)
+
+
+def a_learner(model: object) -> Learner:
+    return Learner(model, TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}}), "float32", 1.0)
+
+
+def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
+    for seed in range(3):
+        learner.train(a_step(seed))
+    path = checkpoint.save(learner, Tokenizer(), tmp_path, keep=2)
+    again = a_learner(load_model(str(path), "float32", torch.device("cpu")))
+    checkpoint.restore(again, path)
+    assert again.version == 3
+    for one in (learner, again):
+        one.train(a_step(9))
+    for (name, a), (_, b) in zip(learner.model.named_parameters(), again.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert AutoModelForCausalLM.from_pretrained(path).config.model_type == "qwen3"
+
+
+def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
+    for version in (1, 2, 3):
+        learner.version = version
+        checkpoint.save(learner, Tokenizer(), tmp_path, keep=2)
+    assert checkpoint.versions(tmp_path) == [2, 3]
+    (tmp_path / ".step-000009.partial").mkdir()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
+
+
+def test_a_batch_that_breaks_the_bound_is_refused() -> None:
+    group = make_group(np.random.default_rng(0), 1, versions=(3,))
+    taken = TakenGroup(number=1, experience=as_bytes(pack_group(group)), rewards=np.zeros(4, np.float32))
+    assert open_batch(Batch(step=5, seed=0, groups=[taken]), max_lag=2).lags(5).max() == 2
+    with pytest.raises(BatchError, match="lags from 3 to 3, bound 2"):
+        open_batch(Batch(step=6, seed=0, groups=[taken]), max_lag=2)
+    with pytest.raises(BatchError, match="lags from -1"):
+        open_batch(Batch(step=2, seed=0, groups=[taken]), max_lag=2)

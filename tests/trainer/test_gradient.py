@@ -1,0 +1,124 @@
+"""One GRPO step against a plain computation that shares no code with the trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from protocols.experience import Trajectory
+from services.trainer.batch import Step
+from services.trainer.config import AlgorithmConfig, TrainerConfig
+from services.trainer.learner import Learner, learning_rate
+from tests.conftest import TINY, make_group
+
+GROUPS, N = 6, 4
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=True))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    return model.double()
+
+
+def make_step(model: Any) -> Step:
+    """Groups of several versions, with behaviour log-probabilities near the model's and one reward missing."""
+    random = np.random.default_rng(3)
+    trajectories: list[Trajectory] = []
+    for number in range(GROUPS):
+        trajectories += make_group(random, number, N, versions=(5, 6, 7)).trajectories
+    near = []
+    for t in trajectories:
+        with torch.no_grad():
+            logs = model(torch.from_numpy(t.tokens.astype(np.int64))[None]).logits[0].log_softmax(-1)
+        own = np.zeros(len(t.tokens))
+        for i in range(1, len(t.tokens)):
+            own[i] = float(logs[i - 1, int(t.tokens[i])])
+        noisy = np.minimum(own + random.normal(0, 0.4, len(own)), 0) * t.loss_mask
+        near.append(Trajectory(t.tokens, t.loss_mask, noisy.astype(np.float32), t.versions, t.text, t.finish))
+    rewards = random.integers(0, 2, len(near)).astype(np.float32)
+    rewards[5] = np.nan
+    reference = [(-random.random(len(t.tokens)) * 3 * t.loss_mask).astype(np.float32) for t in near]
+    return Step(near, rewards, np.repeat(np.arange(GROUPS), N), reference)
+
+
+def plain_gradient(model: Any, step: Step, ratio: str, correction: bool, kl: float) -> dict[str, torch.Tensor]:
+    """The same loss, one trajectory and one token at a time."""
+    model.zero_grad()
+    valid = [i for i in range(len(step.trajectories)) if not np.isnan(step.rewards[i])]
+    tokens = sum(int(step.trajectories[i].loss_mask.sum()) for i in valid)
+    total = torch.zeros((), dtype=torch.float64)
+    for i in valid:
+        t = step.trajectories[i]
+        peers = np.array([step.rewards[j] for j in valid if step.groups[j] == step.groups[i]], np.float64)
+        advantage = (float(step.rewards[i]) - peers.mean()) / (peers.std(ddof=1) + 1e-6)
+        logs = torch.log_softmax(model(torch.from_numpy(t.tokens.astype(np.int64))[None]).logits[0], -1)
+        for p in range(1, len(t.tokens)):
+            if not t.loss_mask[p]:
+                continue
+            log_prob = logs[p - 1, int(t.tokens[p])]
+            behaviour = float(t.logprobs[p])
+            r = torch.exp(log_prob - (behaviour if ratio == "behaviour" else log_prob.detach()))
+            loss = torch.maximum(-advantage * r, -advantage * torch.clamp(r, 0.8, 1.28))
+            if advantage < 0:
+                loss = torch.minimum(loss, torch.tensor(-advantage * 3.0, dtype=torch.float64))
+            if correction:
+                loss = loss * min(float(torch.exp(log_prob.detach() - behaviour)), 2.0)
+            assert step.reference is not None
+            d = log_prob - float(step.reference[i][p])
+            total = total + (loss + kl * (torch.exp(-d) + d - 1)) / tokens
+    total.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("ratio", "correction"), [("behaviour", False), ("behaviour", True), ("proximal", True)])
+def test_the_gradient_is_the_plain_one_whatever_the_micro_batches(ratio: str, correction: bool) -> None:
+    model = make_model()
+    step = make_step(model)
+    wanted = plain_gradient(model, step, ratio, correction, kl=0.05)
+    scale = max(float(g.abs().max()) for g in wanted.values())
+    for budget in (40, 4096):
+        algorithm = AlgorithmConfig.model_validate(
+            {
+                "loss": {"type": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+                "correction": {"type": "truncated"} if correction else {"type": "none"},
+                "ratio": ratio,
+                "kl": {"coefficient": 0.05},
+            }
+        )
+        config = TrainerConfig(algorithm=algorithm, tokens_per_micro_batch=budget)
+        learner = Learner(model, config, "float32", 1.0)
+        learner.version = 7
+        learner.optimizer.zero_grad()
+        _, metrics = learner.accumulate(step)
+        assert metrics["clip_fraction"] > 0 or ratio == "proximal"
+        for name, parameter in model.named_parameters():
+            error = float((parameter.grad - wanted[name]).abs().max())
+            assert error <= 1e-5 * scale, f"{name} at budget {budget}: {error / scale}"
+
+
+def test_normalized_weights_do_not_depend_on_the_micro_batches() -> None:
+    model = make_model()
+    step = make_step(model)
+    gradients = []
+    for budget in (40, 4096):
+        algorithm = AlgorithmConfig.model_validate({"correction": {"type": "truncated", "normalize": True}})
+        learner = Learner(model, TrainerConfig(algorithm=algorithm, tokens_per_micro_batch=budget), "float32", 1.0)
+        learner.optimizer.zero_grad()
+        learner.accumulate(step)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    config = TrainerConfig.model_validate(
+        {"steps": 10, "optimizer": {"lr": 1.0, "warmup_steps": 2, "schedule": "linear", "final_lr_share": 0.5}}
+    ).optimizer
+    rates = [learning_rate(config, step, 10) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[-1] == pytest.approx(0.5 + 0.5 / 8)
