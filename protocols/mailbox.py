@@ -271,7 +271,7 @@ class Exchange:
                 sender, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            identity = sender.bytes.decode(errors="replace")
+            identity = sender.bytes.decode("latin-1")  # any bytes, and back without loss
             request_id = 0
             try:
                 envelope = wire.decode([part.buffer for part in parts])
@@ -291,7 +291,7 @@ class Exchange:
         """Sends everything queued. A peer that is gone misses its message and asks again."""
         for identity, frames in self._outgoing:
             try:
-                self._socket.send_multipart([identity.encode(), *frames], copy=False)
+                self._socket.send_multipart([identity.encode("latin-1"), *frames], copy=False)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise

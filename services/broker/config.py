@@ -100,6 +100,11 @@ class GateConfig(Section):
     window: int = Field(1, ge=1)
     """W: a finished group may overtake this many unfinished ones, less one. 1 keeps strict order."""
 
+    prefetch: int | None = Field(None, ge=1)
+    """Groups that may be leased, scored or ready beyond the step in training. None: as many as max_lag allows. About
+    groups_per_step keeps experience one version old where rollouts are faster than the trainer; at least that many,
+    plus window - 1, are always allowed."""
+
     @model_validator(mode="after")
     def _enough_lag(self) -> GateConfig:
         needed = -(-(self.window - 1) // self.groups_per_step)

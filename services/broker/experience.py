@@ -18,7 +18,8 @@ log = structlog.get_logger()
 class Experience:
     """Every rule about which group may be generated, trained on or dropped is applied here.
 
-    ``steps`` is how many steps the run has, ``draws`` how many prompts there are (None: no end), ``release`` is told
+    ``steps`` is how many steps the run has, ``draws`` how many prompts there are (None: no end), ``prefetch`` how
+    many groups may be under way beyond those taken (None: as many as the gate allows), ``release`` is told
     the number of each group whose payload is not needed any more.
     """
 
@@ -29,11 +30,14 @@ class Experience:
         scorers: list[Scorer],
         steps: int,
         draws: int | None,
+        prefetch: int | None,
         release: Callable[[int], None],
     ) -> None:
         self._journal = journal
         self._release = release
         self.gate, self.steps, self.draws = gate, steps, draws
+        # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
+        self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
         self.leases = Leases(journal)
         self.replay = Replay(journal, scorers)
         self.ledger = Ledger(journal)
@@ -56,6 +60,8 @@ class Experience:
             return lease if version >= self.gate.required_version(lease.number) else None
         number = self.leases.next_number
         if self.gate.rank(number) >= self.steps * self.gate.batch or self.drawn_out:
+            return None
+        if len(self.leases.open) + len(self.replay.entries) >= self.prefetch:
             return None
         if version < self.gate.required_version(number):
             return None

@@ -75,7 +75,6 @@ class Broker:
 
     def __init__(self, settings: BrokerSettings, store_url: str) -> None:
         self._settings = settings
-        self.exchange = Exchange(settings.broker.bind)
         self._store = Store(store_url, settings.run, settings.store)
         stream = open_source(settings.prompts.train)
         self._prompts = PromptStream(stream, settings.seed, settings.prompts.shuffle, settings.prompts.epochs)
@@ -85,7 +84,13 @@ class Broker:
         scorers: list[Scorer] = ["reward", "reference"] if settings.with_reference else ["reward"]
         gate = Gate(settings.gate.groups_per_step, settings.gate.window, settings.gate.max_lag)
         self._experience = Experience(
-            self._store, gate, scorers, settings.steps, self._prompts.limit, self._store.delete_payloads
+            self._store,
+            gate,
+            scorers,
+            settings.steps,
+            self._prompts.limit,
+            settings.gate.prefetch,
+            self._store.delete_payloads,
         )
         self._versions = Versions(self._store)
         self._members = Members()
@@ -126,6 +131,7 @@ class Broker:
             m.LedgerRequest: self._on_ledger,
             m.StopRun: self._on_stop_run,
         }
+        self.exchange = Exchange(settings.broker.bind)  # last: nothing after it can fail and leave a socket open
 
     @property
     def address(self) -> str:
@@ -207,6 +213,8 @@ class Broker:
     def _enter(self, phase: Phase) -> None:
         log.info("phase", phase=phase, before=self._phase)
         self._phase = phase
+        if phase == "training":
+            self._training_since = time.time()
         if phase in ("done", "stopping"):
             self._over_since = time.time()
             self._stop_reason = self._stop_reason or "the run is complete"
@@ -308,7 +316,6 @@ class Broker:
             step = self._experience.take(waiting.step, self._step_seed(waiting.step))
             if step:
                 self._take = None
-                self._training_since = self._training_since or now
                 self.exchange.send(waiting.identity, self._batch(step), waiting.request)
                 return
             if self._experience.ended(waiting.step):

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 
@@ -74,7 +75,8 @@ class Receiver:
             self._buffer = torch.empty(manifest.nbytes, dtype=torch.uint8)
         host_buffer = self._buffer
         if isinstance(offer.route, SharedMemoryRoute):
-            host_buffer.copy_(flat.from_memory(shm.attach(offer.route.segment, manifest.nbytes)))
+            segment = shm.attach(offer.route.segment, manifest.nbytes)
+            np.copyto(host_buffer.numpy(), np.frombuffer(segment, np.uint8))
         else:
             host_buffer = self._broadcast(offer, offer.route)
         received = time.monotonic()

@@ -43,7 +43,8 @@ def make_step(model: Any) -> Step:
         near.append(Trajectory(t.tokens, t.loss_mask, noisy.astype(np.float32), t.versions, t.text, t.finish))
     rewards = random.integers(0, 2, len(near)).astype(np.float32)
     rewards[5] = np.nan
-    reference = [(-random.random(len(t.tokens)) * 3 * t.loss_mask).astype(np.float32) for t in near]
+    reference = [np.minimum(t.logprobs + random.normal(0, 0.4, len(t.tokens)), 0) * t.loss_mask for t in near]
+    reference = [values.astype(np.float32) for values in reference]
     return Step(near, rewards, np.repeat(np.arange(GROUPS), N), reference)
 
 
