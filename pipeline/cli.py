@@ -16,8 +16,7 @@ from services.section import SetupError
 
 app = typer.Typer(
     name="penstock",
-    help="Asynchronous reinforcement learning for language models.\n\n"
-    "Start with: penstock run configs/quickstart.yaml",
+    help="Asynchronous reinforcement learning for language models.\n\nStart with: penstock run configs/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -80,7 +79,9 @@ def serve(
     broker: Annotated[
         Optional[str], typer.Option(help="The broker's address, e.g. tcp://127.0.0.1:5555.", show_default=False)  # noqa: UP045
     ] = None,
-    folder: Annotated[Path, typer.Option(help="The run's folder: logs, checkpoints, a tiny model.")] = Path("runs/served"),
+    folder: Annotated[Path, typer.Option(help="The run's folder: logs, checkpoints, a tiny model.")] = Path(
+        "runs/served"
+    ),
     name: Annotated[
         Optional[str], typer.Option(help="The actor's name, unique in the run.", show_default=False)  # noqa: UP045
     ] = None,
@@ -152,7 +153,8 @@ def doctor() -> None:
 @bench.command("generate")
 def bench_generate(
     model: Annotated[
-        Optional[str], typer.Option(help="A model folder or hub name; by default the quickstart's size.", show_default=False)  # noqa: UP045
+        str | None,
+        typer.Option(help="A model folder or hub name; by default the quickstart's size.", show_default=False),
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests, each with a prompt and an answer of random length.")] = 512,
     batch: Annotated[int, typer.Option(help="Sequences decoded at once, by both.")] = 128,
@@ -168,7 +170,9 @@ def bench_generate(
 
 @bench.command("peers")
 def bench_peers(
-    peer: Annotated[str, typer.Option(help="The other trainer: trl (installed into this environment on demand).")] = "trl",
+    peer: Annotated[
+        str, typer.Option(help="The other trainer: trl (installed into this environment on demand).")
+    ] = "trl",
     config: Annotated[Path, typer.Option(help="The task.")] = Path("configs/quickstart.yaml"),
     folder: Annotated[Path, typer.Option(help="Where both runs go.")] = Path("runs/bench-peers"),
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 120,
@@ -185,7 +189,15 @@ def bench_peers(
 
 
 def _print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
-    keys = ("steps", "reward_first", "reward_last", "eval_before", "eval_after", "lag_max_seen", "groups_trained")
+    keys: tuple[str, ...] = (
+        "steps",
+        "reward_first",
+        "reward_last",
+        "eval_before",
+        "eval_after",
+        "lag_max_seen",
+        "groups_trained",
+    )
     keys += ("groups_lost", "groups_trained_twice", "train_s", "restarts")
     console.print(json.dumps({key: summary[key] for key in keys}, indent=2), highlight=False)
     report = folder / "report.html"

@@ -113,10 +113,13 @@ class Config(Section):
         if algorithm.advantage.type == "grpo" and sampling.n < 2:
             raise ValueError("rollout.sampling.n must be at least 2: GRPO compares the trajectories of a group")
         if sampling.temperature == 0:
-            raise ValueError("rollout.sampling.temperature must be above 0: greedy groups have no variance to learn from")
+            raise ValueError(
+                "rollout.sampling.temperature must be above 0: greedy groups have no variance to learn from"
+            )
         if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.length_scale is None:
             raise ValueError(
-                "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm, e.g. rollout.sampling.max_new_tokens"
+                "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm; "
+                "rollout.sampling.max_new_tokens is a good value"
             )
         return self
 
@@ -238,7 +241,9 @@ def _fields(model: type[BaseModel], data: Any, path: list[Any]) -> set[str]:
         data = data.get(part) if isinstance(data, dict) else data[part] if isinstance(data, list) else None
         if isinstance(part, int):
             continue
-        models = [m for parent in models if part in parent.model_fields for m in _models(parent.model_fields[part].annotation)]
+        models = [
+            m for parent in models if part in parent.model_fields for m in _models(parent.model_fields[part].annotation)
+        ]
         tagged = [m for m in models if isinstance(data, dict) and _tag(m) == data.get("type")]
         models = tagged or models
     return {name for m in models for name in m.model_fields}

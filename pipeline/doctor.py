@@ -53,7 +53,13 @@ def examine(console: Console) -> bool:
     except (ConfigError, OSError, IndexError, subprocess.TimeoutExpired) as error:
         row(False, True, "Redis server", "none", f"{error}")
     free = shutil.disk_usage(directory()).free / 2**20
-    row(free > 64, True, "shared memory", f"{free:,.0f} MiB free in {directory()}", "weights by shm need room for four versions")
+    row(
+        free > 64,
+        True,
+        "shared memory",
+        f"{free:,.0f} MiB free in {directory()}",
+        "weights by shm need room for four versions",
+    )
     found = _gpus()
     row(bool(found), False, "GPUs", found or "none", "everything runs on the CPU; weights.transport: shm or gloo")
     for package, extra, use in OPTIONAL:

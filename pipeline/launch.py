@@ -116,7 +116,7 @@ class _Launch:
 
     def _start_redis(self) -> str:
         self._redis = PrivateRedis(self._folder, self._config.store.fsync)
-        self._supervisor.start("redis", self._redis.command, self._stderr("redis"), restartable=False)
+        self._supervisor.start("redis", self._redis.command, self._stderr("redis"), restartable=False, foreign=True)
         return self._redis.url
 
     def _start_broker(self, store: str) -> str:

@@ -28,7 +28,8 @@ def find_server() -> str:
     except ImportError:
         pass
     raise ConfigError(
-        "store.url: not given, and there is no redis-server here; install Redis, or: pip install 'penstock[redis-server]'"
+        "store.url: not given, and there is no redis-server here; install Redis, or run: "
+        "pip install 'penstock[redis-server]'"
     )
 
 
@@ -39,11 +40,10 @@ class PrivateRedis:
         self._folder = folder.resolve() / "redis"
         self._folder.mkdir(parents=True, exist_ok=True)
         socket = self._folder / "redis.sock"
+        self._short: Path | None = None
         if len(str(socket)) > SOCKET_PATH_LIMIT:
             self._short = Path(tempfile.mkdtemp(prefix="penstock-"))
             socket = self._short / "redis.sock"
-        else:
-            self._short = None
         self.url = f"unix://{socket}"
         self.command = [
             find_server(), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700",

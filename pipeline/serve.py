@@ -28,7 +28,9 @@ def model_path(config: Config, folder: Path) -> str:
         return config.model.path
     path = folder / "model"
     if not (path / "config.json").is_file():
-        raise ConfigError(f"model: there is no model in {path}; make it with: penstock prepare CONFIG --folder {folder}")
+        raise ConfigError(
+            f"model: there is no model in {path}; make it with: penstock prepare CONFIG --folder {folder}"
+        )
     return str(path)
 
 

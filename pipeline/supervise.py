@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +23,17 @@ SETTLED_S = 60.0
 """A process that lived this long starts its backoff anew."""
 
 
+_PR_SET_PDEATHSIG = 1
+
+
+def _ends_with_parent() -> Callable[[], None] | None:
+    """What a child that is not ours calls before it starts, so that it cannot outlive this process (Linux only)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 @dataclass
 class Child:
     """One supervised process."""
@@ -29,6 +43,8 @@ class Child:
     env: dict[str, str]
     stderr: Path
     restartable: bool
+    foreign: bool = False
+    """Not a process of ours: it does not watch its stdin for the supervisor's end."""
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     restarts: int = 0
@@ -69,9 +85,10 @@ class Supervisor:
         env: dict[str, str] | None = None,
         restartable: bool = True,
         pass_fds: tuple[int, ...] = (),
+        foreign: bool = False,
     ) -> Child:
         """Starts a process. Its stdin stays open as long as this process lives: its lifeline."""
-        child = Child(name, command, {**os.environ, **(env or {})}, stderr, restartable)
+        child = Child(name, command, {**os.environ, **(env or {})}, stderr, restartable, foreign)
         self.children.append(child)
         self._spawn(child, pass_fds)
         return child
@@ -134,6 +151,7 @@ class Supervisor:
                 stderr=stderr,
                 env=child.env,
                 pass_fds=pass_fds,
+                preexec_fn=_ends_with_parent() if child.foreign else None,
                 start_new_session=True,  # Ctrl-C is the supervisor's to handle
             )
         child.started_at = time.monotonic()

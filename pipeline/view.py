@@ -24,8 +24,8 @@ class View:
     def __init__(self, console: Console, title: str) -> None:
         self._console, self._title = console, title
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"),
-            TimeRemainingColumn(), expand=True,
+            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("eta"), TimeRemainingColumn(), expand=True,
         )  # fmt: skip
         self._task = self._progress.add_task("starting", total=None)
         self._rewards: deque[float] = deque(maxlen=60)
@@ -79,7 +79,9 @@ class View:
         facts = Table.grid(padding=(0, 3))
         shown = {
             "reward": f"{metrics['reward']:.3f}  {_spark(self._rewards)}" if metrics else "-",
-            "lag": f"mean {metrics['lag_mean']:.2f}, max {metrics['lag_max']:.0f} of {state['max_lag']}" if metrics else "-",
+            "lag": f"mean {metrics['lag_mean']:.2f}, max {metrics['lag_max']:.0f} of {state['max_lag']}"
+            if metrics
+            else "-",
             "queues": "  ".join(f"{name} {depth}" for name, depth in queues.items()),
             "tokens/s": f"{_tokens_per_s(state):,.0f} generated",
             "dropped": f"{state['dropped']} groups, {state['totals']['reward_errors']} reward errors",

@@ -103,7 +103,12 @@ class Trajectory:
     finish: Finish = "stop"
 
     def __post_init__(self) -> None:
-        for name, dtype in (("tokens", "int32"), ("loss_mask", "uint8"), ("logprobs", "float32"), ("versions", "int32")):
+        for name, dtype in (
+            ("tokens", "int32"),
+            ("loss_mask", "uint8"),
+            ("logprobs", "float32"),
+            ("versions", "int32"),
+        ):
             array = getattr(self, name)
             if array.dtype.name != dtype or array.shape != self.tokens.shape or array.ndim != 1:
                 raise ExperienceError(f"{name}: expected {dtype} {self.tokens.shape}, got {array.dtype} {array.shape}")

@@ -4,7 +4,7 @@ An actor's DEALER socket lives in a thread of its own, so heartbeats go out whil
 that thread through queues. Requests carry an id and a deadline and are sent again until answered, which is safe because
 everything the broker does is idempotent. The broker's ROUTER socket is used from the broker's one thread.
 
-Nothing is dropped silently: high-water marks are off, and what may be in flight is bounded by credit (`messages.Credit`).
+Nothing is dropped silently: high-water marks are off, and what is in flight is bounded by credit (`messages.Credit`).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Mailbox:
         try:
             while True:
                 now = time.monotonic()
-                ready = dict(poller.poll(max(10, min(200, (beat_at - now) * 1000))))
+                ready = dict(poller.poll(int(max(10, min(200, (beat_at - now) * 1000)))))
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)
                 self._transmit(sock, waiting)
@@ -252,9 +252,10 @@ class Exchange:
             self._context.destroy(linger=0)
             hint = "another process has this port; choose another, or port 0 for a free one"
             raise AddressError(
-                f"broker.bind: cannot bind {bind}: {error.strerror}" + (f" ({hint})" if error.errno == zmq.EADDRINUSE else "")
+                f"broker.bind: cannot bind {bind}: {error.strerror}"
+                + (f" ({hint})" if error.errno == zmq.EADDRINUSE else "")
             ) from None
-        self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         """What was bound, with the real port."""
         self.refused = 0
         """Malformed messages so far."""
@@ -264,7 +265,7 @@ class Exchange:
         """Up to ``limit`` messages as ``(identity, request id, message)``, waiting ``timeout_s`` for the first.
         A malformed one is answered with `Refused` and costs only itself."""
         received: list[tuple[str, int, Message]] = []
-        if not self._socket.poll(timeout_s * 1000):
+        if not self._socket.poll(int(timeout_s * 1000)):
             return received
         while len(received) < limit:
             try:

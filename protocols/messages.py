@@ -144,7 +144,7 @@ class Failed(Message):
     error: str
 
 
-# --- reward and reference ------------------------------------------------------------------------------------------
+# --- reward and reference --------------------------------------------------------------------------------------------
 
 
 class WorkItem(BaseModel):
@@ -177,7 +177,7 @@ class Scored(Message):
 
 
 class ReferenceScore(BaseModel):
-    """Reference log-probabilities of one group, float32 ``[tokens of all trajectories]``, 0 where nothing was sampled."""
+    """Reference log-probabilities of one group, float32 ``[tokens of all]``, 0 where nothing was sampled."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     number: int
@@ -190,7 +190,7 @@ class Referenced(Message):
     scores: list[ReferenceScore]
 
 
-# --- trainer -----------------------------------------------------------------------------------------------------------
+# --- trainer ---------------------------------------------------------------------------------------------------------
 
 
 class Take(Message):
@@ -241,7 +241,7 @@ class Checkpointed(Message):
     final: bool = False
 
 
-# --- weights -------------------------------------------------------------------------------------------------------------
+# --- weights ---------------------------------------------------------------------------------------------------------
 
 
 class Publish(Message):
@@ -295,7 +295,7 @@ class ReceiverReport(Message):
     pause_s: float = 0.0
 
 
-# --- observers -----------------------------------------------------------------------------------------------------------
+# --- observers -------------------------------------------------------------------------------------------------------
 
 
 class StatusRequest(Message):

@@ -83,7 +83,8 @@ def layout(weights: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[tu
     placed: list[Weight] = []
     offset = 0
     for name, dtype, shape, nbytes in weights:
-        placed.append(Weight.model_validate(dict(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes)))
+        fields = {"name": name, "dtype": dtype, "shape": shape, "offset": offset, "nbytes": nbytes}
+        placed.append(Weight.model_validate(fields))
         offset += -(-nbytes // ALIGN) * ALIGN
     return tuple(placed), offset
 
@@ -94,9 +95,7 @@ def buckets(nbytes: int, bucket_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + bucket_bytes, nbytes)
 
 
-def make_manifest(
-    weights: tuple[Weight, ...], buffer: memoryview, bucket_bytes: int = BUCKET_BYTES
-) -> Manifest:
+def make_manifest(weights: tuple[Weight, ...], buffer: memoryview, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
     """The manifest of the version that lies in ``buffer`` (bytes, `layout`'s size)."""
     digests = tuple(_digest(buffer[start:end]) for start, end in buckets(len(buffer), bucket_bytes))
     return Manifest(
@@ -118,7 +117,9 @@ def verify(manifest: Manifest, buffer: memoryview) -> None:
     for index, (start, end) in enumerate(spans):
         found = _digest(buffer[start:end])
         if found != manifest.bucket_digests[index]:
-            raise DigestError(f"bucket {index} has digest {found}, the manifest declares {manifest.bucket_digests[index]}")
+            raise DigestError(
+                f"bucket {index} has digest {found}, the manifest declares {manifest.bucket_digests[index]}"
+            )
     whole = _whole(manifest.weights, manifest.bucket_digests)
     if whole != manifest.digest:
         raise DigestError(f"the version has digest {whole}, the manifest declares {manifest.digest}")

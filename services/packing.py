@@ -31,11 +31,11 @@ class Rows:
     positions: torch.Tensor
     """int64 ``[rows, length]``"""
     attention: torch.Tensor
-    """int64 ``[rows, length]``, 1 for real tokens; or, where responses share a row, bool ``[rows, 1, length, length]``"""
+    """int64 ``[rows, length]``, 1 for real tokens; where responses share a row, bool ``[rows, 1, length, length]``"""
     mask: torch.Tensor
     """bool ``[trajectories, longest - 1]``: position t is True where token t + 1 of the trajectory was sampled."""
     source: torch.Tensor
-    """int64 ``[sampled tokens]``: where, in ``rows * length``, each sampled token is predicted, in the order of `mask`."""
+    """int64 ``[sampled tokens]``: where in ``rows * length`` each sampled token is predicted, in `mask`'s order."""
     target: torch.Tensor
     """int64 ``[sampled tokens]``: their ids."""
 
@@ -81,7 +81,9 @@ def plan_rows(
         start = end
 
 
-def _rows(trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, limit: int, share: bool) -> list[_Row]:
+def _rows(
+    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, limit: int, share: bool
+) -> list[_Row]:
     rows: list[_Row] = []
     for index, trajectory in enumerate(trajectories):
         size = len(trajectory.tokens)

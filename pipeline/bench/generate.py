@@ -23,7 +23,9 @@ PROMPT_TOKENS = (8, 64)
 NEW_TOKENS = (4, 64)
 
 
-def bench(console: Console, model_path: str | None, requests: int, batch: int, threads: int, repeats: int, seed: int) -> None:
+def bench(
+    console: Console, model_path: str | None, requests: int, batch: int, threads: int, repeats: int, seed: int
+) -> None:
     """Prints a table: useful tokens a second of each way, and their ratio.
 
     Every request has a prompt and an answer of random length; plain ``generate`` runs batches of ``batch`` in arrival
@@ -34,7 +36,9 @@ def bench(console: Console, model_path: str | None, requests: int, batch: int, t
     model, name = _model(model_path, device)
     random = np.random.default_rng(seed)
     vocabulary = model.config.vocab_size
-    prompts = [random.integers(0, vocabulary, random.integers(*PROMPT_TOKENS)).astype(np.int32) for _ in range(requests)]
+    prompts = [
+        random.integers(0, vocabulary, random.integers(*PROMPT_TOKENS)).astype(np.int32) for _ in range(requests)
+    ]
     answers = [int(n) for n in random.integers(*NEW_TOKENS, size=requests)]
     useful = sum(answers)
 
@@ -57,7 +61,9 @@ def bench(console: Console, model_path: str | None, requests: int, batch: int, t
     for _ in range(repeats):  # in turns, so that a noisy machine disturbs both alike
         for label, function in (("penstock torch engine", ours), ("model.generate", plain)):
             rates[label].append(useful / _timed(function))
-    table = Table(title=f"generate: {requests} requests, prompts {PROMPT_TOKENS}, answers {NEW_TOKENS} tokens, batch {batch}")
+    table = Table(
+        title=f"generate: {requests} requests, prompts {PROMPT_TOKENS}, answers {NEW_TOKENS} tokens, batch {batch}"
+    )
     for column in ("way", "tokens/s (median)", "runs", "ratio"):
         table.add_column(column)
     base = statistics.median(rates["model.generate"])

@@ -54,7 +54,16 @@ def bench_trl(console: Console, config_path: Path, folder: Path, steps: int, see
         ours = _run_penstock(console, config_path, here, steps, seed)
         rows.append((seed, ours, _run_trl(console, config_path, here, steps, seed, threads)))
     table = Table(title=f"to a {WINDOW}-step mean reward above {GOAL}, from the same warm start")
-    for column in ("seed", "trainer", "step", "seconds", "steps/s", "generated tokens/s", "last 10", "ratio of seconds"):
+    for column in (
+        "seed",
+        "trainer",
+        "step",
+        "seconds",
+        "steps/s",
+        "generated tokens/s",
+        "last 10",
+        "ratio of seconds",
+    ):
         table.add_column(column)
     for seed, ours, theirs in rows:
         base = theirs.to_goal()
@@ -73,17 +82,31 @@ def bench_trl(console: Console, config_path: Path, folder: Path, steps: int, see
 
 def _run_penstock(console: Console, config: Path, folder: Path, steps: int, seed: int) -> Course:
     console.print(f"penstock, seed {seed} …")
-    overrides = [f"run.folder={folder}", "run.name=penstock", f"run.seed={seed}", f"trainer.steps={steps}", "prompts.eval=null"]
-    subprocess.run([sys.executable, "-m", "pipeline.cli", "run", str(config), *overrides], check=True, stdout=subprocess.DEVNULL)
+    overrides = [
+        f"run.folder={folder}",
+        "run.name=penstock",
+        f"run.seed={seed}",
+        f"trainer.steps={steps}",
+        "prompts.eval=null",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "run", str(config), *overrides], check=True, stdout=subprocess.DEVNULL
+    )
     rows = steps_of(folder / "penstock")
-    return Course("penstock", [r["train_s"] for r in rows], [r["reward"] for r in rows], rows[-1]["generated_tokens_total"])
+    return Course(
+        "penstock", [r["train_s"] for r in rows], [r["reward"] for r in rows], rows[-1]["generated_tokens_total"]
+    )
 
 
 def _run_trl(console: Console, config: Path, folder: Path, steps: int, seed: int, threads: int) -> Course:
     console.print(f"trl, seed {seed} …")
     out = folder / "trl.json"
     command = [sys.executable, "-m", "pipeline.bench.peer_trl", str(config), str(folder / "penstock"), str(out)]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    env = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
     log = folder / "trl.log"
     with log.open("wb") as file:
         done = subprocess.run([*command, str(steps), str(seed)], env=env, stdout=file, stderr=file)

@@ -84,7 +84,9 @@ def build(
     )
     warm = config.warm_start
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 + 0.45 * (1 + np.cos(np.pi * step / max(1, warm.steps))))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.1 + 0.45 * (1 + np.cos(np.pi * step / max(1, warm.steps)))
+    )
     for step in range(warm.steps):
         chosen = [source[int(i)] for i in random.integers(len(source), size=warm.batch)]
         tokens, wanted = _examples(tokenizer, chosen, warm.corrupted, random)
@@ -112,11 +114,11 @@ def _examples(
             answer = "".join(random.permutation(list(answer)))
         question = tokenizer(text_of(prompt))["input_ids"]
         rows.append((question, [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]))
-    length = max(len(question) + len(answer) for question, answer in rows)
+    length = max(len(before) + len(taught) for before, taught in rows)
     tokens = torch.full((len(rows), length), tokenizer.pad_token_id)
     wanted = torch.full((len(rows), length), -100)
-    for row, (question, answer) in enumerate(rows):
-        end = len(question) + len(answer)
-        tokens[row, :end] = torch.tensor(question + answer)
-        wanted[row, len(question) : end] = torch.tensor(answer)
+    for row, (before, taught) in enumerate(rows):
+        end = len(before) + len(taught)
+        tokens[row, :end] = torch.tensor(before + taught)
+        wanted[row, len(before) : end] = torch.tensor(taught)
     return tokens, wanted

@@ -1,12 +1,12 @@
 """Groups that are not finished: numbered, leased, expired and leased again, always under the same number.
 
-    new ──▶ waiting ◀──────────── expired, holder gone
-               │ grant                 │
-               ▼                       │
-            leased ────────────────────┘
-               │ finished (by any holder, once)      │ attempts used up, or failed
-               ▼                                     ▼
-             (replay)                             (dropped)
+new ──▶ waiting ◀──────────── expired, holder gone
+           │ grant                 │
+           ▼                       │
+        leased ────────────────────┘
+           │ finished (by any holder, once)      │ attempts used up, or failed
+           ▼                                     ▼
+         (replay)                             (dropped)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finished groups: scored, ready, taken, freed.
 
-    finished ──▶ unscored ──(every scorer has answered)──▶ ready ──▶ taken by a step ──▶ freed once a durable
-                    │                                        │                           checkpoint covers the step
-                    └────────────▶ dropped ◀─────────────────┘
+finished ──▶ unscored ──(every scorer has answered)──▶ ready ──▶ taken by a step ──▶ freed once a durable
+                │                                        │                           checkpoint covers the step
+                └────────────▶ dropped ◀─────────────────┘
 """
 
 from __future__ import annotations

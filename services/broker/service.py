@@ -157,7 +157,7 @@ class Broker:
             self.exchange.close()
         return self._error
 
-    # --- the turn -----------------------------------------------------------------------------------------------------
+    # --- the turn ----------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         now = time.time()
@@ -244,7 +244,9 @@ class Broker:
                 rollout = max(fit, key=lambda r: r.room)
                 held_out.holder = rollout.identity
                 prompt, sampling = self._held_out[held_out.index], self._settings.eval_sampling
-                self._lease(rollout, m.Lease(number=held_out.number, attempt=1, seed=0, prompt=prompt, sampling=sampling))
+                self._lease(
+                    rollout, m.Lease(number=held_out.number, attempt=1, seed=0, prompt=prompt, sampling=sampling)
+                )
                 continue
             if self._phase != "training":
                 return
@@ -302,9 +304,7 @@ class Broker:
                 assert item.experience is not None
                 experience = item.experience
             worker.given += 1
-            work.setdefault(worker.identity, []).append(
-                m.WorkItem(number=item.number, experience=as_bytes(experience))
-            )
+            work.setdefault(worker.identity, []).append(m.WorkItem(number=item.number, experience=as_bytes(experience)))
         for identity, items in work.items():
             self.exchange.send(identity, m.Work(items=items))
 
@@ -346,7 +346,7 @@ class Broker:
         versions = {r.name: r.version for r in self._members.of_kind("rollout")}
         return f"group {oldest} needs a rollout with version {self._experience.blocked_lease()}; there are {versions}"
 
-    # --- what actors say ----------------------------------------------------------------------------------------------
+    # --- what actors say ---------------------------------------------------------------------------------------------
 
     def _handle(self, identity: str, request: int, message: m.Message) -> None:
         newer = self._members.fenced_by(identity)
@@ -440,7 +440,9 @@ class Broker:
             if score.number not in self._experience.replay.entries:
                 continue
             if len(score.rewards) != self._settings.sampling.n:
-                raise ExperienceError(f"group {score.number}: {len(score.rewards)} rewards for {self._settings.sampling.n}")
+                raise ExperienceError(
+                    f"group {score.number}: {len(score.rewards)} rewards for {self._settings.sampling.n}"
+                )
             if np.isnan(score.rewards).sum() > len(score.rewards) - min(2, len(score.rewards)):
                 self._drop(score.number, f"too few trajectories have a reward; {failures[-1] if failures else 'NaN'}")
             elif self._experience.scored(score.number, "reward"):
@@ -472,9 +474,9 @@ class Broker:
             self._records.step(row | {"generated_tokens_total": self._totals["generated_tokens"]})
             every = self._settings.prompts.eval_every
             done = commit.step + 1
-            if every and done % every == 0 and done < self._settings.steps and self._evaluation.size:
-                if self._evaluation.round is None:
-                    self._evaluation.start(f"step {done}", done, exact=None)
+            due = every and done % every == 0 and done < self._settings.steps
+            if due and self._evaluation.size and self._evaluation.round is None:
+                self._evaluation.start(f"step {done}", done, exact=None)
         self.exchange.send(member.identity, m.Noted(), request)
 
     def _on_checkpointed(self, member: Member, request: int, checkpoint: m.Checkpointed) -> None:
@@ -521,7 +523,7 @@ class Broker:
         self.stop(stop.reason)
         self.exchange.send(member.identity, m.Noted(), request)
 
-    # --- helpers -------------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _lost(self, member: Member) -> None:
         self._release(member)
@@ -580,7 +582,7 @@ class Broker:
                 )
             )
         if step.step % max(1, self._settings.steps // SAMPLED_STEPS) == 0:
-            first: Group = unpack_group(memoryview(groups[0].experience))
+            first: Group = unpack_group(groups[0].experience.data)
             self._records.sample(step.step, first, [float(r) for r in groups[0].rewards])
         return m.Batch(step=step.step, seed=step.seed, groups=groups)
 

@@ -68,7 +68,7 @@ class Reference:
         groups = []
         for item in items:
             try:
-                groups.append(unpack_group(memoryview(item.experience)))
+                groups.append(unpack_group(item.experience.data))
             except (ExperienceError, WireError) as error:
                 log.error("a group cannot be read", group=item.number, error=str(error))
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]

@@ -62,7 +62,7 @@ class Reward:
         calls: list[tuple[int, list[list[Item]]]] = []
         for item in work.items:
             try:
-                group = unpack_group(memoryview(item.experience))
+                group = unpack_group(item.experience.data)
             except (ExperienceError, WireError) as error:
                 log.error("a group cannot be read", group=item.number, error=str(error))
                 continue

@@ -14,6 +14,7 @@ import struct
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from protocols.wire import pack, unpack
@@ -98,7 +99,7 @@ def main() -> None:
     # What a function prints must not mix with the replies: they get a descriptor of their own.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, str(Path.cwd()))
     configs = read_frame(sys.stdin.buffer)
     try:
         functions = [_Function(config) for config in configs]

@@ -147,9 +147,7 @@ class Rollout:
         group = Group(completion.number, work.lease.prompt, trajectories)
         self._outbox.add(completion.number)
         experience = as_bytes(pack_group(group))
-        self._send(
-            Finished(number=group.number, attempt=work.lease.attempt, experience=experience), group.sampled
-        )
+        self._send(Finished(number=group.number, attempt=work.lease.attempt, experience=experience), group.sampled)
 
     def _send(self, message: Finished | Failed, tokens: int) -> None:
         """Says it until the broker has called it durable."""

@@ -44,7 +44,7 @@ def open_batch(batch: Batch, max_lag: int) -> Step:
     rewards: list[np.ndarray] = []
     groups: list[int] = []
     for taken in batch.groups:
-        group = unpack_group(memoryview(taken.experience))
+        group = unpack_group(taken.experience.data)
         trajectories += group.trajectories
         rewards.append(taken.rewards)
         groups += [taken.number] * len(group.trajectories)

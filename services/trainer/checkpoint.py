@@ -15,8 +15,8 @@ from typing import Any
 import structlog
 from safetensors.torch import load_file, save_file
 
-from services.trainer.learner import Learner
 from services.section import SetupError
+from services.trainer.learner import Learner
 
 log = structlog.get_logger()
 
@@ -73,7 +73,9 @@ def restore(learner: Learner, path: Path) -> None:
     state = json.loads((path / "trainer" / "state.json").read_text())
     tensors = load_file(path / "trainer" / "optimizer.safetensors")
     for name, parameter in learner.model.named_parameters():
-        mine = {key: tensors[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors}
+        mine = {
+            key: tensors[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors
+        }
         if not mine:
             continue
         if mine["exp_avg"].shape != parameter.shape:

@@ -27,7 +27,7 @@ class CustomFunction(Section):
 
 
 class ClippedLoss(Section):
-    """PPO's clipped surrogate (Schulman et al. 2017), with asymmetric (Yu et al. 2025) and dual clip (Ye et al. 2020)."""
+    """PPO's clipped surrogate (Schulman et al. 2017), asymmetric (Yu et al. 2025), with dual clip (Ye et al. 2020)."""
 
     type: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, ge=0)

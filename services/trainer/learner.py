@@ -81,17 +81,17 @@ class Learner:
                 )
 
         mean_weight = self._mean_weight(parts()) if self.algorithm.needs_first_pass else 1.0
-        total = 0.0
+        total: float = 0.0
         sums: dict[str, float] = {}
         for rows, part in zip(plan, parts(), strict=True):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
             loss.backward()
             total += float(loss.detach())
-            share = _share(rows, totals)
+            share: float = _share(rows, totals)
             found["mismatch"] = (part.log_prob.detach() - part.behaviour).abs().sum() / part.mask.sum().clamp(min=1)
             found["surprise"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + share * float(value)
+            for name, mean in found.items():
+                sums[name] = sums.get(name, 0.0) + share * float(mean)
         return total, sums
 
     def _advantages(self, step: Step, rewarded: np.ndarray) -> torch.Tensor:

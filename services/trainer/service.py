@@ -87,7 +87,9 @@ class Trainer:
             except RefusedError as refusal:
                 if refusal.code != "not_ready":
                     raise
-                log.warning("waiting for a batch", step=step, waited_s=round(time.monotonic() - waited), reason=str(refusal))
+                log.warning(
+                    "waiting for a batch", step=step, waited_s=round(time.monotonic() - waited), reason=str(refusal)
+                )
                 continue
             except DeadlineError as late:
                 log.warning("waiting for the broker", step=step, error=str(late))

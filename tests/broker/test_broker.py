@@ -120,9 +120,7 @@ class Stage:
         trainer.box.ask(
             m.Publish(version=version, manifest=manifest, route=SharedMemoryRoute(segment="s"), targets=[]), 5
         )
-        peer.box.ask(
-            m.Loaded(version=version, digest=manifest.digest, receive_s=0, verify_s=0, pause_s=0), 5
-        )
+        peer.box.ask(m.Loaded(version=version, digest=manifest.digest, receive_s=0, verify_s=0, pause_s=0), 5)
 
     @property
     def trainer(self) -> Peer:

@@ -13,8 +13,13 @@ from services.broker.config import HubData
 from services.broker.data import DataError, open_source
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
 
-ROWS = [{"question": f"what is {a}+{b}?", "answer": f"{a} plus {b} is #### {a + b}"} for a in range(8) for b in range(8)]
-CHAT = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+ROWS = [
+    {"question": f"what is {a}+{b}?", "answer": f"{a} plus {b} is #### {a + b}"} for a in range(8) for b in range(8)
+]
+CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
 
 
 def write_rows(folder: Path, kind: str) -> Path:
@@ -32,7 +37,9 @@ def write_rows(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_a_local_file_is_read_as_the_hub_dataset_would_be(tmp_path: Path, kind: str) -> None:
     path = write_rows(tmp_path, kind)
-    source = open_source(HubData(path=kind, files=[str(path)], prompt_key="question", truth_key="answer", system="be brief"))
+    source = open_source(
+        HubData(path=kind, files=[str(path)], prompt_key="question", truth_key="answer", system="be brief")
+    )
     assert len(source) == 64
     assert source[9].messages == [
         {"role": "system", "content": "be brief"},

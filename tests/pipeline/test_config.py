@@ -36,7 +36,10 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("rollout.sampling.n=300", "exceeds rollout.engine.max_sequences=256"),
         ("rollout.sampling.max_new_tokens=32", "leaves no room for a prompt"),
         ("trainer.algorithm.aggregation=seq-mean-token-sum-norm", "length_scale is needed"),
-        ("reward.functions=[{function: exact}]", "reward.functions.0.function: 'exact' is neither module:function nor one"),
+        (
+            "reward.functions=[{function: exact}]",
+            "reward.functions.0.function: 'exact' is neither module:function nor one",
+        ),
         ("prompts.train={type: hub}", "prompts.train.path: missing"),
         ("nonsense", "is not of the form dotted.key=value"),
         ("gate.max_lag.x=1", "gate.max_lag is a value, not a section"),

@@ -30,8 +30,10 @@ def test_imports_run_one_way() -> None:
     for layer, may in allowed.items():
         for path in (root / layer).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                modules = [a.name for a in node.names] if isinstance(node, ast.Import) else (
-                    [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                modules = (
+                    [a.name for a in node.names]
+                    if isinstance(node, ast.Import)
+                    else ([node.module] if isinstance(node, ast.ImportFrom) and node.module else [])
                 )
                 for module in modules:
                     top, *rest = module.split(".")

@@ -11,7 +11,9 @@ from protocols.weights import DigestError, layout, make_manifest, verify
 
 
 def version(nbytes: int = 1000, bucket: int = 256) -> tuple[object, bytearray]:
-    placed, size = layout([("a", "float32", (nbytes // 8,), nbytes // 2), ("b", "float32", (nbytes // 8,), nbytes // 2)])
+    placed, size = layout(
+        [("a", "float32", (nbytes // 8,), nbytes // 2), ("b", "float32", (nbytes // 8,), nbytes // 2)]
+    )
     buffer = bytearray(np.random.default_rng(0).bytes(size))
     return make_manifest(placed, memoryview(buffer), bucket), buffer
 

@@ -18,7 +18,9 @@ scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floa
 arrays = hnp.arrays(
     st.sampled_from(["uint8", "int32", "int64", "float32", "float64"]), hnp.array_shapes(max_dims=3, max_side=5)
 )
-bodies = st.dictionaries(st.text(), st.recursive(scalars | arrays, lambda inner: st.lists(inner, max_size=4)), max_size=5)
+bodies = st.dictionaries(
+    st.text(), st.recursive(scalars | arrays, lambda inner: st.lists(inner, max_size=4)), max_size=5
+)
 
 
 def same(a: object, b: object) -> bool:

@@ -43,7 +43,9 @@ def make(family: str, seed: int = 0) -> Any:
 
 def engine_for(model: Any, stop_ids: set[int] | None = None, **options: Any) -> TorchEngine:
     config = TorchEngineConfig(**{"max_sequences": 16, "max_length": 64, **options})
-    engine = TorchEngine(config, model.config, "float32", stop_ids or set(), lambda ids: "".join(chr(96 + i % 26) for i in ids))
+    engine = TorchEngine(
+        config, model.config, "float32", stop_ids or set(), lambda ids: "".join(chr(96 + i % 26) for i in ids)
+    )
     engine.swap(engine.prepare(dict(model.named_parameters())), 0)
     return engine
 
@@ -209,7 +211,10 @@ def test_weights_are_replaced_in_flight_and_the_boundary_is_exact(family: str, k
 def test_requests_that_never_fit_are_refused() -> None:
     engine = engine_for(make("qwen3"))
     for request, match in [
-        (Request(0, 0, np.arange(2, 50, dtype=np.int32), Sampling(max_new_tokens=30)), "exceed rollout.engine.max_length=64"),
+        (
+            Request(0, 0, np.arange(2, 50, dtype=np.int32), Sampling(max_new_tokens=30)),
+            "exceed rollout.engine.max_length=64",
+        ),
         (Request(0, 0, np.array([99], np.int32), Sampling()), "outside the vocabulary"),
         (Request(0, 0, np.array([], np.int32), Sampling()), "0 tokens"),
         (Request(0, 0, np.array([3], np.int32), Sampling(n=17)), "n=17 exceeds rollout.engine.max_sequences"),

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from protocols.experience import as_bytes, pack_group
+from protocols.messages import Batch, TakenGroup
 from services.model import load_model
 from services.trainer import checkpoint
 from services.trainer.batch import BatchError, Step, open_batch
 from services.trainer.config import TrainerConfig
 from services.trainer.learner import Learner
-from protocols.experience import as_bytes, pack_group
-from protocols.messages import Batch, TakenGroup
 from tests.conftest import TINY, make_group
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -206,5 +205,3 @@ def test_segments_do_not_pile_up() -> None:
 def test_foreign_segments_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(DigestError):
         shm.attach(name, 10)
-
-

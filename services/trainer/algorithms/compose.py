@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from services.section import SetupError
 from services.trainer.algorithms.agg_loss import agg_loss
 from services.trainer.algorithms.grpo import grpo
 from services.trainer.algorithms.kl_penalty import kl_penalty
@@ -16,7 +17,6 @@ from services.trainer.algorithms.masked import masked_mean
 from services.trainer.algorithms.ppo_clip import ppo_clip
 from services.trainer.algorithms.truncated import truncated
 from services.trainer.config import AlgorithmConfig, CustomFunction
-from services.section import SetupError
 
 
 class AlgorithmError(SetupError):
@@ -63,7 +63,9 @@ class Algorithm:
             return None, {}
         return self._correction(part.log_prob.detach(), part.behaviour, part.mask)
 
-    def loss(self, part: Part, totals: Totals, mean_weight: float = 1.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(
+        self, part: Part, totals: Totals, mean_weight: float = 1.0
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The part's share of the step's loss; all parts' shares add up to it. Metrics are means over the part."""
         config = self._config
         weights, metrics = self.weights(part)
@@ -77,9 +79,7 @@ class Algorithm:
             kl = kl_penalty(part.log_prob, part.reference, config.kl.kind, config.kl.gradient)
             losses = losses + config.kl.coefficient * kl
             metrics["reference_kl"] = masked_mean(kl.detach(), part.mask)
-        loss = agg_loss(
-            losses, part.mask, config.aggregation, config.length_scale, totals.tokens, totals.sequences
-        )
+        loss = agg_loss(losses, part.mask, config.aggregation, config.length_scale, totals.tokens, totals.sequences)
         return loss, metrics
 
 
@@ -91,5 +91,7 @@ def _resolve(config: Any, builtin: Callable[..., Any]) -> Callable[..., Any]:
     try:
         function = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise AlgorithmError(f"trainer.algorithm: cannot load {config.function!r} as module:function: {error}") from error
+        raise AlgorithmError(
+            f"trainer.algorithm: cannot load {config.function!r} as module:function: {error}"
+        ) from error
     return lambda *arguments: function(*arguments, **config.options)

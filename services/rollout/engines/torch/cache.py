@@ -6,7 +6,7 @@ import torch
 
 
 class SlotCache:
-    """Keys and values of ``slots`` sequences of up to ``length`` tokens, for each layer ``[slots, heads, length, dim]``.
+    """Keys and values of ``slots`` sequences of up to ``length`` tokens; a layer's are ``[slots, heads, length, dim]``.
 
     Slots ``[0, active)`` are in use, so every decoding step works on plain slices.
     """
@@ -23,7 +23,9 @@ class SlotCache:
         self.keys[layer][slots, :, : keys.shape[2]] = keys
         self.values[layer][slots, :, : values.shape[2]] = values
 
-    def append(self, layer: int, rows: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def append(
+        self, layer: int, rows: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
         """Writes one token for each of the first rows: ``keys`` and ``values`` ``[rows, heads, dim]``."""
         self.keys[layer][rows, :, positions] = keys
         self.values[layer][rows, :, positions] = values

@@ -205,9 +205,11 @@ class TorchEngine:
         while start < len(order):
             end = start + 1
             # A run of rows is cut where padding would be more than a quarter of it, or the budget is spent.
-            while end < len(order) and lengths[order[end]] * (end + 1 - start) <= max(
-                self._config.prefill_tokens, lengths[order[end]]
-            ) and lengths[order[start]] >= 0.6 * lengths[order[end]]:
+            while (
+                end < len(order)
+                and lengths[order[end]] * (end + 1 - start) <= max(self._config.prefill_tokens, lengths[order[end]])
+                and lengths[order[start]] >= 0.6 * lengths[order[end]]
+            ):
                 end += 1
             rows = order[start:end]
             width = int(lengths[rows[-1]])

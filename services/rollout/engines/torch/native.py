@@ -58,7 +58,9 @@ class Weights:
 class NativeModel:
     """The network over a `SlotCache`. ``weights`` may be replaced between two calls."""
 
-    def __init__(self, config: Any, cache: SlotCache, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: Any, cache: SlotCache, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._config, self._cache = config, cache
         self._dtype, self._device = dtype, device
         self._heads = config.num_attention_heads
