@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, StoreConfig
+from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig, TorchEngineConfig
@@ -91,6 +91,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     broker: BrokerConfig = BrokerConfig()
     store: StoreConfig = StoreConfig()
+    replay: ReplayConfig = ReplayConfig()
 
     @property
     def with_reference(self) -> bool:

@@ -29,7 +29,8 @@ log = structlog.get_logger()
 
 BROKER_START_S = 90.0
 STATUS_EVERY_S = 0.5
-STATUS_DEADLINE_S = 10.0
+STATUS_DEADLINE_S = 5.0
+BROKER_SILENT_S = 60.0
 DRAIN_S = 30.0
 
 
@@ -81,8 +82,9 @@ class _Launch:
                 name = kind if kind == "trainer" else f"{kind}-{index}"
                 self._start(kind, name, ["--broker", address])
         self._mailbox = Mailbox(address, f"supervisor#{os.getpid()}")
-        self._mailbox.hello = lambda: Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
-        self._ask(self._mailbox.hello())
+        hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
+        self._mailbox.hello = lambda: [hello]
+        self._ask(hello)
         error, outcome = self._watch(interrupted)
         return self._finish(error, outcome)
 
@@ -116,7 +118,7 @@ class _Launch:
 
     def _start_redis(self) -> str:
         self._redis = PrivateRedis(self._folder, self._config.store.fsync)
-        self._supervisor.start("redis", self._redis.command, self._stderr("redis"), restartable=False, foreign=True)
+        self._supervisor.start("redis", self._redis.command, self._stderr("redis"), foreign=True)
         return self._redis.url
 
     def _start_broker(self, store: str) -> str:
@@ -125,7 +127,7 @@ class _Launch:
             # By environment: a command line, with the password in the URL, is for everyone to read.
             env = {"PENSTOCK_STORE": store}
             arguments = ["--ready-fd", str(write)]
-            child = self._start("broker", "broker", arguments, env, restartable=False, pass_fds=(write,))
+            child = self._start("broker", "broker", arguments, env, pass_fds=(write,))
         finally:
             os.close(write)
         try:
@@ -140,6 +142,12 @@ class _Launch:
         if not address:
             child.process and child.process.wait(10)
             raise RunError(self._supervisor.poll() or "the broker ended before it listened")
+        # Started again, it listens where the others look for it.
+        ready = child.command.index("--ready-fd")
+        del child.command[ready : ready + 2]
+        child.command.append(
+            f"broker.bind={address if not self._config.broker.advertise else self._config.broker.bind}"
+        )
         return address
 
     def _actors(self) -> dict[ActorName, int]:
@@ -157,7 +165,6 @@ class _Launch:
         name: str,
         arguments: list[str],
         env: dict[str, str] | None = None,
-        restartable: bool = True,
         pass_fds: tuple[int, ...] = (),
     ) -> Child:
         command = [sys.executable, "-m", "pipeline.cli", "serve", kind, "--config", str(self._folder / "config.yaml")]
@@ -169,8 +176,7 @@ class _Launch:
             "TOKENIZERS_PARALLELISM": "false",
             **(env or {}),
         }
-        restartable = restartable and kind != "trainer"
-        return self._supervisor.start(name, command, self._stderr(name), env, restartable, pass_fds)
+        return self._supervisor.start(name, command, self._stderr(name), env, pass_fds=pass_fds)
 
     def _stderr(self, name: str) -> Path:
         return self._folder / "logs" / f"{name}.stderr"
@@ -179,6 +185,7 @@ class _Launch:
 
     def _watch(self, interrupted: list[int]) -> tuple[str | None, str]:
         """Until the run is over; returns the error that ended it, if one did, and the outcome in a word."""
+        heard = time.monotonic()
         with View(self._console, f"penstock {self._folder.name}") as view:
             while True:
                 error = self._supervisor.poll()
@@ -190,8 +197,11 @@ class _Launch:
                     return None, "interrupted"
                 try:
                     state = self._state()
+                    heard = time.monotonic()
                 except DeadlineError as late:
-                    return self._supervisor.poll() or str(late), "failed"
+                    if time.monotonic() - heard > BROKER_SILENT_S:
+                        return self._supervisor.poll() or str(late), "failed"
+                    continue
                 view.update(state, self._supervisor.restarts)
                 if state["phase"] == "done":
                     return None, "complete"

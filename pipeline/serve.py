@@ -75,6 +75,7 @@ def _serve_broker(config: Config, place: Place, store: str | None, supervised: b
         broker=config.broker,
         gate=config.gate,
         store=config.store,
+        replay=config.replay,
         prompts=config.prompts,
         sampling=config.rollout.sampling.training(),
         eval_sampling=config.rollout.sampling.greedy(),

@@ -22,12 +22,25 @@ import structlog
 import zmq
 
 from protocols import wire
-from protocols.messages import Fenced, HelloNeeded, Message, Pulse, Refused, Welcome, from_envelope, to_envelope
+from protocols.messages import (
+    Fenced,
+    HelloNeeded,
+    Message,
+    Pulse,
+    Refused,
+    Resumed,
+    Welcome,
+    from_envelope,
+    to_envelope,
+)
 
 log = structlog.get_logger()
 
 RESEND_S = 5.0
 """A request without an answer is sent again after this."""
+
+REHELLO_S = 0.5
+"""Between two hellos to a broker that does not know this actor."""
 
 
 class DeadlineError(TimeoutError):
@@ -63,8 +76,8 @@ class Mailbox:
     """An actor's connection to the broker.
 
     ``identity`` is ``name#incarnation``: the broker fences by it. ``inbox`` holds what the broker sends unasked, and
-    what the actor's own threads `post`. ``beat`` makes the message that is told every ``beat_s``; ``hello`` the one
-    that is said when the broker no longer knows this actor.
+    what the actor's own threads `post`. ``beat`` makes the message that is told every ``beat_s``; ``hello`` those that
+    are said when the broker no longer knows this actor, before anything else is sent again.
     """
 
     def __init__(self, address: str, identity: str) -> None:
@@ -72,10 +85,13 @@ class Mailbox:
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.beat: Callable[[], Message] | None = None
         self.beat_s = 1.0
-        self.hello: Callable[[], Message] | None = None
+        self.hello: Callable[[], list[Message]] | None = None
+        self.arrived: Callable[[Message], None] | None = None
+        """Told of every message for the inbox as it comes in, from the mailbox's thread."""
         self.fenced: FencedError | None = None
         self.heard_at = time.monotonic()
         """When the broker last sent anything, on the monotonic clock."""
+        self._hello_at = 0.0
         self._ids = itertools.count(1)
         self._outgoing: queue.SimpleQueue[_Request | list[bytes | memoryview]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -205,8 +221,13 @@ class Mailbox:
             waiting.clear()
             self.inbox.put(self.fenced)
         elif isinstance(message, HelloNeeded):
-            if self.hello:
-                sock.send_multipart(wire.encode(to_envelope(self.hello())), copy=False)
+            now = time.monotonic()
+            if self.hello and now - self._hello_at > REHELLO_S:
+                self._hello_at = now
+                for introduction in self.hello():
+                    sock.send_multipart(wire.encode(to_envelope(introduction)), copy=False)
+                for request in waiting.values():
+                    request.resend_at = now
                 self.inbox.put(message)
         elif envelope.reply_to:
             answered = waiting.pop(envelope.reply_to, None)
@@ -214,7 +235,9 @@ class Mailbox:
                 answered.future.set_exception(RefusedError(message))
             elif answered:
                 answered.future.set_result(message)
-        elif not isinstance(message, Welcome):  # the answer to a hello that nobody waits for
+        elif not isinstance(message, Welcome | Resumed):  # answers to an introduction that nobody waits for
+            if self.arrived:
+                self.arrived(message)
             self.inbox.put(message)
         return True
 

@@ -55,7 +55,11 @@ class Hello(Message):
     host: str
     pid: int
     version: int = -1
-    """The version of the weights that a rollout holds, verified; -1 for none."""
+    """The version of the weights that a rollout serves or a trainer holds; -1 for none."""
+    digest: str = ""
+    """The digest of that version."""
+    holding: list[int] = []
+    """Groups that this very process works on."""
 
 
 class Welcome(Message):
@@ -69,6 +73,8 @@ class Heartbeat(Message):
     """actor → broker, unasked: alive, with gauges for the dashboard."""
 
     gauges: dict[str, float] = {}
+    holding: list[int] = []
+    """Groups that it works on: their leases and offers are renewed, others expire."""
 
 
 class Pulse(Message):
@@ -216,6 +222,8 @@ class Batch(Message):
     step: int
     seed: int
     groups: list[TakenGroup]
+    committed: int
+    """Steps committed so far. A step below that is being redone: its version is not published again."""
 
 
 class Exhausted(Message):
@@ -223,6 +231,30 @@ class Exhausted(Message):
 
     steps: int
     reason: str
+
+
+class LedgerRow(BaseModel):
+    """One step as the trainer remembers it."""
+
+    model_config = ConfigDict(extra="forbid")
+    step: int
+    groups: list[int]
+    seed: int
+    digest: str
+
+
+class LedgerTail(Message):
+    """trainer → broker, after every hello: the last steps that it knows to be committed. A broker whose store has lost
+    some merges them. Answered by `Resumed`."""
+
+    version: int
+    steps: list[LedgerRow]
+
+
+class Resumed(Message):
+    """broker → trainer: ``committed`` steps are committed; one that holds an older version redoes the rest."""
+
+    committed: int
 
 
 class Commit(Message):
@@ -280,9 +312,9 @@ class LoadFailed(Message):
 
 
 class Receivers(Message):
-    """broker → trainer, whenever it changes: each live rollout's identity and the version it serves (-1: none)."""
+    """broker → trainer, whenever it changes: each live rollout's identity and the digest that it serves ("": none)."""
 
-    versions: dict[str, int]
+    digests: dict[str, str]
 
 
 class ReceiverReport(Message):
@@ -291,6 +323,7 @@ class ReceiverReport(Message):
     receiver: str
     """The rollout's identity."""
     version: int
+    digest: str = ""
     error: str | None = None
     pause_s: float = 0.0
 

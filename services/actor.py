@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from protocols.mailbox import FencedError, Mailbox
-from protocols.messages import ActorKind, Bye, Heartbeat, Hello, Message, Stop, Welcome
+from protocols.messages import ActorKind, Bye, Heartbeat, Hello, Lease, Message, Stop, Welcome, Work
 
 log = structlog.get_logger()
 
@@ -71,11 +70,18 @@ class Actor:
 
     def __init__(self, kind: ActorKind, place: Place) -> None:
         self.kind, self.place = kind, place
-        self.incarnation = secrets.token_hex(6)
+        # Incarnations of a name are ordered by when they began, so that the broker knows which one is the newer.
+        self.incarnation = f"{time.time_ns():016x}"
         self.mailbox = Mailbox(place.broker, f"{place.name}#{self.incarnation}")
         self.gauges: dict[str, float] = {}
         self.version = -1
         """The version of the weights that this actor serves; -1 for none."""
+        self.digest = ""
+        self.held: set[int] = set()
+        """Groups that it was given, in the inbox or at work; whoever is done with one takes it out."""
+        self.introduction: Callable[[], list[Message]] = list
+        """What it says right after its hello, to a broker that has forgotten it."""
+        self.mailbox.arrived = self._arrived
         self._busy_s = 0.0
         self._busy_since: float | None = None
         self._beat_at = time.monotonic()
@@ -85,7 +91,7 @@ class Actor:
         welcome = self.mailbox.ask(self._hello(), JOIN_DEADLINE_S)
         assert isinstance(welcome, Welcome)
         self.mailbox.beat_s = welcome.heartbeat_s
-        self.mailbox.hello = self._hello
+        self.mailbox.hello = lambda: [self._hello(), *self.introduction()]
         self.mailbox.beat = self._beat
         log.info("joined", incarnation=self.incarnation, broker=self.place.broker)
         return welcome
@@ -113,9 +119,21 @@ class Actor:
             self._busy_s += time.monotonic() - self._busy_since
             self._busy_since = None
 
+    def _arrived(self, message: Message) -> None:
+        if isinstance(message, Lease):
+            self.held.add(message.number)
+        elif isinstance(message, Work):
+            self.held.update(item.number for item in message.items)
+
     def _hello(self) -> Hello:
         return Hello(
-            kind=self.kind, name=self.place.name, host=socket.gethostname(), pid=os.getpid(), version=self.version
+            kind=self.kind,
+            name=self.place.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=self.version,
+            digest=self.digest,
+            holding=list(self.held),
         )
 
     def _beat(self) -> Message:
@@ -128,4 +146,4 @@ class Actor:
             busy += now - max(since, self._beat_at)
         busy_share = min(1.0, busy / max(1e-3, now - self._beat_at))
         self._beat_at = now
-        return Heartbeat(gauges={**self.gauges, "busy": busy_share})
+        return Heartbeat(gauges={**self.gauges, "busy": busy_share}, holding=list(self.held))

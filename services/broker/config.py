@@ -126,12 +126,21 @@ class BrokerConfig(Section):
     heartbeat_s: float = Field(1.0, gt=0)
     dead_after_s: float = Field(15.0, gt=0)
     """An actor that is silent for this long is treated as dead."""
-    lease_s: float = Field(120.0, gt=0)
+    lease_s: float = Field(30.0, gt=0)
     """A lease that is not renewed (by its holder's heartbeats) for this long is given to another rollout."""
-    max_attempts: int = Field(3, ge=1)
+    stall_s: float = Field(60.0, gt=0)
+    """When no step completes for this long, log and live view name the group, the actor and the wait."""
+    max_attempts: int = Field(5, ge=1)
     """A group that was leased or scored this often without an answer is dropped."""
     max_consecutive_drops: int = Field(64, ge=1)
     """So many groups dropped in a row end the run with an error."""
+
+
+class ReplayConfig(Section):
+    """What becomes of trained groups."""
+
+    archive: Literal["all", "none"] | int = "none"
+    """Steps whose groups are kept on disk, in the run's folder, for `penstock replay`: all, the last N, or none."""
 
 
 class StoreConfig(Section):

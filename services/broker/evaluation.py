@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from protocols.messages import EVALUATION
@@ -14,6 +15,8 @@ class EvalGroup:
     number: int
     index: int
     holder: str | None = None
+    deadline: float = 0.0
+    """Wall-clock seconds after which the holder has lost it, unless its heartbeats renew it."""
     experience: bytes | None = None
     versions: tuple[int, int] | None = None
     """Lowest and highest version among its tokens."""
@@ -47,7 +50,11 @@ class Evaluation:
         self.size = size
         self.round: Round | None = None
         self.results: dict[str, float] = {}
-        self._next = EVALUATION
+        """Label to mean reward."""
+        self.steps: dict[str, int] = {}
+        """Label to the step it was made at."""
+        # A broker that was started again must not take a late answer to the round before for one of this.
+        self._next = EVALUATION - (time.time_ns() // 1_000_000 % (1 << 40)) * 1_000
 
     def start(self, label: str, step: int, exact: int | None) -> None:
         """Begins a round; only one at a time."""
@@ -83,11 +90,30 @@ class Evaluation:
         groups = self.round.groups.values() if self.round else ()
         return [g for g in groups if g.experience is not None and g.reward is None and g.holder is None]
 
+    def hold(self, group: EvalGroup, holder: str, deadline: float) -> None:
+        """``holder`` generates or scores it."""
+        group.holder, group.deadline = holder, deadline
+
     def release(self, holder: str) -> None:
         """``holder`` is gone."""
         for group in self.round.groups.values() if self.round else ():
             if group.holder == holder:
                 group.holder = None
+
+    def renew(self, holder: str, holding: set[int], deadline: float) -> None:
+        """A heartbeat of ``holder``, which works on ``holding``."""
+        for number in holding & self.round.groups.keys() if self.round else ():
+            group = self.get(number)
+            if group and group.holder == holder:
+                group.deadline = deadline
+
+    def expire(self, now: float) -> list[str]:
+        """What is past its deadline waits again; returns who held it, once for each prompt."""
+        late = [g for g in (self.round.groups.values() if self.round else ()) if g.holder and g.deadline < now]
+        holders = [group.holder for group in late if group.holder]
+        for group in late:
+            group.holder = None
+        return holders
 
     def score(self, number: int, reward: float) -> Round | None:
         """The reward of one prompt; the round, if that completes it."""
@@ -100,4 +126,5 @@ class Evaluation:
             return None
         finished, self.round = self.round, None
         self.results[finished.label] = finished.mean()
+        self.steps[finished.label] = finished.step
         return finished

@@ -20,7 +20,7 @@ class Experience:
 
     ``steps`` is how many steps the run has, ``draws`` how many prompts there are (None: no end), ``prefetch`` how
     many groups may be under way beyond those taken (None: as many as the gate allows), ``release`` is told
-    the number of each group whose payload is not needed any more.
+    the number of each group whose payload is not needed any more, ``archive`` each step before that.
     """
 
     def __init__(
@@ -32,20 +32,34 @@ class Experience:
         draws: int | None,
         prefetch: int | None,
         release: Callable[[int], None],
+        archive: Callable[[Step], None],
     ) -> None:
         self._journal = journal
-        self._release = release
+        self._release, self._archive = release, archive
         self.gate, self.steps, self.draws = gate, steps, draws
         # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
         self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
         self.leases = Leases(journal)
         self.replay = Replay(journal, scorers)
         self.ledger = Ledger(journal)
+        # Steps are counted on from those taken, which may have had another B.
+        gate.steps, gate.groups = len(self.ledger.steps), sum(len(step.groups) for step in self.ledger.steps)
         self.dropped = {int(n): row["reason"] for n, row in journal.rows("dropped").items()}
         for number in self.dropped:
             gate.drop(number)
         self.consecutive_drops = 0
         self.last_drop = ""
+        for entry in list(self.replay.entries.values()):
+            if entry.oldest < gate.required_version(entry.number):
+                self.drop(
+                    entry.number, f"from version {entry.oldest}, too old for the bound that the run was resumed with"
+                )
+        self.consecutive_drops = 0
+
+    def _beyond_the_end(self, number: int) -> bool:
+        """A group with this number would be trained in no step."""
+        gate = self.gate
+        return gate.rank(number) - gate.groups >= (self.steps - gate.steps) * gate.batch
 
     @property
     def drawn_out(self) -> bool:
@@ -59,7 +73,7 @@ class Experience:
         if lease:
             return lease if version >= self.gate.required_version(lease.number) else None
         number = self.leases.next_number
-        if self.gate.rank(number) >= self.steps * self.gate.batch or self.drawn_out:
+        if self._beyond_the_end(number) or self.drawn_out:
             return None
         if len(self.leases.open) + len(self.replay.entries) >= self.prefetch:
             return None
@@ -71,17 +85,27 @@ class Experience:
         """The version that the next grant asks for; None where there is nothing to grant."""
         lease = self.leases.waiting()
         number = lease.number if lease else self.leases.next_number
-        if not lease and (self.gate.rank(number) >= self.steps * self.gate.batch or self.drawn_out):
+        if not lease and (self._beyond_the_end(number) or self.drawn_out):
             return None
         return self.gate.required_version(number)
 
-    def finish(self, number: int) -> bool:
-        """A group is finished. False where it was already, or is gone: its answer does not count again."""
+    def finish(self, number: int, oldest: int) -> bool:
+        """A group is finished, ``oldest`` the lowest version among its tokens. False where it was already, or is gone:
+        its answer does not count again."""
         lease = self.leases.close(number)
         if lease is None:
             return False
-        self.replay.add(number, lease.draw)
+        self.replay.add(number, lease.draw, oldest)
         return True
+
+    def merge(self, step: int, groups: list[int], seed: int, digest: str) -> None:
+        """The trainer remembers committing ``step``: what the store has lost of it is true again."""
+        if self.ledger.merge(step, groups, seed, digest, time.time()):
+            log.warning("merged a step that the store had lost", step=step)
+            for number in groups:
+                self.leases.close(number)
+                self.replay.remove(number)
+            self.leases.skip_to(max(groups, default=-1) + 1)
 
     def drop(self, number: int, reason: str) -> None:
         """The group will never be trained on. Nothing is dropped once a step has taken it."""
@@ -136,5 +160,6 @@ class Experience:
     def free(self, version: int) -> None:
         """A durable checkpoint holds ``version``: the groups of the steps before it are needed no more."""
         for step in self.ledger.free(version):
+            self._archive(step)
             for number in step.groups:
                 self._release(number)

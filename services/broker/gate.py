@@ -6,7 +6,7 @@ Symbols as in docs/bounded-lag.md: B groups a step, window W, bound η, rank r(i
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class Gate:
@@ -18,11 +18,15 @@ class Gate:
     >>> gate.drop(1)
     >>> gate.required_version(4)
     0
+
+    A run that is resumed with another B has taken ``steps`` steps on ``groups`` groups under the old one; steps are
+    counted on from there.
     """
 
-    def __init__(self, batch: int, window: int, max_lag: int, dropped: Iterable[int] = ()) -> None:
+    def __init__(self, batch: int, window: int, max_lag: int, steps: int = 0, groups: int = 0) -> None:
         self.batch, self.window, self.max_lag = batch, window, max_lag
-        self._dropped = sorted(dropped)
+        self.steps, self.groups = steps, groups
+        self._dropped: list[int] = []
 
     def drop(self, number: int) -> None:
         """Group ``number`` will never be trained on."""
@@ -32,9 +36,13 @@ class Gate:
         """r(i): the groups numbered below ``number`` that were not dropped, trained ones included."""
         return number - bisect_left(self._dropped, number)
 
+    def last_step(self, number: int) -> int:
+        """The step that group ``number`` is trained in at the latest, as things stand."""
+        return self.steps + (self.rank(number) + self.window - 1 - self.groups) // self.batch
+
     def required_version(self, number: int) -> int:
         """The oldest version that may generate group ``number`` now."""
-        return (self.rank(number) + self.window - 1) // self.batch - self.max_lag
+        return self.last_step(number) - self.max_lag
 
     def eligible(self, ready: Sequence[int], oldest_open: int) -> list[int]:
         """Of the ``ready`` groups (ascending), those that may be trained on while ``oldest_open`` is the lowest

@@ -65,7 +65,7 @@ class Leases:
         self.next_number += 1
         self.next_draw += 1
         self.open[lease.number] = lease
-        self._journal.put("counters", "leases", {"next_number": self.next_number, "next_draw": self.next_draw})
+        self._write_counters()
         self._write(lease)
         return lease
 
@@ -79,27 +79,40 @@ class Leases:
         lease.attempt += 1
         self._write(lease)
 
-    def renew(self, holder: str, deadline: float) -> None:
-        """A heartbeat of ``holder``. Deadlines need not survive a crash: a restarted broker grants them anew."""
-        for lease in self.open.values():
-            if lease.holder == holder:
-                lease.deadline = deadline
+    def renew(self, holder: str, holding: set[int], deadline: float) -> None:
+        """A heartbeat of ``holder``, which works on the groups ``holding``: a lease whose message was lost is not
+        renewed. Deadlines need not survive a crash: a restarted broker extends them all."""
+        for number in holding & self.open.keys():
+            if self.open[number].holder == holder:
+                self.open[number].deadline = deadline
 
-    def release(self, holder: str) -> list[Lease]:
-        """``holder`` is gone: what it held waits again."""
-        released = [lease for lease in self.open.values() if lease.holder == holder]
+    def extend(self, deadline: float) -> None:
+        """The broker was away: every lease has at least until ``deadline``."""
+        for lease in self.open.values():
+            lease.deadline = max(lease.deadline, deadline)
+
+    def release(self, holder: str, but: set[int] | None = None) -> list[Lease]:
+        """``holder`` is gone, or holds no more than the groups ``but``: the others wait again."""
+        kept = but or set()
+        released = [lease for lease in self.open.values() if lease.holder == holder and lease.number not in kept]
         for lease in released:
             lease.holder = None
             self._write(lease)
         return released
 
-    def expire(self, now: float) -> list[Lease]:
-        """Leases past their deadline wait again."""
-        expired = [lease for lease in self.open.values() if lease.holder is not None and lease.deadline < now]
-        for lease in expired:
+    def expire(self, now: float) -> list[tuple[Lease, str]]:
+        """Leases past their deadline wait again; returned with who held them."""
+        expired = [(x, x.holder) for x in self.open.values() if x.holder is not None and x.deadline < now]
+        for lease, _ in expired:
             lease.holder = None
             self._write(lease)
         return expired
+
+    def skip_to(self, number: int) -> None:
+        """Numbers below ``number`` were given before, though the store has forgotten it."""
+        if number > self.next_number:
+            self.next_number = self.next_draw = number
+            self._write_counters()
 
     def close(self, number: int) -> Lease | None:
         """The group is finished or dropped. None where it was already closed: a late or repeated answer."""
@@ -107,6 +120,9 @@ class Leases:
         if lease:
             self._journal.delete(self.TABLE, number)
         return lease
+
+    def _write_counters(self) -> None:
+        self._journal.put("counters", "leases", {"next_number": self.next_number, "next_draw": self.next_draw})
 
     def _write(self, lease: Lease) -> None:
         self._journal.put(self.TABLE, lease.number, asdict(lease))

@@ -57,14 +57,29 @@ class Ledger:
         return taken
 
     def commit(self, step: int, digest: str) -> bool:
-        """``step`` is trained. False where it was committed already."""
+        """``step`` is trained. False where it was committed before: a repeated message, or a step that was redone and,
+        without determinism, may have another digest now."""
         taken = self.taken(step)
         if taken is None:
             raise LedgerError(f"step {step} was never taken")
-        if taken.digest is not None:
+        first = taken.digest is None
+        if taken.digest != digest:
+            taken.digest = digest
+            self._write(taken)
+        return first
+
+    def merge(self, step: int, groups: list[int], seed: int, digest: str, now: float) -> bool:
+        """The trainer remembers committing ``step``. True where the ledger did not have it: the store has lost it."""
+        known = self.taken(step)
+        if known and known.digest:
             return False
-        taken.digest = digest
-        self._write(taken)
+        if known is None:
+            if step != len(self.steps):
+                raise LedgerError(f"the trainer remembers step {step}, but the ledger ends at step {len(self.steps)}")
+            known = Step(step, groups, seed, now)
+            self.steps.append(known)
+        known.digest = digest
+        self._write(known)
         return True
 
     def free(self, version: int) -> list[Step]:

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from protocols.messages import ActorKind, Hello
+from services.broker.leases import Journal
+
+
+class MembershipError(ValueError):
+    """A hello that cannot be admitted; says why."""
 
 
 @dataclass(slots=True)
@@ -20,6 +25,7 @@ class Member:
     pid: int
     heard_at: float
     version: int = -1
+    digest: str = ""
     credit: int = 0
     """Items it said it can take since its hello."""
     given: int = 0
@@ -33,11 +39,14 @@ class Member:
 
 
 class Members:
-    """The live actors. A newer incarnation fences the one that had its name."""
+    """The live actors. A newer incarnation fences the one that had its name for good: which is the newest is durable."""
 
-    def __init__(self) -> None:
+    TABLE = "incarnations"
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._by_identity: dict[str, Member] = {}
-        self._retired: dict[str, str] = {}
+        self._newest = {name: row["incarnation"] for name, row in journal.rows(self.TABLE).items()}
         self.lost: dict[str, str] = {}
         """Name of a member that died to how; cleared when it is back."""
 
@@ -50,29 +59,40 @@ class Members:
 
     def fenced_by(self, identity: str) -> str | None:
         """The identity that replaced ``identity``, if one did."""
-        return self._retired.get(identity)
+        name, _, incarnation = identity.rpartition("#")
+        newest = self._newest.get(name, "")
+        return f"{name}#{newest}" if incarnation < newest else None
 
     def of_kind(self, kind: ActorKind) -> list[Member]:
         """The live members of a kind."""
         return [member for member in self._by_identity.values() if member.kind == kind]
 
     def join(self, identity: str, hello: Hello, now: float) -> Member | None:
-        """Admits ``identity``; returns the older incarnation that it replaces. A member that says hello again starts
-        again from nothing, since it may have missed anything."""
-        older = next((m for m in self if m.name == hello.name), None)
+        """Admits ``identity``; returns the older incarnation that it replaces, or its own former membership: one that
+        says hello again may have missed anything, and starts from nothing."""
+        name, _, incarnation = identity.rpartition("#")
+        if hello.name != name:
+            raise MembershipError(f"{identity} says hello as {hello.name!r}")
+        older = next((m for m in self if m.name == name), None)
         if older:
             del self._by_identity[older.identity]
-            if older.identity != identity:
-                self._retired[older.identity] = identity
-        self.lost.pop(hello.name, None)
-        self._by_identity[identity] = Member(
-            identity, hello.name, hello.kind, hello.host, hello.pid, now, version=hello.version
-        )
+        if self._newest.get(name) != incarnation:
+            self._newest[name] = incarnation
+            self._journal.put(self.TABLE, name, {"incarnation": incarnation})
+        self.lost.pop(name, None)
+        member = Member(identity, name, hello.kind, hello.host, hello.pid, now)
+        member.version, member.digest = hello.version, hello.digest
+        self._by_identity[identity] = member
         return older
 
     def leave(self, identity: str) -> Member | None:
         """The member has said goodbye."""
         return self._by_identity.pop(identity, None)
+
+    def excuse(self, seconds: float) -> None:
+        """The broker itself was away: its silence is not theirs."""
+        for member in self._by_identity.values():
+            member.heard_at += seconds
 
     def silent(self, now: float, dead_after_s: float) -> list[Member]:
         """Members not heard from for too long, removed."""

@@ -17,17 +17,18 @@ from protocols import messages as m
 from protocols import wire
 from protocols.experience import ExperienceError, Group, Sampling, as_bytes, unpack_group
 from protocols.mailbox import Exchange
-from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, StoreConfig
+from services.broker.archive import Archive
+from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from services.broker.data import DataError, open_source
 from services.broker.evaluation import Evaluation, Round
 from services.broker.experience import Experience
 from services.broker.gate import Gate
 from services.broker.ledger import LedgerError, Step
-from services.broker.membership import Member, Members
+from services.broker.membership import Member, Members, MembershipError
 from services.broker.prompts import PromptStream
 from services.broker.records import Records
 from services.broker.replay import Entry, Scorer
-from services.broker.store import Store
+from services.broker.store import Store, StoreError
 from services.broker.versions import Versions
 
 log = structlog.get_logger()
@@ -36,6 +37,8 @@ Phase = Literal["starting", "evaluating_before", "training", "evaluating_after",
 
 NOT_READY_AFTER_S = 15.0
 """A take that cannot be served for this long is answered with the reason."""
+AWAY_S = 3.0
+"""A turn that began so long after the one before means that this process was stopped."""
 LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
 SAMPLED_STEPS = 40
@@ -53,11 +56,15 @@ class BrokerSettings:
     broker: BrokerConfig
     gate: GateConfig
     store: StoreConfig
+    replay: ReplayConfig
     prompts: PromptsConfig
     sampling: Sampling
     eval_sampling: Sampling
     with_reference: bool
     tensorboard: bool
+    deterministic: bool = False
+    store_key: str | None = None
+    """The run's own key: a store with another is another run's."""
 
 
 @dataclass(slots=True)
@@ -75,7 +82,7 @@ class Broker:
 
     def __init__(self, settings: BrokerSettings, store_url: str) -> None:
         self._settings = settings
-        self._store = Store(store_url, settings.run, settings.store)
+        self._store = Store(store_url, settings.run, settings.store, settings.store_key)
         stream = open_source(settings.prompts.train)
         self._prompts = PromptStream(stream, settings.seed, settings.prompts.shuffle, settings.prompts.epochs)
         held_out = open_source(settings.prompts.eval, held_out=True) if settings.prompts.eval else []
@@ -83,6 +90,7 @@ class Broker:
         self._evaluation = Evaluation(min(settings.prompts.eval_size, len(held_out)))
         scorers: list[Scorer] = ["reward", "reference"] if settings.with_reference else ["reward"]
         gate = Gate(settings.gate.groups_per_step, settings.gate.window, settings.gate.max_lag)
+        self._archive = Archive(settings.folder, settings.replay.archive)
         self._experience = Experience(
             self._store,
             gate,
@@ -91,14 +99,16 @@ class Broker:
             self._prompts.limit,
             settings.gate.prefetch,
             self._store.delete_payloads,
+            self._archive_step,
         )
         self._versions = Versions(self._store)
-        self._members = Members()
+        self._members = Members(self._store)
         self._records = Records(settings.folder, settings.tensorboard)
         self._payloads: dict[int, bytes] = {}
         self._take: _Waiting | None = None
         self._phase: Phase = "starting"
-        self._final_checkpoint = False
+        self._final_checkpoint = 0
+        """The version of the checkpoint that ended the run."""
         self._stop_reason: str | None = None
         self._error: str | None = None
         self._started_at = time.time()
@@ -108,11 +118,13 @@ class Broker:
         self._observed_end = False
         self._actors_at = 0.0
         self._stop_at = 0.0
+        self._turn_at = 0.0
+        self._stalled_at = 0.0
         self._last_metrics: dict[str, Any] = {}
         self._totals = {"leased": 0, "finished": 0, "trained": 0, "generated_tokens": 0, "trained_tokens": 0}
         self._totals |= {"reward_errors": 0, "late_answers": 0, "lag_max": 0, "tokens_lagging": 0}
-        for row in self._store.rows("totals").values():
-            self._totals |= row
+        self._written: dict[str, Any] = {}
+        self._restore()
         self._handlers: dict[type[m.Message], Callable[[Member, int, Any], None]] = {
             m.Heartbeat: self._on_heartbeat,
             m.Bye: self._on_bye,
@@ -121,6 +133,7 @@ class Broker:
             m.Failed: self._on_failed,
             m.Scored: self._on_scored,
             m.Referenced: self._on_referenced,
+            m.LedgerTail: self._on_ledger_tail,
             m.Take: self._on_take,
             m.Commit: self._on_commit,
             m.Checkpointed: self._on_checkpointed,
@@ -132,6 +145,40 @@ class Broker:
             m.StopRun: self._on_stop_run,
         }
         self.exchange = Exchange(settings.broker.bind)  # last: nothing after it can fail and leave a socket open
+
+    def _restore(self) -> None:
+        """Takes up a run where an earlier broker left it."""
+        rows = self._store.rows("broker")
+        if not rows:
+            return
+        row = rows["all"]
+        self._totals |= row["totals"]
+        self._evaluation.results |= row["evaluations"]
+        self._evaluation.steps |= row["evaluated"]
+        self._training_since, self._trained_until = row["training_since"], row["trained_until"]
+        self._started_at, self._final_checkpoint = row["started_at"], row["final_checkpoint"]
+        now = time.time()
+        if self._training_since:  # the time that no broker was there is not training time
+            away = now - row["at"]
+            self._training_since += away
+            self._started_at += away
+        self._experience.leases.extend(now + self._settings.broker.lease_s)
+        log.info("took up a run", committed=self._experience.ledger.committed, away_s=round(now - row["at"], 1))
+
+    def _remember(self) -> None:
+        """What a broker that takes over must know beside the books; written when it changes."""
+        row = {
+            "totals": dict(self._totals),
+            "evaluations": dict(self._evaluation.results),
+            "evaluated": dict(self._evaluation.steps),
+            "training_since": self._training_since,
+            "trained_until": self._trained_until,
+            "started_at": self._started_at,
+            "final_checkpoint": self._final_checkpoint,
+        }
+        if row != self._written:
+            self._written = row
+            self._store.put("broker", "all", {**row, "at": time.time()})
 
     @property
     def address(self) -> str:
@@ -150,22 +197,40 @@ class Broker:
                 for identity, request, message in self.exchange.receive(0.02):
                     self._handle(identity, request, message)
                 self._turn()
-                self._store.commit()
+                self._remember()
+                self._commit()
                 self.exchange.flush()
         finally:
             self._records.close()
             self.exchange.close()
         return self._error
 
+    def _commit(self) -> None:
+        """Makes the turn durable. If that took long, the store was away: nobody's deadline runs meanwhile."""
+        waited = self._store.waited_s
+        self._store.commit()
+        waited = self._store.waited_s - waited
+        if waited > 0.5:
+            log.warning("the store was away", waited_s=round(waited, 1))
+            self._members.excuse(waited)
+            self._experience.leases.extend(time.time() + self._settings.broker.lease_s)
+
     # --- the turn ----------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         now = time.time()
+        self._excuse(now)
         for member in self._members.silent(now, self._settings.broker.dead_after_s):
             log.warning("member is dead", member=member.name, silent_s=self._settings.broker.dead_after_s)
             self._lost(member)
-        for lease in self._experience.leases.expire(now):
-            log.warning("lease expired", group=lease.number, attempt=lease.attempt)
+        for lease, holder in self._experience.leases.expire(now):
+            log.warning("lease expired", group=lease.number, attempt=lease.attempt, holder=holder)
+            self._give_back(holder)
+        for entry, holder in self._experience.replay.expire(now):
+            log.warning("offer expired", group=entry.number, holder=holder)
+            self._give_back(holder)
+        for holder in self._evaluation.expire(now):
+            self._give_back(holder)
         if self._stop_reason and self._phase not in ("stopping", "done"):
             self._enter("stopping")
         self._advance()
@@ -185,11 +250,25 @@ class Broker:
             state = self._state()
             self._records.actors(state["members"], state["queues"])
 
+    def _excuse(self, now: float) -> None:
+        """Where this process itself was stopped for a while, the silence was its own."""
+        took, self._turn_at = now - self._turn_at if self._turn_at else 0.0, now
+        if took > AWAY_S:
+            log.warning("the broker was away", seconds=round(took, 1))
+            self._members.excuse(took)
+            self._experience.leases.extend(now + self._settings.broker.lease_s)
+
+    def _give_back(self, holder: str) -> None:
+        """The credit of something that ``holder`` never got, or has lost."""
+        member = self._members.get(holder)
+        if member:
+            member.given -= 1
+
     def _advance(self) -> None:
         exact = bool(self._evaluation.size)
         committed = self._experience.ledger.committed
         if self._phase == "starting" and any(r.version >= 0 for r in self._members.of_kind("rollout")):
-            if exact and committed == 0:
+            if exact and committed == 0 and "before" not in self._evaluation.results:
                 self._evaluation.start("before", 0, exact=0)
                 self._enter("evaluating_before")
             else:
@@ -197,10 +276,10 @@ class Broker:
         elif self._phase == "evaluating_before" and self._evaluation.round is None:
             self._enter("training")
         elif self._phase == "training" and self._experience.ended(committed) and self._evaluation.round is None:
-            if exact:
+            if exact and self._evaluation.steps.get("after") != committed:
                 self._evaluation.start("after", committed, exact=committed)
             self._enter("evaluating_after")
-        elif self._phase == "evaluating_after" and self._evaluation.round is None and self._final_checkpoint:
+        elif self._phase == "evaluating_after" and not self._evaluation.round and self._final_checkpoint >= committed:
             self._enter("done")
         if self._experience.consecutive_drops >= self._settings.broker.max_consecutive_drops and not self._error:
             self._error = (
@@ -214,7 +293,7 @@ class Broker:
         log.info("phase", phase=phase, before=self._phase)
         self._phase = phase
         if phase == "training":
-            self._training_since = time.time()
+            self._training_since = self._training_since or time.time()
         if phase in ("done", "stopping"):
             self._over_since = time.time()
             self._stop_reason = self._stop_reason or "the run is complete"
@@ -231,7 +310,7 @@ class Broker:
     def _grant(self, now: float) -> None:
         """Gives evaluation prompts, then training groups, to the rollouts with the most room."""
         while True:
-            rollouts = [r for r in self._members.of_kind("rollout") if r.room > 0 and r.version >= 0]
+            rollouts = [r for r in self._members.of_kind("rollout") if r.room > 0 and self._current(r)]
             if not rollouts:
                 return
             rollout = max(rollouts, key=lambda r: (r.room, r.name))
@@ -242,7 +321,7 @@ class Broker:
                 if not fit:
                     return
                 rollout = max(fit, key=lambda r: r.room)
-                held_out.holder = rollout.identity
+                self._evaluation.hold(held_out, rollout.identity, now + self._settings.broker.lease_s)
                 prompt, sampling = self._held_out[held_out.index], self._settings.eval_sampling
                 self._lease(
                     rollout, m.Lease(number=held_out.number, attempt=1, seed=0, prompt=prompt, sampling=sampling)
@@ -288,6 +367,7 @@ class Broker:
         if not scorers:
             return
         work: dict[str, list[m.WorkItem]] = {}
+        deadline = time.time() + self._settings.broker.lease_s
         pending: list[Entry | Any] = list(self._evaluation.unscored()) if scorer == "reward" else []
         for item in [*pending, *self._experience.replay.unoffered(scorer)]:
             worker = max(scorers, key=lambda s: s.room)
@@ -297,10 +377,10 @@ class Broker:
                 if item.attempts.get(scorer, 0) >= self._settings.broker.max_attempts:
                     self._drop(item.number, f"{scorer} was offered it {item.attempts[scorer]} times without an answer")
                     continue
-                self._experience.replay.offer(item, scorer, worker.identity)
+                self._experience.replay.offer(item, scorer, worker.identity, deadline)
                 experience = self._payload(item.number)
             else:
-                item.holder = worker.identity
+                self._evaluation.hold(item, worker.identity, deadline)
                 assert item.experience is not None
                 experience = item.experience
             worker.given += 1
@@ -339,7 +419,8 @@ class Broker:
             return f"group {oldest} is being generated by {lease.holder}"
         entry = self._experience.replay.entries.get(oldest)
         if entry:
-            waits = ", ".join(f"{scorer} ({entry.offers.get(scorer, 'nobody')})" for scorer in sorted(entry.needs))
+            holders = {scorer: offer.holder for scorer, offer in entry.offers.items()}
+            waits = ", ".join(f"{scorer} ({holders.get(scorer, 'nobody')})" for scorer in sorted(entry.needs))
             return f"group {oldest} waits for {waits}"
         if not self._members.of_kind("rollout"):
             return "no rollout is here"
@@ -374,21 +455,48 @@ class Broker:
             self.exchange.send(identity, m.Refused(code="bad_message", reason=str(error)), request)
 
     def _on_hello(self, identity: str, request: int, hello: m.Hello) -> None:
-        older = self._members.join(identity, hello, time.time())
-        if older:
+        try:
+            older = self._members.join(identity, hello, time.time())
+        except MembershipError as error:
+            self.exchange.send(identity, m.Refused(code="not_allowed", reason=str(error)), request)
+            return
+        if older and older.identity != identity:
             self._release(older)
-            if older.identity != identity:
-                self.exchange.send(older.identity, m.Fenced(by=identity))
+            self.exchange.send(older.identity, m.Fenced(by=identity))
+        # An incarnation that this broker has replaced without seeing it: what it held is free.
+        for lease in list(self._experience.leases.open.values()):
+            if lease.holder and lease.holder != identity and lease.holder.rpartition("#")[0] == hello.name:
+                self._experience.leases.release(lease.holder)
+        self._experience.leases.release(identity, but=set(hello.holding))
+        self._experience.replay.withdraw(identity)
+        self._evaluation.release(identity)
+        if hello.kind == "trainer":
+            self._on_trainer(hello)
         log.info("member joined", member=hello.name, kind=hello.kind, host=hello.host, pid=hello.pid)
         welcome = m.Welcome(run=self._settings.run, heartbeat_s=self._settings.broker.heartbeat_s)
         self.exchange.send(identity, welcome, request)
         if hello.kind in ("rollout", "trainer"):
             self._tell_trainer(self._receivers())
 
+    def _on_trainer(self, hello: m.Hello) -> None:
+        """A trainer that holds an older version than the last one committed redoes the steps in between. Without
+        determinism that is another timeline: what rollouts hold of the old one is not leased to any more."""
+        committed = self._experience.ledger.committed
+        if hello.version < committed and not self._settings.deterministic:
+            log.warning("redo", from_version=hello.version, to_version=committed)
+            self._versions.abandon(hello.version)
+
+    def _on_ledger_tail(self, member: Member, request: int, tail: m.LedgerTail) -> None:
+        for row in tail.steps:
+            self._experience.merge(row.step, row.groups, row.seed, row.digest)
+        self.exchange.send(member.identity, m.Resumed(committed=self._experience.ledger.committed), request)
+
     def _on_heartbeat(self, member: Member, _request: int, beat: m.Heartbeat) -> None:
         member.gauges = beat.gauges
-        if member.kind == "rollout":
-            self._experience.leases.renew(member.identity, time.time() + self._settings.broker.lease_s)
+        holding, deadline = set(beat.holding), time.time() + self._settings.broker.lease_s
+        self._experience.leases.renew(member.identity, holding, deadline)
+        self._experience.replay.renew(member.identity, holding, deadline)
+        self._evaluation.renew(member.identity, holding, deadline)
         self.exchange.send(member.identity, m.Pulse())
 
     def _on_bye(self, member: Member, _request: int, bye: m.Bye) -> None:
@@ -412,7 +520,7 @@ class Broker:
             raise ExperienceError(
                 f"group {group.number} has {len(group.trajectories)} trajectories, not {self._settings.sampling.n}"
             )
-        elif self._experience.finish(finished.number):
+        elif self._experience.finish(finished.number, group.oldest_version() or 0):
             self._store.put_payload(finished.number, "experience", data)
             self._payloads[finished.number] = data
             self._totals["finished"] += 1
@@ -467,7 +575,6 @@ class Broker:
             self._totals["trained_tokens"] += int(commit.metrics.get("tokens", 0))
             self._totals["tokens_lagging"] += int(commit.metrics.get("tokens_lagging", 0))
             self._totals["lag_max"] = max(self._totals["lag_max"], int(commit.metrics.get("lag_max", 0)))
-            self._store.put("totals", "all", self._totals)
             self._last_metrics = commit.metrics
             row = {"step": commit.step, "time": now, "train_s": now - (self._training_since or now)}
             row |= {**commit.metrics, **self._queues(), "groups_dropped": len(self._experience.dropped)}
@@ -481,7 +588,8 @@ class Broker:
 
     def _on_checkpointed(self, member: Member, request: int, checkpoint: m.Checkpointed) -> None:
         self._experience.free(checkpoint.version)
-        self._final_checkpoint = self._final_checkpoint or checkpoint.final
+        if checkpoint.final:
+            self._final_checkpoint = checkpoint.version
         log.info("checkpoint", version=checkpoint.version, path=checkpoint.path)
         self.exchange.send(member.identity, m.Noted(), request)
 
@@ -496,8 +604,11 @@ class Broker:
     def _on_loaded(self, member: Member, request: int, loaded: m.Loaded) -> None:
         if loaded.digest != self._versions.digests.get(loaded.version):
             raise LedgerError(f"version {loaded.version} with digest {loaded.digest} was never published")
-        member.version = loaded.version
-        self._tell_trainer(m.ReceiverReport(receiver=member.identity, version=loaded.version, pause_s=loaded.pause_s))
+        member.version, member.digest = loaded.version, loaded.digest
+        report = m.ReceiverReport(
+            receiver=member.identity, version=loaded.version, digest=loaded.digest, pause_s=loaded.pause_s
+        )
+        self._tell_trainer(report)
         self._tell_trainer(self._receivers())
         self.exchange.send(member.identity, m.Noted(), request)
 
@@ -538,6 +649,15 @@ class Broker:
         if self._take and self._take.identity == member.identity:
             self._take = None
 
+    def _current(self, rollout: Member) -> bool:
+        """It serves a version of the present timeline."""
+        return self._versions.serves(rollout.version, rollout.digest)
+
+    def _archive_step(self, step: Step) -> None:
+        self._store.commit()
+        assert step.digest is not None
+        self._archive.append(self._read_batch(step), step.digest)
+
     def _drop(self, number: int, reason: str) -> None:
         self._payloads.pop(number, None)
         self._experience.drop(number, reason)
@@ -569,9 +689,19 @@ class Broker:
 
     def _batch(self, step: Step) -> m.Batch:
         self._store.commit()  # durable before it is sent, and visible to the read below
+        batch = self._read_batch(step)
+        for number in step.groups:
+            self._payloads.pop(number, None)
+        if step.step % max(1, self._settings.steps // SAMPLED_STEPS) == 0:
+            first: Group = unpack_group(batch.groups[0].experience.data)
+            self._records.sample(step.step, first, [float(r) for r in batch.groups[0].rewards])
+        return batch
+
+    def _read_batch(self, step: Step) -> m.Batch:
         groups = []
         for number, parts in zip(step.groups, self._store.payloads(step.groups), strict=True):
-            self._payloads.pop(number, None)
+            if "experience" not in parts:
+                raise StoreError(f"the store has lost group {number} of step {step.step}: the step cannot be redone")
             reference = parts.get("reference")
             groups.append(
                 m.TakenGroup(
@@ -581,10 +711,8 @@ class Broker:
                     reference=None if reference is None else np.frombuffer(reference, np.float32),
                 )
             )
-        if step.step % max(1, self._settings.steps // SAMPLED_STEPS) == 0:
-            first: Group = unpack_group(groups[0].experience.data)
-            self._records.sample(step.step, first, [float(r) for r in groups[0].rewards])
-        return m.Batch(step=step.step, seed=step.seed, groups=groups)
+        committed = self._experience.ledger.committed
+        return m.Batch(step=step.step, seed=step.seed, groups=groups, committed=committed)
 
     def _step_seed(self, step: int) -> int:
         digest = hashlib.sha256(f"{self._settings.seed}/{step}".encode()).digest()
@@ -595,7 +723,8 @@ class Broker:
             self.exchange.send(trainer.identity, message)
 
     def _receivers(self) -> m.Receivers:
-        return m.Receivers(versions={r.identity: r.version for r in self._members.of_kind("rollout")})
+        rollouts = self._members.of_kind("rollout")
+        return m.Receivers(digests={r.identity: r.digest if self._current(r) else "" for r in rollouts})
 
     def _queues(self) -> dict[str, int]:
         entries = self._experience.replay.entries.values()

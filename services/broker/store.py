@@ -1,8 +1,15 @@
-"""Redis as the broker's journal: everything of one turn becomes durable at once, before any of it is acknowledged."""
+"""Redis as the broker's journal: everything of one turn becomes durable at once, before any of it is acknowledged.
+
+Every commit is one MULTI/EXEC that also writes the commit's number. A Redis that comes back with an older number has
+lost the last commits (a torn append-only file); those are kept here for a while and are sent again, in order, so what
+was acknowledged stays true as long as this process lives. All writes are idempotent.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,25 +23,43 @@ from services.section import SetupError
 
 log = structlog.get_logger()
 
+KEPT_BYTES = 64 << 20
+"""Commits are kept for a store that lost them, up to this much."""
+
 
 class StoreError(SetupError):
     """The store cannot be used; says which and what to do. Never shows a password."""
 
 
 class Store:
-    """Tables of small rows and one table of payloads, under the run's key.
+    """Tables of small rows and one table of payloads, under the run's name.
 
-    Writes are queued and leave together at `commit` as one MULTI/EXEC; all are idempotent, so a commit that failed
-    half-way is simply sent again. Reads see only what was committed.
+    Writes are queued and leave together at `commit`. Reads see only what was committed. ``key`` is the run's own: a
+    store that has this run's name but another key belongs to another run and is refused.
     """
 
-    def __init__(self, url: str, run: str, config: StoreConfig) -> None:
+    def __init__(self, url: str, run: str, config: StoreConfig, key: str | None = None) -> None:
         self._prefix = f"penstock:{run}:"
         self._retry_s = config.retry_s
         self._where = _without_secrets(url)
-        self._redis = redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=5)
+        # No retries of redis-py's own: a store that comes back may have lost writes, so every break must be seen.
+        self._redis = redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=5, retry=None)
         self._queued: list[tuple[Any, ...]] = []
+        self._kept: deque[tuple[int, list[tuple[Any, ...]], int]] = deque()
+        self._kept_bytes = 0
+        self.waited_s = 0.0
+        """How long this process has waited for the store so far."""
         self._persist(self._redis.ping)
+        meta = self._prefix + "meta"
+        found = self._persist(lambda: self._redis.hget(meta, "key"))
+        if found is None:
+            self._persist(lambda: self._redis.hset(meta, mapping={"key": key or secrets.token_hex(8), "commits": 0}))
+        elif key is not None and found.decode() != key:
+            raise StoreError(
+                f"store.url: {self._where} holds another run by the name {run!r}; choose another run.name, "
+                "or give this run a store of its own"
+            )
+        self._commits = int(self._persist(lambda: self._redis.hget(meta, "commits")) or 0)
 
     def put(self, table: str, key: str | int, row: dict[str, Any]) -> None:
         """Writes one row."""
@@ -72,31 +97,71 @@ class Store:
         """Makes everything queued durable. Waits for a store that is away; raises `StoreError` if it stays away."""
         if not self._queued:
             return
+        self._commits += 1
+        size = sum(len(part) for command in self._queued for part in command if isinstance(part, bytes | str))
+        self._kept.append((self._commits, self._queued, size))
+        self._kept_bytes += size
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= self._kept.popleft()[2]
+        self._queued = []
+        self._send(self._commits)
 
-        def write() -> None:
+    def check(self) -> None:
+        """Sends again what a store that was restarted has lost, if anything."""
+        found = int(self._persist(lambda: self._redis.hget(self._prefix + "meta", "commits")) or 0)
+        if found < self._commits:
+            self._repair(found)
+
+    def _send(self, number: int) -> None:
+        """Sends a kept commit; if the store then turns out to have lost earlier ones, those first and this again."""
+        commands = next(queued for kept, queued, _ in self._kept if kept == number)
+        meta = self._prefix + "meta"
+
+        def write() -> int:
             pipeline = self._redis.pipeline(transaction=True)
-            for command in self._queued:
+            pipeline.execute_command("HGET", meta, "commits")
+            for command in commands:
                 pipeline.execute_command(*command)
-            pipeline.execute()
+            pipeline.execute_command("HSET", meta, "commits", number)
+            return int(pipeline.execute()[0] or 0)
 
-        self._persist(write)
-        self._queued.clear()
+        before = self._persist(write)
+        if before > number:
+            raise StoreError(f"store at {self._where}: another broker writes to this run")
+        if before < number - 1:
+            self._repair(before)
+
+    def _repair(self, found: int) -> None:
+        oldest = self._kept[0][0] if self._kept else self._commits + 1
+        log.warning("the store has lost commits", store=self._where, found=found, expected=self._commits)
+        if found + 1 < oldest:
+            raise StoreError(
+                f"store at {self._where} came back at commit {found} of {self._commits}, and only those from {oldest} "
+                "are kept here: restore the store, or resume the run from its last checkpoint in a new store"
+            )
+        self._persist(lambda: self._redis.hset(self._prefix + "meta", "commits", found))
+        for number in range(found + 1, self._commits + 1):
+            self._send(number)
 
     def _persist(self, action: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + self._retry_s
+        started = time.monotonic()
+        deadline = started + self._retry_s
         wait = 0.05
         while True:
             try:
-                return action()
+                result = action()
+                self.waited_s += time.monotonic() - started if wait > 0.05 else 0.0
+                return result
+            except redis.AuthenticationError:
+                raise StoreError(f"store.url: {self._where} refused the credentials") from None
             except (redis.ConnectionError, redis.TimeoutError) as error:
-                if isinstance(error, redis.AuthenticationError):
-                    raise StoreError(f"store.url: {self._where} refused the credentials") from None
                 if time.monotonic() + wait > deadline:
                     raise StoreError(
-                        f"store.url: no Redis answers at {self._where} ({error}); waited {self._retry_s:g} s. "
-                        "Start it, correct store.url, or leave store.url out to have a private server"
+                        f"store.url: no Redis answers at {self._where} ({type(error).__name__}); waited "
+                        f"{self._retry_s:g} s. Start it, correct store.url, or leave store.url out to have a private "
+                        "server"
                     ) from None
-                log.warning("waiting for the store", store=self._where, error=str(error))
+                log.warning("waiting for the store", store=self._where, error=type(error).__name__)
                 time.sleep(wait)
                 wait = min(1.0, wait * 2)
             except redis.RedisError as error:

@@ -19,6 +19,17 @@ class Versions:
         """The newest published version; -1 before the first."""
         return max(self.digests, default=-1)
 
+    def serves(self, version: int, digest: str) -> bool:
+        """``digest`` is that of ``version`` on the present timeline."""
+        return self.digests.get(version) == digest
+
+    def abandon(self, after: int) -> None:
+        """The versions above ``after`` are being made again, and may come out different: no rollout that serves one of
+        them is leased before it has loaded its successor."""
+        for version in [v for v in self.digests if v > after]:
+            del self.digests[version]
+            self._journal.delete(self.TABLE, version)
+
     def publish(self, version: int, digest: str) -> None:
         """The trainer offers ``version``."""
         self.digests[version] = digest

@@ -59,6 +59,7 @@ class Reference:
                 self._received += len(items)
                 with self.actor.busy():
                     self._score(items)
+                self.actor.held.difference_update(item.number for item in items)
                 self._give_credit()
 
     def _give_credit(self) -> None:

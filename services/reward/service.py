@@ -47,6 +47,7 @@ class Reward:
                 self._received += len(event.items)
                 with self.actor.busy():
                     self._score(event)
+                self.actor.held.difference_update(item.number for item in event.items)
                 self._give_credit()
             else:
                 log.warning("unexpected message", type=type(event).__name__)

@@ -113,7 +113,7 @@ class Rollout:
             self._answered(event)
         elif isinstance(event, HelloNeeded):  # the broker has forgotten us: our leases are free, our credit is void
             self._closed, self._credited = 0, -1
-            self._held_at_hello = len(self._work) + len(self._outbox)
+            self._held_at_hello = len(self.actor.held)
             self._give_credit()
         else:
             log.warning("unexpected message", type=type(event).__name__)
@@ -163,6 +163,7 @@ class Rollout:
             self._send(answer.message, answer.tokens)
             return
         self._outbox.discard(answer.number)
+        self.actor.held.discard(answer.number)
         self._closed += 1
         if answer.error:
             log.error("the broker refused a group", group=answer.number, error=str(answer.error))
@@ -181,7 +182,7 @@ class Rollout:
         started = time.monotonic()
         self.engine.swap(prepared.weights, prepared.version)
         pause = time.monotonic() - started
-        self.actor.version = prepared.version
+        self.actor.version, self.actor.digest = prepared.version, prepared.digest
         log.info("version loaded", version=prepared.version, digest=prepared.digest, pause_s=round(pause, 6))
         loaded = Loaded(
             version=prepared.version,

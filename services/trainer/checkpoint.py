@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class CheckpointError(SetupError):
     """A checkpoint that does not fit the model; says how."""
 
 
-def save(learner: Learner, tokenizer: Any, folder: Path, keep: int) -> Path:
+def save(learner: Learner, tokenizer: Any, folder: Path, keep: int, ledger_tail: Sequence[dict[str, Any]] = ()) -> Path:
     """Writes version ``learner.version`` below ``folder`` and removes all but the newest ``keep``. Returns its path."""
     target = folder / f"step-{learner.version:06d}"
     if target.exists():
@@ -44,7 +45,7 @@ def save(learner: Learner, tokenizer: Any, folder: Path, keep: int) -> Path:
         for key, value in state.items():
             tensors[f"{names[id(parameter)]}/{key}"] = value.contiguous()
     save_file(tensors, own / "optimizer.safetensors")
-    (own / "state.json").write_text(json.dumps({"version": learner.version}))
+    (own / "state.json").write_text(json.dumps({"version": learner.version, "ledger": list(ledger_tail)}))
     for path in aside.rglob("*"):
         if path.is_file():
             _sync(path)
@@ -68,8 +69,8 @@ def latest(folder: Path) -> Path | None:
     return folder / f"step-{found[-1]:06d}" if found else None
 
 
-def restore(learner: Learner, path: Path) -> None:
-    """Loads the trainer's own state; the model's weights were loaded from ``path`` already."""
+def restore(learner: Learner, path: Path) -> list[dict[str, Any]]:
+    """Loads the trainer's own state; the model's weights were loaded from ``path`` already. Returns the ledger tail."""
     state = json.loads((path / "trainer" / "state.json").read_text())
     tensors = load_file(path / "trainer" / "optimizer.safetensors")
     for name, parameter in learner.model.named_parameters():
@@ -84,6 +85,7 @@ def restore(learner: Learner, path: Path) -> None:
             key: value if key == "step" else value.to(parameter.device) for key, value in mine.items()
         }
     learner.version = state["version"]
+    return state["ledger"]
 
 
 def _sync(path: Path) -> None:

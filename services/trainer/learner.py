@@ -64,8 +64,8 @@ class Learner:
         totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)))
         if not totals.tokens:
             return 0.0, {}
-        budget, share = self._config.tokens_per_micro_batch, shares_prompts(self.model)
-        plan = list(plan_rows(trajectories, step.groups[rewarded], budget, self._device, share))
+        budget, shared = self._config.tokens_per_micro_batch, shares_prompts(self.model)
+        plan = list(plan_rows(trajectories, step.groups[rewarded], budget, self._device, shared))
 
         def parts() -> Iterator[Part]:
             for rows in plan:

@@ -51,7 +51,8 @@ class Publisher:
         self.error: BaseException | None = None
         self.publish_s = 0.0
         """Seconds that the last staging took from the training thread."""
-        self._receivers: dict[str, int] = {}
+        self._receivers: dict[str, str] = {}
+        """Identity to the digest that it serves."""
         self._latest: Snapshot | None = None
         self._segments: list[shm.Segment] = []
         self._lock = threading.Lock()
@@ -85,7 +86,7 @@ class Publisher:
         return Snapshot(version, manifest, buffer, segment)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Offers ``snapshot`` to every rollout that is behind it, now and whenever one falls behind later."""
+        """Offers ``snapshot`` to every rollout that serves anything else, now and whenever one comes later."""
         with self._lock:
             self._latest = snapshot
         self._mailbox.post(None)
@@ -111,14 +112,14 @@ class Publisher:
                 self.error, self.reason = event, str(event)
                 self.stopped.set()
             elif isinstance(event, Receivers):
-                self._receivers = dict(event.versions)
+                self._receivers = dict(event.digests)
             elif isinstance(event, ReceiverReport):
                 self._report(event)
             self._serve()
 
     def _report(self, report: ReceiverReport) -> None:
         if report.error is None:
-            self._receivers[report.receiver] = report.version
+            self._receivers[report.receiver] = report.digest
             return
         log.warning("receiver failed", receiver=report.receiver, version=report.version, error=report.error)
         self._group = None
@@ -131,14 +132,13 @@ class Publisher:
             latest = self._latest
         if latest is None or self.stopped.is_set():
             return
-        now = time.monotonic()
+        now, digest = time.monotonic(), latest.manifest.digest
         for receiver, since in list(latest.offered.items()):
-            if self._receivers.get(receiver, latest.version) < latest.version and (
-                now - since > self._config.deadline_s
-            ):
+            late = now - since > self._config.deadline_s
+            if late and self._receivers.get(receiver, digest) != digest:
                 log.error("receiver is late", receiver=receiver, version=latest.version, waited_s=round(now - since))
                 del latest.offered[receiver]
-        behind = [r for r, v in self._receivers.items() if v < latest.version and r not in latest.offered]
+        behind = [r for r, served in self._receivers.items() if served != digest and r not in latest.offered]
         if not behind:
             return
         for receiver in behind:

@@ -11,7 +11,8 @@ import structlog
 import torch
 
 from protocols.mailbox import DeadlineError, RefusedError
-from protocols.messages import Batch, Checkpointed, Commit, Exhausted, Message, Take
+from protocols.messages import Batch, Checkpointed, Commit, Exhausted, LedgerRow, LedgerTail, Message, Resumed, Take
+from services import failpoint
 from services.actor import Actor, Place
 from services.model import device_of, load_model, load_tokenizer
 from services.trainer import checkpoint
@@ -23,6 +24,7 @@ from services.weights.config import WeightsConfig
 
 log = structlog.get_logger()
 
+TAIL_STEPS = 200
 TAKE_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 120.0
 
@@ -52,17 +54,26 @@ class Trainer:
         path = str(start or settings.model_path)
         # The master copy is fp32 whatever the rollouts serve: small updates would vanish in bf16.
         model = load_model(path, "float32", device_of(settings.trainer.device))
+        self._tail: list[LedgerRow] = []
+        """The last committed steps, for a broker whose store has lost them."""
         self._learner = Learner(model, settings.trainer, settings.dtype, settings.temperature or 1.0)
         if start:
-            checkpoint.restore(self._learner, start)
+            self._tail = [LedgerRow(**row) for row in checkpoint.restore(self._learner, start)]
             log.info("resumed", version=self._learner.version, path=path)
         self._tokenizer = load_tokenizer(settings.model_path)
         self._publisher = Publisher(settings.weights, settings.dtype, place.run, self.actor.mailbox)
 
     def run(self) -> str:
         """Trains until the run is over or it is told to stop."""
+        self.actor.version = self._learner.version
+        self.actor.introduction = lambda: [self._ledger_tail()]
         self.actor.join()
-        self._publisher.publish(self._stage())
+        resumed = self.actor.mailbox.ask(self._ledger_tail(), ANSWER_DEADLINE_S)
+        assert isinstance(resumed, Resumed)
+        if self._learner.version >= resumed.committed:
+            self._publisher.publish(self._stage())
+        else:
+            log.info("redoing steps", from_version=self._learner.version, to_version=resumed.committed)
         while (batch := self._take()) is not None:
             self._train(batch)
         if not self._publisher.stopped.is_set():
@@ -99,6 +110,7 @@ class Trainer:
                 log.info("no more steps", steps=reply.steps, reason=reply.reason)
                 return None
             assert reply is None or isinstance(reply, Batch)
+            failpoint.reach("taken", step)
             return reply
 
     def _answer(self, future: Future[Message]) -> Message | None:
@@ -122,19 +134,30 @@ class Trainer:
             "train_step_s": trained - started,
             "stage_s": self._publisher.publish_s,
         }
-        commit = Commit(step=batch.step, digest=snapshot.manifest.digest, metrics=metrics)
-        self.actor.mailbox.ask(commit, ANSWER_DEADLINE_S)
-        self._publisher.publish(snapshot)
+        digest = snapshot.manifest.digest
+        failpoint.reach("trained", batch.step)
+        self.actor.mailbox.ask(Commit(step=batch.step, digest=digest, metrics=metrics), ANSWER_DEADLINE_S)
+        failpoint.reach("committed", batch.step)
+        numbers = [group.number for group in batch.groups]
+        self._tail.append(LedgerRow(step=batch.step, groups=numbers, seed=batch.seed, digest=digest))
+        del self._tail[:-TAIL_STEPS]
         self.actor.version = self._learner.version
+        if self._learner.version >= batch.committed:  # not while redoing: rollouts hold newer ones already
+            self._publisher.publish(snapshot)
+            failpoint.reach("published", batch.step)
         log.info("step", step=batch.step, version=self._learner.version, reward=round(metrics["reward"], 4))
         if self._learner.version % self._settings.trainer.checkpoint.every == 0:
             self._save(final=False)
+
+    def _ledger_tail(self) -> LedgerTail:
+        return LedgerTail(version=self._learner.version, steps=list(self._tail))
 
     def _stage(self) -> Snapshot:
         return self._publisher.stage(self._learner.version, list(self._learner.model.named_parameters()))
 
     def _save(self, final: bool) -> None:
         keep = self._settings.trainer.checkpoint.keep
-        path = checkpoint.save(self._learner, self._tokenizer, self._folder, keep)
+        tail = [row.model_dump() for row in self._tail]
+        path = checkpoint.save(self._learner, self._tokenizer, self._folder, keep, tail)
         message = Checkpointed(version=self._learner.version, path=str(path), final=final)
         self.actor.mailbox.ask(message, ANSWER_DEADLINE_S)

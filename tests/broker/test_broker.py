@@ -16,7 +16,7 @@ from protocols import messages as m
 from protocols.experience import Group, Trajectory, as_bytes, pack_group
 from protocols.mailbox import FencedError, Mailbox, RefusedError
 from protocols.weights import SharedMemoryRoute, layout, make_manifest
-from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, StoreConfig
+from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from services.broker.service import Broker, BrokerSettings
 from services.broker.store import StoreError
 from services.rollout.config import SamplingConfig
@@ -34,6 +34,7 @@ def settings(folder: Path, **changes: Any) -> BrokerSettings:
         "broker": BrokerConfig(dead_after_s=1.5, heartbeat_s=0.2, lease_s=60),
         "gate": GateConfig(max_lag=1, groups_per_step=B),
         "store": StoreConfig(retry_s=2),
+        "replay": ReplayConfig(),
         "prompts": PromptsConfig.model_validate({"train": {"type": "sort", "size": 50}}),
         "sampling": sampling.training(),
         "eval_sampling": sampling.greedy(),
@@ -50,7 +51,15 @@ class Peer:
         self.box = Mailbox(address, f"{name}#{incarnation}")
         self.hello = m.Hello(kind=kind, name=name, host="here", pid=1)
         assert isinstance(self.box.ask(self.hello, 5), m.Welcome)
-        self.box.beat_s, self.box.beat = 0.2, lambda: m.Heartbeat()
+        self.held: set[int] = set()
+        self.box.arrived = self._arrived
+        self.box.beat_s, self.box.beat = 0.2, lambda: m.Heartbeat(holding=list(self.held))
+
+    def _arrived(self, message: m.Message) -> None:
+        if isinstance(message, m.Lease):
+            self.held.add(message.number)
+        elif isinstance(message, m.Work):
+            self.held.update(item.number for item in message.items)
 
     def next(self, kind: type[m.Message], timeout: float = 5) -> Any:
         deadline = time.monotonic() + timeout

@@ -65,8 +65,8 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
 def test_a_batch_that_breaks_the_bound_is_refused() -> None:
     group = make_group(np.random.default_rng(0), 1, versions=(3,))
     taken = TakenGroup(number=1, experience=as_bytes(pack_group(group)), rewards=np.zeros(4, np.float32))
-    assert open_batch(Batch(step=5, seed=0, groups=[taken]), max_lag=2).lags(5).max() == 2
+    assert open_batch(Batch(step=5, seed=0, groups=[taken], committed=0), max_lag=2).lags(5).max() == 2
     with pytest.raises(BatchError, match="lags from 3 to 3, bound 2"):
-        open_batch(Batch(step=6, seed=0, groups=[taken]), max_lag=2)
+        open_batch(Batch(step=6, seed=0, groups=[taken], committed=0), max_lag=2)
     with pytest.raises(BatchError, match="lags from -1"):
-        open_batch(Batch(step=2, seed=0, groups=[taken]), max_lag=2)
+        open_batch(Batch(step=2, seed=0, groups=[taken], committed=0), max_lag=2)

@@ -33,7 +33,7 @@ class Routing:
 
     def __init__(self) -> None:
         self.exchange = Exchange("tcp://127.0.0.1:0")
-        self.versions: dict[str, int] = {}
+        self.digests: dict[str, str] = {}
         self.muted: set[str] = set()
         self.open = True
         self.changed = True
@@ -47,9 +47,9 @@ class Routing:
                 if isinstance(message, m.Hello) and message.kind == "trainer":
                     trainer, self.changed = identity, True
                 elif isinstance(message, m.Hello):
-                    self.versions[identity], self.changed = -1, True
+                    self.digests[identity], self.changed = "", True
                 elif isinstance(message, m.Bye):
-                    self.versions.pop(identity, None)
+                    self.digests.pop(identity, None)
                     self.changed = True
                 elif isinstance(message, m.Publish):
                     for target in message.targets:
@@ -57,14 +57,14 @@ class Routing:
                             offer = m.Offer(version=message.version, manifest=message.manifest, route=message.route)
                             self.exchange.send(target, offer)
                 elif isinstance(message, m.Loaded):
-                    self.versions[identity], self.changed = message.version, True
+                    self.digests[identity], self.changed = message.digest, True
                 elif isinstance(message, m.LoadFailed) and trainer:
                     report = m.ReceiverReport(receiver=identity, version=message.version, error=message.error)
                     self.exchange.send(trainer, report)
                 self.exchange.send(identity, m.Noted(), request)
             if self.changed and trainer:
                 self.changed = False
-                self.exchange.send(trainer, m.Receivers(versions=dict(self.versions)))
+                self.exchange.send(trainer, m.Receivers(digests=dict(self.digests)))
             self.exchange.flush()
 
 
@@ -162,7 +162,7 @@ def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Chan
     channel.routing.muted.add("rollout-1#1")
     channel.publish(1)
     time.sleep(0.2)
-    channel.routing.versions.pop("rollout-1#1")  # the broker finds it dead
+    channel.routing.digests.pop("rollout-1#1")  # the broker finds it dead
     channel.routing.changed = True
     assert same(first.wait(1, 30), 1)
 

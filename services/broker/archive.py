@@ -1,0 +1,61 @@
+"""Trained steps on disk, a file each, with everything that a step was trained on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from protocols import wire
+from protocols.experience import as_bytes
+from protocols.messages import Batch, TakenGroup
+
+Keep = Literal["all", "none"] | int
+
+
+class Archive:
+    """The folder ``archive`` of a run. A file that has its name is whole."""
+
+    def __init__(self, folder: Path, keep: Keep) -> None:
+        self._folder, self._keep = folder / "archive", keep
+
+    def append(self, batch: Batch, digest: str) -> None:
+        """Writes what ``batch.step`` was trained on and the digest that it yielded. May be repeated."""
+        if self._keep == "none":
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        groups = [
+            {"number": g.number, "experience": g.experience, "rewards": g.rewards, "reference": g.reference}
+            for g in batch.groups
+        ]
+        data = wire.pack({"step": batch.step, "seed": batch.seed, "digest": digest, "groups": groups})
+        aside = self._path(batch.step).with_suffix(".partial")
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(self._path(batch.step))
+        if isinstance(self._keep, int):
+            self._path(batch.step - self._keep).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}.msgpack"
+
+
+def read(folder: Path) -> Iterator[tuple[Batch, str]]:
+    """The archived steps of a run, in order, each with the digest that it yielded."""
+    for path in sorted((folder / "archive").glob("step-*.msgpack")):
+        row = wire.unpack(path.read_bytes())
+        groups = [
+            TakenGroup(
+                number=g["number"],
+                experience=as_bytes(g["experience"].tobytes()),
+                rewards=g["rewards"],
+                reference=None if g["reference"] is None else np.asarray(g["reference"]),
+            )
+            for g in row["groups"]
+        ]
+        yield Batch(step=row["step"], seed=row["seed"], groups=groups, committed=row["step"]), row["digest"]
