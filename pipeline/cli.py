@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -34,6 +35,7 @@ OVERRIDES = Annotated[
 
 def main() -> None:
     """Entry point: errors a user can mend are one clear message and exit code 2."""
+    sys.path.append(str(Path.cwd()))  # for functions of the user's own, named module:function
     try:
         app()
     except SetupError as error:
@@ -46,21 +48,25 @@ def run(
     file: FILE,
     overrides: OVERRIDES = None,
     dry_run: Annotated[bool, typer.Option(help="Print the resolved config and stop.")] = False,
+    resume: Annotated[
+        Optional[Path], typer.Option(help="Go on with the run in this folder.", show_default=False)  # noqa: UP045
+    ] = None,
 ) -> None:
     """Run everything that FILE describes on this machine: Redis, broker, rollouts, reward, reference, trainer.
 
     Watches the processes, starts again what dies, and leaves metrics.jsonl, summary.json, report.html, logs/ and
-    checkpoints/ in the run's folder. Ctrl-C drains, saves a checkpoint and stops.
+    checkpoints/ in the run's folder. Ctrl-C drains, saves a checkpoint and stops; --resume goes on from there, with the
+    same model and data; steps, bounds and rates may be others.
     """
     config = load(file, overrides)
     if dry_run:
         typer.echo(dump(config), nl=False)
         return
-    from pipeline.launch import RunError, new_folder
+    from pipeline.launch import RunError, new_folder, resumed_folder
     from pipeline.launch import run as launch
 
     console = Console()
-    folder = new_folder(config, file)
+    folder = resumed_folder(config, resume) if resume else new_folder(config, file)
     console.print(f"run folder: {folder}", highlight=False)
     try:
         summary = launch(config, folder, console)
@@ -105,7 +111,13 @@ def serve(
         raise ConfigError(f"{actor}: give the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
     folder.mkdir(parents=True, exist_ok=True)
     kind: Any = actor
-    place = Place(name or f"{actor}-{os.getpid()}", folder.name, folder, broker or "", threads_of(kind, resolved))
+    place = Place(
+        name or f"{actor}-{socket.gethostname()}-{os.getpid()}",
+        folder.name,
+        folder,
+        broker or "",
+        threads_of(kind, resolved),
+    )
     store = os.environ.pop("PENSTOCK_STORE", None)
     raise typer.Exit(serve_actor(kind, resolved, place, store, supervised, ready_fd))
 
@@ -140,6 +152,31 @@ def make_tiny(config: Config, folder: Path) -> None:
 
         source = open_source(config.prompts.train)
         build(config.model, source, folder / "model", config.run.seed, advance)
+
+
+RUN = Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)]
+
+
+@app.command()
+def ledger(run: RUN, as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line.")] = False) -> None:
+    """Print which groups each step of a run trained on, and the digest of the version that it yielded."""
+    from pipeline.replay import show_ledger
+
+    show_ledger(Console(), run, as_json)
+
+
+@app.command()
+def replay(
+    run: RUN,
+    step: Annotated[Optional[int], typer.Option(help="Only this step.", show_default=False)] = None,  # noqa: UP045
+) -> None:
+    """Redo a run's steps from its archive, offline, and compare each version's digest with the recorded one.
+
+    Needs replay.archive: all. Exit code 0 where all digests agree, which run.deterministic promises.
+    """
+    from pipeline.replay import replay as run_replay
+
+    raise typer.Exit(0 if run_replay(Console(), run, step) else 1)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from pathlib import Path
@@ -32,6 +33,9 @@ class RunConfig(Section):
     folder: str = "runs"
     """Where runs are kept."""
     seed: int = Field(0, ge=0)
+    deterministic: bool = False
+    """The same weights bit by bit from the same ledger, on the same kind of machine; generation is slower, since each
+    group is decoded alone. See docs/recovery.md."""
     max_restarts: int = Field(10, ge=0)
     """How often one actor is started again after it died."""
     tensorboard: bool = False
@@ -158,6 +162,7 @@ def dump(config: Config) -> str:
 
 def hide_password(url: str) -> str:
     """``url`` with its password, if it has one, as ``***``."""
+    url = re.sub(r"(password=)[^&]*", r"\1***", url)
     scheme, separator, rest = url.partition("://")
     credentials, at, host = rest.rpartition("@")
     if not at:

@@ -24,7 +24,6 @@ OPTIONAL = (
     ("matplotlib", "report", "plots of report.html"),
     ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks"),
     ("tensorboardX", "tensorboard", "TensorBoard files"),
-    ("vllm", "vllm", "the vLLM engine"),
 )
 
 

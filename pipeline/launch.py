@@ -14,16 +14,17 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from pipeline.config import Config, ConfigError, TinyModel, dump
+from pipeline.config import Config, ConfigError, TinyModel, dump, load
 from pipeline.redis_server import PrivateRedis
 from pipeline.report.build import write_report
-from pipeline.serve import ActorName, threads_of
+from pipeline.serve import ActorName, run_key, threads_of
 from pipeline.summary import summarize
 from pipeline.supervise import Child, Supervisor
 from pipeline.view import View
 from protocols.mailbox import DeadlineError, Mailbox, RefusedError
-from protocols.messages import Hello, LedgerReply, LedgerRequest, Status, StatusRequest, StopRun
+from protocols.messages import Heartbeat, Hello, LedgerReply, LedgerRequest, Status, StatusRequest, StopRun
 from services import logs
+from services.weights import shm
 
 log = structlog.get_logger()
 
@@ -31,11 +32,37 @@ BROKER_START_S = 90.0
 STATUS_EVERY_S = 0.5
 STATUS_DEADLINE_S = 5.0
 BROKER_SILENT_S = 60.0
-DRAIN_S = 30.0
+DRAIN_S = 120.0
+"""For the step in hand and a checkpoint of it."""
+STOP_S = 30.0
 
 
 class RunError(RuntimeError):
     """The run could not go on; says why."""
+
+
+FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n")
+"""What a resumed run must have as it began."""
+
+
+def resumed_folder(config: Config, folder: Path) -> Path:
+    """The folder of a run that goes on. Raises `ConfigError` where it is none, or began with another model or data."""
+    recorded = folder / "config.yaml"
+    if not recorded.is_file():
+        raise ConfigError(f"--resume: {folder} is not a run's folder: it has no config.yaml")
+    began = load(recorded)
+    for key in FIXED:
+        before, now = _value(began, key), _value(config, key)
+        if before != now:
+            raise ConfigError(f"{key}: {now!r}, but the run began with {before!r}; a resumed run cannot change that")
+    return folder
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def new_folder(config: Config, config_path: Path) -> Path:
@@ -84,6 +111,7 @@ class _Launch:
         self._mailbox = Mailbox(address, f"supervisor#{os.getpid()}")
         hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
         self._mailbox.hello = lambda: [hello]
+        self._mailbox.beat = Heartbeat
         self._ask(hello)
         error, outcome = self._watch(interrupted)
         return self._finish(error, outcome)
@@ -92,20 +120,25 @@ class _Launch:
         """Leaves no process behind."""
         if self._mailbox:
             self._mailbox.close()
-        forced = self._supervisor.stop(DRAIN_S)
+        forced = self._supervisor.stop(STOP_S)
         if forced:
             log.warning("ended by force", children=forced)
+        shm.remove_leftovers(run_key(self._folder))
         if self._redis:
             self._redis.remove()
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _prepare(self, interrupted: list[int]) -> None:
-        if not isinstance(self._config.model, TinyModel):
+        if not isinstance(self._config.model, TinyModel) or (self._folder / "model" / "config.json").is_file():
             return
-        command = [sys.executable, "-m", "pipeline.cli", "prepare", str(self._folder / "config.yaml")]
+        command = [sys.executable, "-P", "-m", "pipeline.cli", "prepare", str(self._folder / "config.yaml")]
         child = self._supervisor.start(
-            "prepare", [*command, "--folder", str(self._folder)], self._stderr("prepare"), restartable=False
+            "prepare",
+            [*command, "--folder", str(self._folder)],
+            self._stderr("prepare"),
+            restartable=False,
+            foreign=True,
         )
         with self._console.status("making the tiny model and its warm start (about 20 s) …"):
             while child.alive:
@@ -167,7 +200,16 @@ class _Launch:
         env: dict[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> Child:
-        command = [sys.executable, "-m", "pipeline.cli", "serve", kind, "--config", str(self._folder / "config.yaml")]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pipeline.cli",
+            "serve",
+            kind,
+            "--config",
+            str(self._folder / "config.yaml"),
+        ]
         command += ["--folder", str(self._folder), "--name", name, "--supervised", *arguments]
         threads = str(threads_of(kind, self._config))
         env = {
@@ -203,6 +245,8 @@ class _Launch:
                         return self._supervisor.poll() or str(late), "failed"
                     continue
                 view.update(state, self._supervisor.restarts)
+                for name in state["lost"]:
+                    self._supervisor.end_wedged(name)
                 if state["phase"] == "done":
                     return None, "complete"
                 if state["phase"] == "stopping":
@@ -239,12 +283,11 @@ class _Launch:
             if left:
                 log.warning("not drained in time", children=left)
             state, ledger = self._state(), self._ask(LedgerRequest())
-            self._ask(StopRun(reason="the supervisor has seen the end"))
-            self._supervisor.wait({"broker"}, DRAIN_S)
+            self._ask(StopRun(reason="the supervisor has seen the end", seen=True))
+            self._supervisor.wait({"broker"}, STOP_S)
         except (DeadlineError, RefusedError) as late:
             raise RunError(f"{error or 'the run ended'}; {late}") from None
         assert isinstance(ledger, LedgerReply)
-        (self._folder / "ledger.json").write_text(json.dumps(ledger.model_dump(), indent=1))
         summary = summarize(self._folder, state, ledger, self._supervisor.restarts, outcome)
         if error:
             summary["error"] = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +51,7 @@ def serve(
         actor = _make(kind, config, place)
         on_stop(actor.actor.stop, supervised)
         log.info("stopped", reason=actor.run())
-        return 0
+        return 1 if actor.actor.error else 0
     except (SetupError, AddressError) as error:
         log.error("cannot work with this setup", error=str(error))
         os.write(2, f"{place.name}: {error}\n".encode())
@@ -81,6 +82,8 @@ def _serve_broker(config: Config, place: Place, store: str | None, supervised: b
         eval_sampling=config.rollout.sampling.greedy(),
         with_reference=config.with_reference,
         tensorboard=config.run.tensorboard,
+        deterministic=config.run.deterministic,
+        store_key=run_key(place.folder),
     )
     broker = Broker(settings, url)
     on_stop(broker.stop, supervised)
@@ -95,7 +98,7 @@ def _serve_broker(config: Config, place: Place, store: str | None, supervised: b
 
 def _make(kind: ActorName, config: Config, place: Place) -> Any:
     temperature = config.rollout.sampling.temperature
-    dtype = config.model.dtype
+    dtype, deterministic = config.model.dtype, config.run.deterministic
     if kind == "reward":
         from services.reward.service import Reward
 
@@ -104,15 +107,35 @@ def _make(kind: ActorName, config: Config, place: Place) -> Any:
     if kind == "rollout":
         from services.rollout.service import Rollout
 
-        return Rollout(place, config.rollout, path, dtype, config.weights.host)
+        return Rollout(place, config.rollout, path, dtype, config.weights.host, deterministic)
     if kind == "reference":
         from services.reference.service import Reference
 
-        return Reference(place, config.reference, path, dtype, temperature)
+        return Reference(place, config.reference, path, dtype, temperature, deterministic)
     from services.trainer.service import Trainer, TrainerSettings
 
-    settings = TrainerSettings(config.trainer, config.weights, path, dtype, temperature, config.gate.max_lag)
+    settings = TrainerSettings(
+        config.trainer,
+        config.weights,
+        path,
+        dtype,
+        temperature,
+        config.gate.max_lag,
+        run_key(place.folder),
+        deterministic,
+    )
     return Trainer(place, settings)
+
+
+def run_key(folder: Path) -> str:
+    """The run's own key, made once, kept in its folder: by it the store is known to be this run's."""
+    path = folder / "run.key"
+    if not path.is_file():
+        aside = path.with_name(f".run.key-{os.getpid()}")
+        aside.write_text(secrets.token_hex(16))
+        aside.chmod(0o600)
+        aside.rename(path)
+    return path.read_text().strip()
 
 
 def threads_of(kind: ActorName, config: Config) -> int:

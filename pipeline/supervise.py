@@ -18,7 +18,11 @@ from pipeline.serve import EXIT_SETUP
 
 log = structlog.get_logger()
 
-BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
+BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+LEAVE_S = 5.0
+"""An actor that ended in good order is started again after this, if the run goes on."""
+WEDGED_S = 30.0
+"""A process may take this long to start before it counts as wedged."""
 SETTLED_S = 60.0
 """A process that lived this long starts its backoff anew."""
 
@@ -51,6 +55,8 @@ class Child:
     failures: int = 0
     """Deaths in quick succession."""
     start_again_at: float | None = None
+    leaving: bool = False
+    """It ended with exit code 0, and is started again unless the run ends too."""
     done: bool = False
     """It ended with exit code 0."""
     fatal: str | None = None
@@ -98,7 +104,7 @@ class Supervisor:
         now = time.monotonic()
         for child in self.children:
             if child.start_again_at is not None and now >= child.start_again_at:
-                child.start_again_at = None
+                child.start_again_at, child.leaving = None, False
                 child.restarts += 1
                 self._spawn(child)
             elif child.process is not None and not child.done and child.start_again_at is None and not child.alive:
@@ -106,6 +112,13 @@ class Supervisor:
             if child.fatal:
                 return child.fatal
         return None
+
+    def end_wedged(self, name: str) -> None:
+        """The broker has lost ``name``: if the process lives, it does not work, and a new one takes its place."""
+        for child in self.children:
+            if child.name == name and child.alive and child.process and time.monotonic() - child.started_at > WEDGED_S:
+                log.warning("ending a wedged process", child=name, pid=child.process.pid)
+                child.process.kill()
 
     @property
     def restarts(self) -> int:
@@ -162,9 +175,13 @@ class Supervisor:
         code = child.process.returncode
         if child.process.stdin:
             child.process.stdin.close()
-        if code == 0:
+        if code == 0 and (not child.restartable or child.leaving):
             child.done = True
             log.info("ended", child=child.name)
+            return
+        if code == 0:  # the run's end, unless the run is still there in a while
+            child.leaving = True
+            child.start_again_at = now + LEAVE_S
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         words = child.last_words()

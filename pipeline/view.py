@@ -72,6 +72,7 @@ class View:
             f"{phase}: step {state['step']}/{state['steps']}  reward {reward}  lag {lag} (bound {state['max_lag']})  "
             f"queues leased={queues['leased']} unscored={queues['unscored']} ready={queues['ready']}  "
             f"{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
+            + (f"  stall: {state['stall']}" if state["stall"] else "")
         )
 
     def _render(self, state: dict[str, Any], restarts: int) -> Panel:
@@ -98,6 +99,8 @@ class View:
             rate = f"{member['tokens_per_s']:,.0f} tok/s" if member.get("tokens_per_s") else ""
             version = str(member["version"]) if member["version"] >= 0 else "-"
             actors.add_row(name, health, version, busy, rate)
+        if state["stall"]:
+            facts.add_row(Text("stall", style="red"), Text(state["stall"], "red"))
         for name, how in state["lost"].items():
             actors.add_row(name, Text(f"lost: {how}", "red"), "-", "", "")
         title = f"{self._title}  ·  version {max(0, state['version'])}  ·  restarts {restarts}"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import core_schema
 
 from protocols import wire
 
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length"]
 
 UNSAMPLED = -1
 """The version of a token that no policy sampled: a prompt's, or an environment's."""
@@ -64,6 +64,18 @@ class Prompt(BaseModel):
     """A chat: maps with ``role`` and ``content``, rendered by the tokenizer's template."""
     truth: Any = None
     """Whatever the reward function compares with: text, numbers, lists and maps of them."""
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Prompt:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("a prompt has either text or messages")
+        if self.messages is not None and not all({"role", "content"} <= message.keys() for message in self.messages):
+            raise ValueError("every chat message has a role and a content")
+        return self
+
+    def as_text(self) -> str:
+        """The prompt as plain text: a chat's contents, with blank lines between."""
+        return self.text if self.text is not None else "\n\n".join(m["content"] for m in self.messages or [])
 
 
 class Sampling(BaseModel):
@@ -173,13 +185,18 @@ def unpack_group(data: bytes | memoryview) -> Group:
     if not isinstance(fields, dict) or fields.keys() != expected:
         raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")
     lengths, texts, finishes = fields["lengths"], fields["texts"], fields["finishes"]
-    if not isinstance(fields["number"], int) or not isinstance(lengths, np.ndarray) or lengths.dtype != np.int32:
+    if (
+        not isinstance(fields["number"], int)
+        or not isinstance(lengths, np.ndarray)
+        or lengths.dtype != np.int32
+        or lengths.ndim != 1
+    ):
         raise ExperienceError("number or lengths have wrong types")
     if not (isinstance(texts, list) and isinstance(finishes, list) and len(lengths) == len(texts) == len(finishes)):
         raise ExperienceError("lengths, texts and finishes do not agree")
     if not len(lengths) or lengths.min() < 1:
         raise ExperienceError("a group has at least one trajectory, each of at least one token")
-    if not all(isinstance(text, str) for text in texts) or not all(f in ("stop", "length", "abort") for f in finishes):
+    if not all(isinstance(text, str) for text in texts) or not all(f in ("stop", "length") for f in finishes):
         raise ExperienceError("texts or finishes have wrong values")
     bounds = np.cumsum(lengths, dtype=np.int64)
     for name in _COLUMNS:

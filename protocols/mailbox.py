@@ -209,7 +209,7 @@ class Mailbox:
         try:
             envelope = wire.decode([part.buffer for part in parts])
             message = from_envelope(envelope)
-        except wire.WireError as error:
+        except Exception as error:
             log.warning("a message from the broker was refused", error=str(error))
             return True
         if isinstance(message, Pulse):
@@ -301,7 +301,7 @@ class Exchange:
                 envelope = wire.decode([part.buffer for part in parts])
                 request_id = envelope.id
                 received.append((identity, request_id, from_envelope(envelope)))
-            except wire.WireError as error:
+            except Exception as error:  # whatever a peer sends, it costs only itself
                 self.refused += 1
                 log.warning("a message was refused", sender=identity[:80], error=str(error))
                 self.send(identity, Refused(code="bad_message", reason=str(error)), request_id)

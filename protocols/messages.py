@@ -60,6 +60,8 @@ class Hello(Message):
     """The digest of that version."""
     holding: list[int] = []
     """Groups that this very process works on."""
+    number: int = 0
+    """Counts this process's hellos."""
 
 
 class Welcome(Message):
@@ -115,10 +117,11 @@ class Stop(Message):
 
 
 class Credit(Message):
-    """actor → broker: this incarnation can take ``total`` items since its hello (groups for a rollout, work for a
-    scorer). A running total, so that a lost or repeated message does no harm."""
+    """actor → broker: this actor can take ``total`` items since hello number ``hello`` (groups for a rollout, work for
+    a scorer). A running total, so that a lost or repeated message does no harm."""
 
     total: int
+    hello: int = 0
 
 
 # --- rollout ---------------------------------------------------------------------------------------------------------
@@ -355,6 +358,7 @@ class LedgerReply(Message):
 
 
 class StopRun(Message):
-    """observer → broker: end the run; everything drains and exits."""
+    """observer → broker: end the run; everything drains and exits. ``seen``: this observer has read all it wants."""
 
     reason: str
+    seen: bool = False

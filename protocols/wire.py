@@ -70,7 +70,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Envelope:
     if not isinstance(header, list) or len(header) != 5:
         raise WireError("the header is not a list of five")
     protocol, kind, message_id, reply_to, body = header
-    if protocol != PROTOCOL:
+    if type(protocol) is not int or protocol != PROTOCOL:
         raise WireError(f"peer speaks protocol {protocol!r}, this process speaks {PROTOCOL}")
     if not (isinstance(kind, str) and _is_id(message_id) and _is_id(reply_to) and isinstance(body, dict)):
         raise WireError("the header's fields have wrong types")

@@ -77,8 +77,11 @@ class Actor:
         self.version = -1
         """The version of the weights that this actor serves; -1 for none."""
         self.digest = ""
+        self.hellos = 0
         self.held: set[int] = set()
         """Groups that it was given, in the inbox or at work; whoever is done with one takes it out."""
+        self.error: str | None = None
+        """Why it ends, where that is not the run's end."""
         self.introduction: Callable[[], list[Message]] = list
         """What it says right after its hello, to a broker that has forgotten it."""
         self.mailbox.arrived = self._arrived
@@ -116,7 +119,7 @@ class Actor:
         try:
             yield
         finally:
-            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_s += time.monotonic() - max(self._busy_since, self._beat_at)
             self._busy_since = None
 
     def _arrived(self, message: Message) -> None:
@@ -126,6 +129,7 @@ class Actor:
             self.held.update(item.number for item in message.items)
 
     def _hello(self) -> Hello:
+        self.hellos += 1
         return Hello(
             kind=self.kind,
             name=self.place.name,
@@ -133,6 +137,7 @@ class Actor:
             pid=os.getpid(),
             version=self.version,
             digest=self.digest,
+            number=self.hellos,
             holding=list(self.held),
         )
 
@@ -140,7 +145,8 @@ class Actor:
         now = time.monotonic()
         if now - self.mailbox.heard_at > BROKER_SILENT_S:
             log.error("the broker is silent", broker=self.place.broker, silent_s=round(now - self.mailbox.heard_at))
-            self.stop(f"the broker at {self.place.broker} was silent for {BROKER_SILENT_S:.0f} s")
+            self.error = f"the broker at {self.place.broker} was silent for {BROKER_SILENT_S:.0f} s"
+            self.stop(self.error)
         busy, self._busy_s = self._busy_s, 0.0
         if since := self._busy_since:  # still at it: count the part inside this beat
             busy += now - max(since, self._beat_at)

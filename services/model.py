@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ class ModelError(SetupError):
 
 def device_of(name: str) -> torch.device:
     """``auto`` is CUDA where there is one."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"device: {name} is asked for, and this machine has no CUDA; use auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
@@ -85,9 +86,3 @@ def _chunked(hidden: torch.Tensor, targets: torch.Tensor, temperature: float, he
 def _pick(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
     logits = logits.float() / (temperature or 1.0)
     return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
-
-
-def has_weights(path: str) -> bool:
-    """``path`` is a local folder with a model in it."""
-    folder = Path(path)
-    return folder.is_dir() and any(folder.glob("*.safetensors"))

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 from protocols.experience import Group, Prompt, Trajectory
+
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 
 TINY = {
     "vocab_size": 51,

@@ -30,11 +30,6 @@ def answer_of(prompt: Prompt) -> str:
     return truth
 
 
-def text_of(prompt: Prompt) -> str:
-    """The prompt as the rollout will see it, given that the tiny tokenizer has no chat template."""
-    return prompt.text or "\n\n".join(message["content"] for message in prompt.messages or [])
-
-
 def make_tokenizer(characters: set[str]) -> Any:
     """One token a character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -63,7 +58,7 @@ def build(
     torch.manual_seed(seed)
     random = np.random.default_rng([seed, 1])
     seen = source[: min(SEEN_PROMPTS, len(source))]
-    characters = set(ALPHABET).union(*(text_of(p) + answer_of(p) for p in seen))
+    characters = set(ALPHABET).union(*(p.as_text() + answer_of(p) for p in seen))
     tokenizer = make_tokenizer(characters)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -112,7 +107,7 @@ def _examples(
         answer = answer_of(prompt)
         if random.random() < corrupted:
             answer = "".join(random.permutation(list(answer)))
-        question = tokenizer(text_of(prompt))["input_ids"]
+        question = tokenizer(prompt.as_text())["input_ids"]
         rows.append((question, [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]))
     length = max(len(before) + len(taught) for before, taught in rows)
     tokens = torch.full((len(rows), length), tokenizer.pad_token_id)

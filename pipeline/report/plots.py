@@ -6,6 +6,8 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 Rows = Sequence[dict[str, Any]]
 
 
@@ -84,8 +86,10 @@ def busy(beats: Rows) -> str:
     def draw(axes: Any) -> None:
         for row, name in enumerate(names):
             here = [(b["time"] - start, b["actors"][name].get("busy", 0.0)) for b in beats if name in b["actors"]]
+            gaps = np.diff([at for at, _ in here])
+            width = float(np.median(gaps)) if len(gaps) else 1.0
             for at, share in here:
-                axes.barh(row, 1.0, left=at, height=0.8, color=(0.12, 0.37, 0.6), alpha=0.08 + 0.92 * share, lw=0)
+                axes.barh(row, width, left=at, height=0.8, color=(0.12, 0.37, 0.6), alpha=0.08 + 0.92 * share, lw=0)
         axes.set(xlabel="seconds", yticks=range(len(names)), yticklabels=names)
         axes.grid(visible=False)
 

@@ -45,9 +45,11 @@ class Archive:
         return self._folder / f"step-{step:06d}.msgpack"
 
 
-def read(folder: Path) -> Iterator[tuple[Batch, str]]:
-    """The archived steps of a run, in order, each with the digest that it yielded."""
+def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:
+    """The archived steps of a run from step ``first`` on, in order, each with the digest that it yielded."""
     for path in sorted((folder / "archive").glob("step-*.msgpack")):
+        if int(path.stem.removeprefix("step-")) < first:
+            continue
         row = wire.unpack(path.read_bytes())
         groups = [
             TakenGroup(

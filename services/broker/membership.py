@@ -26,6 +26,8 @@ class Member:
     heard_at: float
     version: int = -1
     digest: str = ""
+    hello: int = 0
+    """Which of its hellos this membership began with; credit is counted from it."""
     credit: int = 0
     """Items it said it can take since its hello."""
     given: int = 0
@@ -39,7 +41,7 @@ class Member:
 
 
 class Members:
-    """The live actors. A newer incarnation fences the one that had its name for good: which is the newest is durable."""
+    """The live actors. A newer incarnation fences the one that had its name; which is the newest is durable."""
 
     TABLE = "incarnations"
 
@@ -81,7 +83,7 @@ class Members:
             self._journal.put(self.TABLE, name, {"incarnation": incarnation})
         self.lost.pop(name, None)
         member = Member(identity, name, hello.kind, hello.host, hello.pid, now)
-        member.version, member.digest = hello.version, hello.digest
+        member.version, member.digest, member.hello = hello.version, hello.digest, hello.number
         self._by_identity[identity] = member
         return older
 

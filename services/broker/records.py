@@ -17,6 +17,7 @@ class Records:
     def __init__(self, folder: Path, tensorboard: bool) -> None:
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         self._actors = (folder / "actors.jsonl").open("a", buffering=1)
+        self._ledger = (folder / "ledger.jsonl").open("a", buffering=1)
         self._samples = (folder / "samples.jsonl").open("a", buffering=1)
         self._tensorboard = None
         if tensorboard:
@@ -39,16 +40,19 @@ class Records:
         """One line a beat: what every actor does, and how deep the queues are."""
         self._write(self._actors, {"time": time.time(), "actors": members, "queues": queues})
 
+    def ledger(self, row: dict[str, Any]) -> None:
+        """One line a commit; a step that was redone has several, of which the last counts."""
+        self._write(self._ledger, row)
+
     def sample(self, step: int, group: Group, rewards: list[float]) -> None:
         """Two trajectories of a group, the best and the worst."""
         ranked = sorted(range(len(rewards)), key=lambda i: (rewards[i] != rewards[i], rewards[i]))
         for index in dict.fromkeys((ranked[-1], ranked[0])):
             trajectory = group.trajectories[index]
-            prompt = group.prompt.text or "\n".join(m["content"] for m in group.prompt.messages or [])
             row = {
                 "step": step,
                 "group": group.number,
-                "prompt": prompt,
+                "prompt": group.prompt.as_text(),
                 "response": trajectory.text,
                 "truth": group.prompt.truth if isinstance(group.prompt.truth, str) else None,
                 "reward": rewards[index] if rewards[index] == rewards[index] else None,
@@ -59,7 +63,7 @@ class Records:
 
     def close(self) -> None:
         """Closes the files."""
-        for file in (self._metrics, self._actors, self._samples):
+        for file in (self._metrics, self._actors, self._ledger, self._samples):
             file.close()
         if self._tensorboard:
             self._tensorboard.close()

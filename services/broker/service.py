@@ -15,7 +15,7 @@ import structlog
 
 from protocols import messages as m
 from protocols import wire
-from protocols.experience import ExperienceError, Group, Sampling, as_bytes, unpack_group
+from protocols.experience import ExperienceError, Group, Prompt, Sampling, as_bytes, unpack_group
 from protocols.mailbox import Exchange
 from services.broker.archive import Archive
 from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
@@ -43,6 +43,23 @@ LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
 SAMPLED_STEPS = 40
 """Samples are kept of about this many steps."""
+
+
+SENDERS: dict[type[m.Message], set[m.ActorKind]] = {
+    m.Finished: {"rollout"},
+    m.Failed: {"rollout"},
+    m.Loaded: {"rollout"},
+    m.LoadFailed: {"rollout"},
+    m.Scored: {"reward"},
+    m.Referenced: {"reference"},
+    m.LedgerTail: {"trainer"},
+    m.Take: {"trainer"},
+    m.Commit: {"trainer"},
+    m.Checkpointed: {"trainer"},
+    m.Publish: {"trainer"},
+    m.StopRun: {"observer"},
+}
+"""Who may say what; anything else is for every member."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +136,8 @@ class Broker:
         self._actors_at = 0.0
         self._stop_at = 0.0
         self._turn_at = 0.0
-        self._stalled_at = 0.0
+        self._progress_at = time.time()
+        self._stall: str | None = None
         self._last_metrics: dict[str, Any] = {}
         self._totals = {"leased": 0, "finished": 0, "trained": 0, "generated_tokens": 0, "trained_tokens": 0}
         self._totals |= {"reward_errors": 0, "late_answers": 0, "lag_max": 0, "tokens_lagging": 0}
@@ -234,6 +252,7 @@ class Broker:
         if self._stop_reason and self._phase not in ("stopping", "done"):
             self._enter("stopping")
         self._advance()
+        self._watch_for_stalls(now)
         if self._phase in ("stopping", "done"):
             if now - self._stop_at > 1.0:  # repeated, in case one was missed
                 self._stop_at = now
@@ -249,6 +268,18 @@ class Broker:
             self._actors_at = now
             state = self._state()
             self._records.actors(state["members"], state["queues"])
+
+    def _watch_for_stalls(self, now: float) -> None:
+        """Names the group, the actor and the wait when no step completes."""
+        if self._phase not in ("starting", "training") or now - self._progress_at < self._settings.broker.stall_s:
+            self._stall = None
+            return
+        reason = self._hold_up()
+        if reason != self._stall:
+            log.error(
+                "stall", step=self._experience.ledger.committed, since_s=round(now - self._progress_at), reason=reason
+            )
+        self._stall = reason
 
     def _excuse(self, now: float) -> None:
         """Where this process itself was stopped for a while, the silence was its own."""
@@ -309,7 +340,7 @@ class Broker:
 
     def _grant(self, now: float) -> None:
         """Gives evaluation prompts, then training groups, to the rollouts with the most room."""
-        while True:
+        while self._experience.consecutive_drops < self._settings.broker.max_consecutive_drops:
             rollouts = [r for r in self._members.of_kind("rollout") if r.room > 0 and self._current(r)]
             if not rollouts:
                 return
@@ -321,8 +352,14 @@ class Broker:
                 if not fit:
                     return
                 rollout = max(fit, key=lambda r: r.room)
+                sampling = self._settings.eval_sampling
+                try:
+                    prompt = _sendable(self._held_out[held_out.index])
+                except (DataError, wire.WireError) as error:
+                    log.warning("evaluation prompt cannot be used", row=held_out.index, error=str(error))
+                    self._evaluation_score(held_out.number, 0.0)
+                    continue
                 self._evaluation.hold(held_out, rollout.identity, now + self._settings.broker.lease_s)
-                prompt, sampling = self._held_out[held_out.index], self._settings.eval_sampling
                 self._lease(
                     rollout, m.Lease(number=held_out.number, attempt=1, seed=0, prompt=prompt, sampling=sampling)
                 )
@@ -340,7 +377,7 @@ class Broker:
                 self._experience.drop(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
             try:
-                prompt = self._prompts.draw(lease.draw)
+                prompt = _sendable(self._prompts.draw(lease.draw))
                 message = m.Lease(
                     number=lease.number,
                     attempt=lease.attempt + 1,
@@ -348,7 +385,6 @@ class Broker:
                     prompt=prompt,
                     sampling=self._settings.sampling,
                 )
-                wire.pack(prompt.model_dump())
             except (DataError, wire.WireError) as error:
                 self._experience.drop(lease.number, f"its prompt cannot be used: {error}")
                 continue
@@ -393,7 +429,12 @@ class Broker:
         if waiting is None:
             return
         if self._phase in ("training", "evaluating_after"):
-            step = self._experience.take(waiting.step, self._step_seed(waiting.step))
+            try:
+                step = self._experience.take(waiting.step, self._step_seed(waiting.step))
+            except LedgerError as error:
+                self._take = None
+                self.exchange.send(waiting.identity, m.Refused(code="bad_message", reason=str(error)), waiting.request)
+                return
             if step:
                 self._take = None
                 self.exchange.send(waiting.identity, self._batch(step), waiting.request)
@@ -410,7 +451,12 @@ class Broker:
             self.exchange.send(waiting.identity, m.Refused(code="not_ready", reason=reason), waiting.request)
 
     def _hold_up(self) -> str:
-        """What keeps the next step from being taken, in words."""
+        """What keeps the next step from being completed, in words."""
+        steps = self._experience.ledger.steps
+        if steps and steps[-1].digest is None:
+            trainers = [trainer.identity for trainer in self._members.of_kind("trainer")]
+            who = f"{trainers[0]} has not committed it" if trainers else "no trainer is here"
+            return f"step {steps[-1].step} is taken, and {who}"
         if self._phase != "training":
             return f"the run is {self._phase.replace('_', ' ')}"
         oldest = self._experience.oldest_open()
@@ -444,8 +490,9 @@ class Broker:
             return
         member.heard_at = time.time()
         handler = self._handlers.get(type(message))
-        if handler is None:
-            refusal = m.Refused(code="not_allowed", reason=f"{type(message).__name__} is not for the broker")
+        if handler is None or member.kind not in SENDERS.get(type(message), {member.kind}):
+            reason = f"{type(message).__name__} is not for a {member.kind} to say to the broker"
+            refusal = m.Refused(code="not_allowed", reason=reason)
             self.exchange.send(identity, refusal, request)
             return
         try:
@@ -453,6 +500,11 @@ class Broker:
         except (wire.WireError, ExperienceError, LedgerError) as error:
             log.warning("a message was refused", sender=identity, type=type(message).__name__, error=str(error))
             self.exchange.send(identity, m.Refused(code="bad_message", reason=str(error)), request)
+        except StoreError:
+            raise
+        except Exception as error:  # no message, however odd, may end the broker
+            log.exception("a message failed", sender=identity, type=type(message).__name__)
+            self.exchange.send(identity, m.Refused(code="failed", reason=f"{type(error).__name__}: {error}"), request)
 
     def _on_hello(self, identity: str, request: int, hello: m.Hello) -> None:
         try:
@@ -506,13 +558,17 @@ class Broker:
         self._tell_trainer(self._receivers())
 
     def _on_credit(self, member: Member, _request: int, credit: m.Credit) -> None:
-        member.credit = max(member.credit, credit.total)
+        if credit.hello == member.hello:
+            member.credit = max(member.credit, credit.total)
 
     def _on_finished(self, member: Member, request: int, finished: m.Finished) -> None:
         data = finished.experience.tobytes()
         group = unpack_group(data)
         if group.number != finished.number:
             raise ExperienceError(f"group {finished.number} came with the experience of group {group.number}")
+        newest = max((int(t.versions.max()) for t in group.trajectories), default=0)
+        if newest > max(self._versions.latest, self._experience.ledger.committed):
+            raise ExperienceError(f"group {group.number} has tokens of version {newest}, which does not exist yet")
         if finished.number <= m.EVALUATION:
             versions = [int(v) for t in group.trajectories for v in t.versions if v >= 0]
             self._evaluation.finished(finished.number, data, (min(versions, default=-1), max(versions, default=-1)))
@@ -533,11 +589,12 @@ class Broker:
     def _on_failed(self, member: Member, request: int, failed: m.Failed) -> None:
         if failed.number <= m.EVALUATION:
             self._evaluation_score(failed.number, 0.0)
-        else:
+        elif failed.number in self._experience.leases.open:
             self._experience.drop(failed.number, f"{member.name}: {failed.error}")
         self.exchange.send(member.identity, m.Noted(), request)
 
     def _on_scored(self, member: Member, request: int, scored: m.Scored) -> None:
+        refused: list[str] = []
         for score in scored.scores:
             failures = [error for error in score.errors if error]
             self._totals["reward_errors"] += len(failures)
@@ -547,30 +604,47 @@ class Broker:
                 continue
             if score.number not in self._experience.replay.entries:
                 continue
-            if len(score.rewards) != self._settings.sampling.n:
-                raise ExperienceError(
-                    f"group {score.number}: {len(score.rewards)} rewards for {self._settings.sampling.n}"
-                )
+            if len(score.rewards) != self._settings.sampling.n or np.isinf(score.rewards).any():
+                refused.append(f"group {score.number}: {len(score.rewards)} rewards, or infinite ones")
+                continue
             if np.isnan(score.rewards).sum() > len(score.rewards) - min(2, len(score.rewards)):
                 self._drop(score.number, f"too few trajectories have a reward; {failures[-1] if failures else 'NaN'}")
             elif self._experience.scored(score.number, "reward"):
                 self._store.put_payload(score.number, "rewards", score.rewards.tobytes())
-        self.exchange.send(member.identity, m.Noted(), request)
+        self._note(member, request, refused)
 
     def _on_referenced(self, member: Member, request: int, referenced: m.Referenced) -> None:
+        refused: list[str] = []
         for score in referenced.scores:
-            if self._experience.scored(score.number, "reference"):
+            if score.number not in self._experience.replay.entries:
+                continue
+            tokens = sum(len(t.tokens) for t in unpack_group(self._payload(score.number)).trajectories)
+            if len(score.logprobs) != tokens or not np.isfinite(score.logprobs).all():
+                refused.append(
+                    f"group {score.number}: {len(score.logprobs)} finite log-probabilities for {tokens} tokens"
+                )
+            elif self._experience.scored(score.number, "reference"):
                 self._store.put_payload(score.number, "reference", score.logprobs.tobytes())
-        self.exchange.send(member.identity, m.Noted(), request)
+        self._note(member, request, refused)
+
+    def _note(self, member: Member, request: int, refused: list[str]) -> None:
+        """What was good of a message is applied; what was not is named."""
+        if refused:
+            log.warning("scores were refused", sender=member.identity, errors=refused[:3])
+        reply = m.Refused(code="bad_message", reason="; ".join(refused[:3])) if refused else m.Noted()
+        self.exchange.send(member.identity, reply, request)
 
     def _on_take(self, member: Member, request: int, take: m.Take) -> None:
         since = self._take.since if self._take and self._take.identity == member.identity else time.time()
         self._take = _Waiting(member.identity, request, take.step, since)
 
     def _on_commit(self, member: Member, request: int, commit: m.Commit) -> None:
-        if self._experience.ledger.commit(commit.step, commit.digest):
+        first = self._experience.ledger.commit(commit.step, commit.digest)
+        step = self._experience.ledger.steps[commit.step]
+        self._records.ledger({"step": step.step, "groups": step.groups, "seed": step.seed, "digest": step.digest})
+        self._progress_at = time.time()
+        if first:
             now = self._trained_until = time.time()
-            step = self._experience.ledger.steps[commit.step]
             self._totals["trained"] += len(step.groups)
             self._totals["trained_tokens"] += int(commit.metrics.get("tokens", 0))
             self._totals["tokens_lagging"] += int(commit.metrics.get("tokens_lagging", 0))
@@ -630,7 +704,7 @@ class Broker:
         self.exchange.send(member.identity, reply, request)
 
     def _on_stop_run(self, member: Member, request: int, stop: m.StopRun) -> None:
-        self._observed_end = self._observed_end or self._phase in ("done", "stopping")
+        self._observed_end = self._observed_end or stop.seen
         self.stop(stop.reason)
         self.exchange.send(member.identity, m.Noted(), request)
 
@@ -755,6 +829,7 @@ class Broker:
             "phase": self._phase,
             "error": self._error,
             "reason": self._stop_reason,
+            "stall": self._stall,
             "step": self._experience.ledger.committed,
             "steps": self._settings.steps,
             "version": self._versions.latest,
@@ -770,3 +845,9 @@ class Broker:
             "wall_s": now - self._started_at,
             "refused_messages": self.exchange.refused,
         }
+
+
+def _sendable(prompt: Prompt) -> Prompt:
+    """``prompt``, once it is known to survive the wire. Raises `WireError` where its truth holds what cannot."""
+    wire.unpack(wire.pack(prompt.model_dump()))
+    return prompt

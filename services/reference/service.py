@@ -8,10 +8,11 @@ import numpy as np
 import structlog
 import torch
 
-from protocols.experience import ExperienceError, Trajectory, unpack_group
+from protocols.experience import ExperienceError, Group, unpack_group
 from protocols.mailbox import FencedError
 from protocols.messages import Credit, HelloNeeded, Referenced, ReferenceScore, Stop, Work, WorkItem
 from protocols.wire import WireError
+from services import determinism
 from services.actor import Actor, Place
 from services.model import device_of, load_model, logprobs, shares_prompts
 from services.packing import plan_rows
@@ -25,17 +26,29 @@ ANSWER_DEADLINE_S = 60.0
 class Reference:
     """One reference process. `run` returns the reason it ended for."""
 
-    def __init__(self, place: Place, config: ReferenceConfig, model_path: str, dtype: str, temperature: float) -> None:
+    def __init__(
+        self,
+        place: Place,
+        config: ReferenceConfig,
+        model_path: str,
+        dtype: str,
+        temperature: float,
+        deterministic: bool = False,
+    ) -> None:
         torch.set_num_threads(place.threads)
+        if deterministic:
+            determinism.pin(place.folder, "reference", place.threads)
+        self._alone = deterministic
         self.actor = Actor("reference", place)
         self._config, self._temperature = config, temperature
         self._device = device_of(config.device)
         self._model = load_model(config.path or model_path, dtype, self._device).eval()
-        self._received = 0
+        self._received = self._hello = 0
 
     def run(self) -> str:
         """Scores until it is told to stop."""
         self.actor.join()
+        self._hello = self.actor.hellos
         self._give_credit()
         while True:
             items: list[WorkItem] = []
@@ -47,7 +60,7 @@ class Reference:
                 if isinstance(event, FencedError):
                     raise event
                 if isinstance(event, HelloNeeded):
-                    self._received = 0
+                    self._received, self._hello = 0, self.actor.hellos
                     self._give_credit()
                 elif isinstance(event, Work):
                     items += event.items
@@ -63,7 +76,7 @@ class Reference:
                 self._give_credit()
 
     def _give_credit(self) -> None:
-        self.actor.mailbox.tell(Credit(total=self._received + self._config.groups_in_hand))
+        self.actor.mailbox.tell(Credit(total=self._received + self._config.groups_in_hand, hello=self._hello))
 
     def _score(self, items: list[WorkItem]) -> None:
         groups = []
@@ -72,9 +85,9 @@ class Reference:
                 groups.append(unpack_group(item.experience.data))
             except (ExperienceError, WireError) as error:
                 log.error("a group cannot be read", group=item.number, error=str(error))
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        numbers = [group.number for group in groups for _ in group.trajectories]
-        columns = iter(self._columns(trajectories, numbers))
+        # A group's numbers may depend on what else is in its batch, in the last bit: deterministic runs batch nothing.
+        batches = [[group] for group in groups] if self._alone else [groups]
+        columns = (column for batch in batches for column in self._columns(batch))
         scores = [
             ReferenceScore(number=g.number, logprobs=np.concatenate([next(columns) for _ in g.trajectories]))
             for g in groups
@@ -82,8 +95,10 @@ class Reference:
         self.actor.mailbox.ask_later(Referenced(scores=scores), ANSWER_DEADLINE_S)
 
     @torch.inference_mode()
-    def _columns(self, trajectories: list[Trajectory], groups: list[int]) -> list[np.ndarray]:
+    def _columns(self, batch: list[Group]) -> list[np.ndarray]:
         """For each trajectory, float32 ``[tokens]``: 0 where nothing was sampled."""
+        trajectories = [trajectory for group in batch for trajectory in group.trajectories]
+        groups = [group.number for group in batch for _ in group.trajectories]
         columns = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
         share = shares_prompts(self._model)
         for rows in plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, share):

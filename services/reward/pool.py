@@ -51,7 +51,10 @@ class Worker:
 
     def __init__(self, functions: Sequence[FunctionConfig]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.reward.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, "-P", "-m", "services.reward.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
         self._in, self._out = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
         self._received = bytearray()
@@ -69,7 +72,7 @@ class Worker:
             self.kill()
             names = ", ".join(f.function for f in functions)
             raise FunctionError(f"reward.functions: cannot load {names}: {hello['error']}")
-        self._asynchronous = hello["asynchronous"]
+        self.asynchronous: list[bool] = hello["asynchronous"]
 
     def run(self, function: int, items: Sequence[Item], timeout_s: float) -> None:
         """Runs ``items`` and sets their futures. Raises `WorkerGone`, with those unset that were not answered."""
@@ -78,7 +81,7 @@ class Worker:
             for i, item in enumerate(items)
         ]
         # An async function keeps its own deadline; ours is only the last resort for one that blocks its loop.
-        patience = timeout_s * 2 + 1 if self._asynchronous[function] else timeout_s
+        patience = timeout_s * 2 + 1 if self.asynchronous[function] else timeout_s
         try:
             write_frame(self._in, {"function": function, "items": payload})
         except BrokenPipeError:
@@ -152,10 +155,16 @@ class Pool:
                     self._workers[index].run(items[0].function, items, timeout_s)
                     break
                 except WorkerGone as gone:
-                    items = [item for item in items if not item.future.done()]
-                    # Calls run in order, so the first without an answer is the one that did it.
-                    items.pop(0).future.set_exception(ValueError(str(gone)))
-                    log.warning("reward worker ended", reason=str(gone), left=len(items))
+                    left = [item for item in items if not item.future.done()]
+                    together = len(items) > 1 and self._workers[index].asynchronous[items[0].function]
+                    if together:  # any of them may have done it: each gets another try, alone
+                        for item in left[1:]:
+                            self._queue.put([item])
+                        left = left[:1]
+                    else:  # calls run in order, so the first without an answer is the one that did it
+                        left.pop(0).future.set_exception(ValueError(str(gone)))
+                    log.warning("reward worker ended", reason=str(gone), left=len(left))
+                    items = left
                     self._workers[index].kill()
                     self._restart(index)
 

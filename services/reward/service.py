@@ -27,12 +27,13 @@ class Reward:
         self.actor = Actor("reward", place)
         self._config = config
         self._pool = Pool(config.functions, config.workers)
-        self._received = 0
+        self._received = self._hello = 0
         self._errors = 0
 
     def run(self) -> str:
         """Scores until it is told to stop."""
         self.actor.join()
+        self._hello = self.actor.hellos
         self._give_credit()
         while True:
             event = self.actor.mailbox.inbox.get()
@@ -41,7 +42,7 @@ class Reward:
             if isinstance(event, FencedError):
                 raise event
             if isinstance(event, HelloNeeded):
-                self._received = 0
+                self._received, self._hello = 0, self.actor.hellos
                 self._give_credit()
             elif isinstance(event, Work):
                 self._received += len(event.items)
@@ -56,7 +57,7 @@ class Reward:
         return event.reason
 
     def _give_credit(self) -> None:
-        self.actor.mailbox.tell(Credit(total=self._received + self._config.groups_in_hand))
+        self.actor.mailbox.tell(Credit(total=self._received + self._config.groups_in_hand, hello=self._hello))
 
     def _score(self, work: Work) -> None:
         """Scores all groups of ``work`` together, so that the workers always have enough to do."""
@@ -75,7 +76,7 @@ class Reward:
 
     def _calls(self, group: Group) -> list[list[Item]]:
         """For each trajectory, one call for each function."""
-        prompt = group.prompt.text or "\n\n".join(m["content"] for m in group.prompt.messages or [])
+        prompt = group.prompt.as_text()
         return [
             [Item(f, t.text, group.prompt.truth, prompt, Future()) for f in range(len(self._config.functions))]
             for t in group.trajectories

@@ -12,6 +12,8 @@ import math
 import os
 import struct
 import sys
+import threading
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any, BinaryIO
 from protocols.wire import pack, unpack
 
 _LENGTH = struct.Struct("<I")
+FLOAT32_MAX = 3.4e38
 
 
 def write_frame(stream: BinaryIO, value: Any) -> None:
@@ -61,7 +64,7 @@ def _reply(item: dict[str, Any], value: Any) -> dict[str, Any]:
         reward = float(value)
     except (TypeError, ValueError):
         return {"id": item["id"], "error": f"returned {type(value).__name__}, not a number"}
-    if not math.isfinite(reward):
+    if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:
         return {"id": item["id"], "error": f"returned {reward}"}
     return {"id": item["id"], "reward": reward}
 
@@ -94,12 +97,20 @@ def _run(function: _Function, items: list[dict[str, Any]], out: BinaryIO) -> Non
             write_frame(out, _failure(item, error))
 
 
+def _leave_with_parent(parent: int) -> None:
+    """Ends this process when its parent is gone, also while a function hangs and nobody reads stdin."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
     """Entry point of ``python -m services.reward.worker``."""
     # What a function prints must not mix with the replies: they get a descriptor of their own.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path.append(str(Path.cwd()))
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
     configs = read_frame(sys.stdin.buffer)
     try:
         functions = [_Function(config) for config in configs]

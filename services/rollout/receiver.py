@@ -31,6 +31,8 @@ class Prepared:
     weights: Any
     receive_s: float
     verify_s: float
+    swapped: threading.Event
+    """Set once it serves: until then nothing else is prepared, since an engine may have just one shadow."""
 
 
 class Receiver:
@@ -43,6 +45,7 @@ class Receiver:
         self._offers: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._group: Group | None = None
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._thread.start()
 
@@ -52,6 +55,7 @@ class Receiver:
 
     def close(self) -> None:
         """Ends the thread after the offer in hand."""
+        self._closing = True
         self._offers.put(None)
 
     def _run(self) -> None:
@@ -62,7 +66,10 @@ class Receiver:
             if offer is None:
                 return
             try:
-                self._mailbox.post(self._load(offer))
+                prepared = self._load(offer)
+                self._mailbox.post(prepared)
+                while not prepared.swapped.wait(1.0) and not self._closing:
+                    pass
             except Exception as error:  # whatever went wrong, the version is not served and the sender hears why
                 log.warning("version not loaded", version=offer.version, error=str(error))
                 self._group = None
@@ -83,7 +90,8 @@ class Receiver:
         verify(manifest, flat.as_memory(host_buffer))
         verified = time.monotonic()
         weights = self._engine.prepare(flat.views(manifest, host_buffer))
-        return Prepared(offer.version, manifest.digest, weights, received - started, verified - received)
+        times = received - started, verified - received
+        return Prepared(offer.version, manifest.digest, weights, *times, swapped=threading.Event())
 
     def _broadcast(self, offer: Offer, route: CollectiveRoute) -> torch.Tensor:
         if self._identity not in route.ranks:

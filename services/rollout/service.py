@@ -13,19 +13,23 @@ from typing import Any
 
 import numpy as np
 import structlog
+import torch
 
 from protocols.experience import UNSAMPLED, Group, Trajectory, as_bytes, pack_group
 from protocols.mailbox import DeadlineError, FencedError
 from protocols.messages import Credit, Failed, Finished, HelloNeeded, Lease, Loaded, Message, Offer, Stop
+from services import determinism
 from services.actor import Actor, Place
 from services.rollout.config import RolloutConfig, TorchEngineConfig
-from services.rollout.engines.base import Completion, Engine, Request, RequestError
+from services.rollout.engines.base import Completion, Engine, Request
 from services.rollout.receiver import Prepared, Receiver
 from services.rollout.text import Text
+from services.section import SetupError
 
 log = structlog.get_logger()
 
 DURABLE_DEADLINE_S = 120.0
+DRAIN_S = 10.0
 
 
 @dataclass(slots=True)
@@ -50,10 +54,14 @@ class _Answered:
 class Rollout:
     """One rollout process. `run` returns the reason it ended for."""
 
-    def __init__(self, place: Place, config: RolloutConfig, model_path: str, dtype: str, host: str) -> None:
-        import torch
-
+    def __init__(
+        self, place: Place, config: RolloutConfig, model_path: str, dtype: str, host: str, deterministic: bool = False
+    ) -> None:
         torch.set_num_threads(place.threads)
+        if deterministic:
+            determinism.pin(place.folder, "rollout", place.threads)
+            engine = config.engine.model_copy(update={"max_sequences": config.sampling.n})  # a group at a time
+            config = config.model_copy(update={"engine": engine})
         self.actor = Actor("rollout", place)
         self._text = Text(model_path)
         self.engine = make_engine(config, model_path, dtype, self._text)
@@ -65,6 +73,7 @@ class Rollout:
         self._closed = 0
         self._held_at_hello = 0
         self._credited = -1
+        self._hello = 0
         self._generated, self._generated_at = 0.0, time.monotonic()
         finished = place.folder / "logs" / f"{place.name}.finished.jsonl"
         finished.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +82,7 @@ class Rollout:
     def run(self) -> str:
         """Generates until it is told to stop."""
         self.actor.join()
+        self._hello = self.actor.hellos
         self._give_credit()
         reason: str | None = None
         while reason is None:
@@ -82,10 +92,19 @@ class Rollout:
                     for completion in self.engine.step():
                         self._complete(completion)
             self._update_gauges()
+        self._empty_outbox()
         self._receiver.close()
         self.actor.leave(reason)
         self.engine.close()
         return reason
+
+    def _empty_outbox(self) -> None:
+        """Before it leaves: what is finished shall be durable."""
+        deadline = time.monotonic() + DRAIN_S
+        while self._outbox and time.monotonic() < deadline:
+            self._read_inbox(wait=True)
+        if self._outbox:
+            log.warning("left with groups that are not durable", groups=sorted(self._outbox))
 
     def _read_inbox(self, wait: bool) -> str | None:
         """Handles what has arrived; returns the reason to stop, if there is one."""
@@ -112,7 +131,7 @@ class Rollout:
         elif isinstance(event, _Answered):
             self._answered(event)
         elif isinstance(event, HelloNeeded):  # the broker has forgotten us: our leases are free, our credit is void
-            self._closed, self._credited = 0, -1
+            self._closed, self._credited, self._hello = 0, -1, self.actor.hellos
             self._held_at_hello = len(self.actor.held)
             self._give_credit()
         else:
@@ -126,12 +145,16 @@ class Rollout:
         try:
             tokens = self._text.encode(lease.prompt)
             self.engine.submit(Request(lease.number, lease.seed, tokens, lease.sampling))
-        except (RequestError, ValueError, TypeError) as error:
-            log.warning("prompt refused", group=lease.number, prompt=lease.prompt.index, error=str(error))
-            self._outbox.add(lease.number)
-            self._send(Failed(number=lease.number, attempt=lease.attempt, error=str(error)), 0)
+        except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
+            self._fail(lease, error)
             return
         self._work[lease.number] = _Work(lease, tokens)
+
+    def _fail(self, lease: Lease, error: Exception) -> None:
+        log.warning("group failed", group=lease.number, prompt=lease.prompt.index, error=str(error))
+        self._outbox.add(lease.number)
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        self._send(Failed(number=lease.number, attempt=lease.attempt, error=reason), 0)
 
     def _complete(self, completion: Completion) -> None:
         work = self._work.get(completion.number)
@@ -142,8 +165,12 @@ class Rollout:
             return
         del self._work[completion.number]
         completions = sorted(work.completions, key=lambda c: c.sample)
-        texts = self._text.decode([c.tokens.tolist() for c in completions])
-        trajectories = [_trajectory(work.tokens, c, text) for c, text in zip(completions, texts, strict=True)]
+        try:
+            texts = self._text.decode([c.tokens.tolist() for c in completions])
+            trajectories = [_trajectory(work.tokens, c, text) for c, text in zip(completions, texts, strict=True)]
+        except Exception as error:  # an engine's numbers that break a trajectory's rules, say
+            self._fail(work.lease, error)
+            return
         group = Group(completion.number, work.lease.prompt, trajectories)
         self._outbox.add(completion.number)
         experience = as_bytes(pack_group(group))
@@ -176,11 +203,12 @@ class Rollout:
         total = self._limit - self._held_at_hello + self._closed
         if total > self._credited:
             self._credited = total
-            self.actor.mailbox.tell(Credit(total=total))
+            self.actor.mailbox.tell(Credit(total=total, hello=self._hello))
 
     def _swap(self, prepared: Prepared) -> None:
         started = time.monotonic()
         self.engine.swap(prepared.weights, prepared.version)
+        prepared.swapped.set()
         pause = time.monotonic() - started
         self.actor.version, self.actor.digest = prepared.version, prepared.digest
         log.info("version loaded", version=prepared.version, digest=prepared.digest, pause_s=round(pause, 6))
@@ -222,8 +250,11 @@ def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Text) 
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
     module, _, name = engine.name.partition(":")
     if found is None and not name:
-        raise RequestError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")
-    factory = found.load() if found else getattr(import_module(module), name)
+        raise SetupError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")
+    try:
+        factory = found.load() if found else getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SetupError(f"rollout.engine.name: cannot load {engine.name!r}: {error}") from error
     return factory(engine.options, model_path, dtype, stop_ids)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from protocols.experience import Prompt
 from services.model import load_tokenizer
-from services.rollout.engines.base import RequestError
 
 
 class Text:
@@ -27,10 +26,8 @@ class Text:
             ids = self._tokenizer.apply_chat_template(
                 prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        elif prompt.messages:
-            ids = self._tokenizer("\n\n".join(message["content"] for message in prompt.messages))["input_ids"]
         else:
-            raise RequestError(f"prompt {prompt.index} has neither text nor messages")
+            ids = self._tokenizer(prompt.as_text())["input_ids"]
         return np.array(ids, np.int32)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:

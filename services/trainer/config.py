@@ -74,10 +74,12 @@ class AlgorithmConfig(Section):
 
     advantage: AdvantageConfig = GroupAdvantage()
     loss: LossConfig = ClippedLoss()
-    correction: CorrectionConfig = TruncatedCorrection()
+    correction: CorrectionConfig = NoCorrection()
     ratio: Literal["behaviour", "proximal"] = "behaviour"
     """Denominator of the loss's ratio: the log-probabilities of the policy that sampled (``behaviour``), or those of
-    the policy that the step starts from (``proximal``; Hilton et al. 2022)."""
+    the policy that the step starts from (``proximal``; Hilton et al. 2022). With ``proximal``, take the truncated
+    correction; ``behaviour`` holds that ratio already, and both together would count it twice. See
+    docs/algorithms.md."""
     kl: KLConfig = KLConfig()
     aggregation: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"

@@ -34,6 +34,10 @@ class Learner:
             groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
         )
         model.train()
+        for module in model.modules():  # what the rollout sampled without dropout is not judged with it
+            for name in ("p", "attention_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
 

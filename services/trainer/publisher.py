@@ -14,6 +14,7 @@ import torch
 from protocols.mailbox import FencedError, Mailbox
 from protocols.messages import Publish, ReceiverReport, Receivers, Stop
 from protocols.weights import CollectiveRoute, Manifest, Route, SharedMemoryRoute, make_manifest
+from services.section import SetupError
 from services.weights import flat, shm
 from services.weights.collective import CollectiveError, Group, serve_store
 from services.weights.config import WeightsConfig
@@ -21,6 +22,7 @@ from services.weights.config import WeightsConfig
 log = structlog.get_logger()
 
 PUBLISH_DEADLINE_S = 60.0
+RETRY_S = 0.1
 SEGMENTS = 4
 """Shared-memory segments that exist at once; the oldest is unlinked, readers keep their mapping."""
 
@@ -34,7 +36,9 @@ class Snapshot:
     buffer: torch.Tensor
     segment: shm.Segment | None = None
     offered: dict[str, float] = field(default_factory=dict)
-    """Receiver to when it was offered this version; taken out when it reports a failure."""
+    """Receiver to when it was offered this version."""
+    failed: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Receiver that failed to when it is offered it again, and how often it failed."""
 
 
 class Publisher:
@@ -44,8 +48,8 @@ class Publisher:
     is set once the broker wants the trainer to end.
     """
 
-    def __init__(self, config: WeightsConfig, dtype: str, run: str, mailbox: Mailbox) -> None:
-        self._config, self._dtype, self._run, self._mailbox = config, dtype, run, mailbox
+    def __init__(self, config: WeightsConfig, dtype: str, run_key: str, mailbox: Mailbox) -> None:
+        self._config, self._dtype, self._run_key, self._mailbox = config, dtype, run_key, mailbox
         self.stopped = threading.Event()
         self.reason = ""
         self.error: BaseException | None = None
@@ -59,8 +63,10 @@ class Publisher:
         self._closed = False
         self._epoch = 0
         self._group: Group | None = None
+        if config.transport == "nccl" and not torch.cuda.is_available():
+            raise SetupError("weights.transport: nccl needs CUDA, and this machine has none; use shm or gloo")
         if config.transport == "shm":
-            shm.remove_leftovers(run)
+            shm.remove_leftovers(run_key)
         else:
             self._store, self._store_address = serve_store(config.host)
         self._thread = threading.Thread(target=self._run_thread, name="publisher", daemon=True)
@@ -72,7 +78,7 @@ class Publisher:
         weights, nbytes = flat.place(named, self._dtype)
         segment = None
         if self._config.transport == "shm":
-            segment = shm.Segment(self._run, nbytes)
+            segment = shm.Segment(self._run_key, nbytes)
             self._segments.append(segment)
             for old in self._segments[:-SEGMENTS]:
                 old.unlink()
@@ -100,6 +106,14 @@ class Publisher:
             segment.unlink()
 
     def _run_thread(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # the trainer must hear of it: without this thread nothing reaches it any more
+            log.exception("the publisher failed")
+            self.error, self.reason = error, str(error)
+            self.stopped.set()
+
+    def _run(self) -> None:
         while not self._closed:
             try:
                 event = self._mailbox.inbox.get(timeout=1.0)
@@ -123,8 +137,13 @@ class Publisher:
             return
         log.warning("receiver failed", receiver=report.receiver, version=report.version, error=report.error)
         self._group = None
-        if self._latest:
-            self._latest.offered.pop(report.receiver, None)
+        if self._latest and self._latest.version == report.version:
+            self._again(self._latest, report.receiver)
+
+    def _again(self, snapshot: Snapshot, receiver: str) -> None:
+        """Offers it again after a while, longer each time."""
+        count = snapshot.failed.get(receiver, (0.0, 0))[1] + 1
+        snapshot.failed[receiver] = (time.monotonic() + min(RETRY_S * 2**count, self._config.deadline_s), count)
 
     def _serve(self) -> None:
         """Offers the newest version to the receivers that are behind it and have no offer of it in hand."""
@@ -134,15 +153,19 @@ class Publisher:
             return
         now, digest = time.monotonic(), latest.manifest.digest
         for receiver, since in list(latest.offered.items()):
-            late = now - since > self._config.deadline_s
-            if late and self._receivers.get(receiver, digest) != digest:
+            if now - since > self._config.deadline_s and self._receivers.get(receiver, digest) != digest:
                 log.error("receiver is late", receiver=receiver, version=latest.version, waited_s=round(now - since))
                 del latest.offered[receiver]
+        for receiver, (at, _) in latest.failed.items():
+            if now >= at:
+                latest.offered.pop(receiver, None)
         behind = [r for r, served in self._receivers.items() if served != digest and r not in latest.offered]
         if not behind:
             return
         for receiver in behind:
             latest.offered[receiver] = now
+            if receiver in latest.failed:
+                latest.failed[receiver] = (float("inf"), latest.failed[receiver][1])
         if latest.segment:
             self._offer(latest, SharedMemoryRoute(segment=latest.segment.name), behind)
         else:
@@ -177,6 +200,5 @@ class Publisher:
         except CollectiveError as error:
             log.error("broadcast failed", version=snapshot.version, receivers=targets, error=str(error))
             self._group = None
-            for receiver in targets:
-                snapshot.offered.pop(receiver, None)
-            self._mailbox.post(None)  # try again in a new epoch, with whoever is there then
+            for receiver in targets:  # in a new epoch, with whoever is there then
+                self._again(snapshot, receiver)

@@ -12,7 +12,7 @@ import torch
 
 from protocols.mailbox import DeadlineError, RefusedError
 from protocols.messages import Batch, Checkpointed, Commit, Exhausted, LedgerRow, LedgerTail, Message, Resumed, Take
-from services import failpoint
+from services import determinism, failpoint
 from services.actor import Actor, Place
 from services.model import device_of, load_model, load_tokenizer
 from services.trainer import checkpoint
@@ -39,6 +39,8 @@ class TrainerSettings:
     dtype: str
     temperature: float
     max_lag: int
+    run_key: str
+    deterministic: bool = False
 
 
 class Trainer:
@@ -46,6 +48,8 @@ class Trainer:
 
     def __init__(self, place: Place, settings: TrainerSettings) -> None:
         torch.set_num_threads(place.threads)
+        if settings.deterministic:
+            determinism.pin(place.folder, "trainer", place.threads)
         self._settings, self._place = settings, place
         self.actor = Actor("trainer", place)
         self._folder = place.folder / "checkpoints"
@@ -61,7 +65,7 @@ class Trainer:
             self._tail = [LedgerRow(**row) for row in checkpoint.restore(self._learner, start)]
             log.info("resumed", version=self._learner.version, path=path)
         self._tokenizer = load_tokenizer(settings.model_path)
-        self._publisher = Publisher(settings.weights, settings.dtype, place.run, self.actor.mailbox)
+        self._publisher = Publisher(settings.weights, settings.dtype, settings.run_key, self.actor.mailbox)
 
     def run(self) -> str:
         """Trains until the run is over or it is told to stop."""
@@ -125,6 +129,7 @@ class Trainer:
 
     def _train(self, batch: Batch) -> None:
         started = time.monotonic()
+        torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
         with self.actor.busy():
             metrics = self._learner.train(open_batch(batch, self._settings.max_lag))
             trained = time.monotonic()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from protocols.weights import Manifest, Weight, layout
+from protocols.weights import Manifest, Weight, layout, make_manifest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -23,6 +23,14 @@ def write(named: Iterable[tuple[str, torch.Tensor]], weights: tuple[Weight, ...]
     for weight, (name, tensor) in zip(weights, named, strict=True):
         assert weight.name == name
         view(weight, buffer).copy_(tensor.detach())
+
+
+def manifest_of(named: Sequence[tuple[str, torch.Tensor]], dtype: str, bucket_bytes: int) -> Manifest:
+    """The manifest that publishing ``named`` as ``dtype`` would have."""
+    weights, nbytes = place(named, dtype)
+    buffer = torch.zeros(nbytes, dtype=torch.uint8)
+    write(named, weights, buffer)
+    return make_manifest(weights, as_memory(buffer), bucket_bytes)
 
 
 def view(weight: Weight, buffer: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,15 @@ so no version is ever overwritten under a reader.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
+import os
 import secrets
 import tempfile
 from pathlib import Path
 
 from protocols.weights import DigestError
+from services.section import SetupError
 
 PREFIX = "penstock-"
 
@@ -25,12 +28,22 @@ def directory() -> Path:
 class Segment:
     """One segment of this process, removed by `unlink`."""
 
-    def __init__(self, run: str, nbytes: int) -> None:
-        self.name = f"{PREFIX}{run}-{secrets.token_hex(6)}"
+    def __init__(self, run_key: str, nbytes: int) -> None:
+        self.name = f"{_prefix(run_key)}{secrets.token_hex(6)}"
         self._path = directory() / self.name
         with self._path.open("x+b") as file:
             self._path.chmod(0o600)
-            file.truncate(max(1, nbytes))
+            try:  # reserved now: a memory file system that fills up later would be a SIGBUS
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, max(1, nbytes))
+                else:
+                    file.truncate(max(1, nbytes))
+            except OSError as error:
+                self._path.unlink()
+                raise SetupError(
+                    f"weights.transport: no room for {nbytes / 2**20:.0f} MiB in {directory()} ({error.strerror}); "
+                    "four versions must fit (docker: --shm-size)"
+                ) from None
             self._map = mmap.mmap(file.fileno(), max(1, nbytes))
         self.memory = memoryview(self._map)[:nbytes]
 
@@ -53,7 +66,12 @@ def attach(name: str, nbytes: int) -> memoryview:
     return memoryview(mapped)[:nbytes]
 
 
-def remove_leftovers(run: str) -> None:
+def remove_leftovers(run_key: str) -> None:
     """Removes the segments that a dead trainer of this run has left."""
-    for path in directory().glob(f"{PREFIX}{run}-*"):
+    for path in directory().glob(f"{_prefix(run_key)}*"):
         path.unlink(missing_ok=True)
+
+
+def _prefix(run_key: str) -> str:
+    # A digest of the key: names are for every process of this host to see, the key is not.
+    return f"{PREFIX}{hashlib.sha256(run_key.encode()).hexdigest()[:16]}-"

@@ -88,6 +88,7 @@ class Rollout:
                 self.receiver.offer(event)
             elif isinstance(event, Prepared):
                 self.served[event.version] = event.weights
+                event.swapped.set()
                 loaded = m.Loaded(version=event.version, digest=event.digest, receive_s=0, verify_s=0, pause_s=0)
                 self.box.ask_later(loaded, 5)
 
@@ -195,10 +196,10 @@ def test_segments_do_not_pile_up() -> None:
     for version in range(3 * SEGMENTS):
         channel.publish(version)
     rollout.wait(3 * SEGMENTS - 1)
-    mine = list(shm.directory().glob(f"{shm.PREFIX}{channel.publisher._run}-*"))
+    mine = list(shm.directory().glob(f"{shm._prefix(channel.publisher._run_key)}*"))
     assert len(mine) <= SEGMENTS
     channel.close()
-    assert not list(shm.directory().glob(f"{shm.PREFIX}{channel.publisher._run}-*"))
+    assert not list(shm.directory().glob(f"{shm._prefix(channel.publisher._run_key)}*"))
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "other-thing", f"{shm.PREFIX}missing"])

@@ -236,7 +236,8 @@ class TorchEngine:
         """Samples one token for each of the slots ``[start, end)`` and appends it."""
         s, rows = self._slots, slice(start, end)
         lengths = s.lengths[rows]
-        uniform = torch.from_numpy(uniforms(s.key[rows], lengths - s.prompt[rows]).astype(np.float32))
+        drawn = uniforms(s.key[rows], lengths - s.prompt[rows]).astype(np.float32)
+        uniform = torch.from_numpy(np.minimum(drawn, np.float32(1 - 2**-24)))  # rounding must not reach 1
         truncating = (s.top_p[rows] < 1).any(), (s.top_k[rows] > 0).any()
 
         def put(array: np.ndarray) -> torch.Tensor:
