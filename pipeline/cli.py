@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from pipeline.config import Config, ConfigError, TinyModel, dump, load
+from protocols.keys import KeysError
 from services.section import SetupError
 
 app = typer.Typer(
@@ -38,7 +39,7 @@ def main() -> None:
     sys.path.append(str(Path.cwd()))  # for functions of the user's own, named module:function
     try:
         app()
-    except SetupError as error:
+    except (SetupError, KeysError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
 
@@ -91,16 +92,22 @@ def serve(
     name: Annotated[
         Optional[str], typer.Option(help="The actor's name, unique in the run.", show_default=False)  # noqa: UP045
     ] = None,
+    keys: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="The run's keys/client.json, for a broker on another machine.", show_default=False),
+    ] = None,
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
     ready_fd: Annotated[Optional[int], typer.Option(hidden=True)] = None,  # noqa: UP045
 ) -> None:
     """Run one actor alone, as a container or another host does.
 
     The broker needs a Redis: store.url in the config, or the environment variable PENSTOCK_STORE. The others need
-    --broker. Each exits 0 when the run is over.
+    --broker. Each exits 0 when the run is over. A broker whose broker.bind is not on the loopback makes keys in its
+    run's folder; the others need a copy of keys/client.json.
     """
+    from pipeline.serve import keys_folder, threads_of
     from pipeline.serve import serve as serve_actor
-    from pipeline.serve import threads_of
+    from protocols.keys import load_client
     from services.actor import Place
 
     kinds = ("broker", "rollout", "reward", "reference", "trainer")
@@ -110,6 +117,8 @@ def serve(
     if actor != "broker" and broker is None:
         raise ConfigError(f"{actor}: give the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
     folder.mkdir(parents=True, exist_ok=True)
+    client = keys or keys_folder(folder) / "client.json"
+    mine = load_client(client) if actor != "broker" and (keys or client.is_file()) else None
     kind: Any = actor
     place = Place(
         name or f"{actor}-{socket.gethostname()}-{os.getpid()}",
@@ -117,6 +126,7 @@ def serve(
         folder,
         broker or "",
         threads_of(kind, resolved),
+        mine,
     )
     store = os.environ.pop("PENSTOCK_STORE", None)
     raise typer.Exit(serve_actor(kind, resolved, place, store, supervised, ready_fd))

@@ -17,10 +17,11 @@ from rich.console import Console
 from pipeline.config import Config, ConfigError, TinyModel, dump, load
 from pipeline.redis_server import PrivateRedis
 from pipeline.report.build import write_report
-from pipeline.serve import ActorName, run_key, threads_of
+from pipeline.serve import ActorName, keys_folder, run_key, threads_of
 from pipeline.summary import summarize
 from pipeline.supervise import Child, Supervisor
 from pipeline.view import View
+from protocols.keys import load_client
 from protocols.mailbox import DeadlineError, Mailbox, RefusedError
 from protocols.messages import Heartbeat, Hello, LedgerReply, LedgerRequest, Status, StatusRequest, StopRun
 from services import logs
@@ -108,7 +109,9 @@ class _Launch:
             for index in range(count):
                 name = kind if kind == "trainer" else f"{kind}-{index}"
                 self._start(kind, name, ["--broker", address])
-        self._mailbox = Mailbox(address, f"supervisor#{os.getpid()}")
+        client = keys_folder(self._folder) / "client.json"
+        keys = load_client(client) if client.is_file() else None
+        self._mailbox = Mailbox(address, f"supervisor#{os.getpid()}", keys)
         hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
         self._mailbox.hello = lambda: [hello]
         self._mailbox.beat = Heartbeat

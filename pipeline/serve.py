@@ -10,6 +10,8 @@ from typing import Any, Literal
 import structlog
 
 from pipeline.config import Config, ConfigError, PretrainedModel
+from protocols import keys
+from protocols.keys import KeysError
 from protocols.mailbox import AddressError
 from services import logs
 from services.actor import Place, on_stop
@@ -52,7 +54,7 @@ def serve(
         on_stop(actor.actor.stop, supervised)
         log.info("stopped", reason=actor.run())
         return 1 if actor.actor.error else 0
-    except (SetupError, AddressError) as error:
+    except (SetupError, AddressError, KeysError) as error:
         log.error("cannot work with this setup", error=str(error))
         os.write(2, f"{place.name}: {error}\n".encode())
         return EXIT_SETUP
@@ -68,6 +70,11 @@ def _serve_broker(config: Config, place: Place, store: str | None, supervised: b
     url = store or config.store.url
     if url is None:
         raise ConfigError("store.url: a broker that runs alone needs a Redis; give its URL")
+    folder = keys_folder(place.folder)
+    exposed = not keys.is_loopback(config.broker.bind)
+    if exposed:
+        keys.make(folder)
+        log.info("keys", client=str(folder / "client.json"))
     settings = BrokerSettings(
         run=place.run,
         folder=place.folder,
@@ -83,6 +90,7 @@ def _serve_broker(config: Config, place: Place, store: str | None, supervised: b
         with_reference=config.with_reference,
         tensorboard=config.run.tensorboard,
         deterministic=config.run.deterministic,
+        keys=keys.load_broker(folder / "broker.json") if exposed else None,
         store_key=run_key(place.folder),
     )
     broker = Broker(settings, url)
@@ -125,6 +133,11 @@ def _make(kind: ActorName, config: Config, place: Place) -> Any:
         deterministic,
     )
     return Trainer(place, settings)
+
+
+def keys_folder(folder: Path) -> Path:
+    """Where the CURVE keys of the run in ``folder`` are."""
+    return folder / "keys"
 
 
 def run_key(folder: Path) -> str:

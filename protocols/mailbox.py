@@ -20,8 +20,11 @@ from dataclasses import dataclass
 
 import structlog
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from protocols import wire
+from protocols.keys import BrokerKeys, ClientKeys, is_loopback
 from protocols.messages import (
     Fenced,
     HelloNeeded,
@@ -35,6 +38,10 @@ from protocols.messages import (
 )
 
 log = structlog.get_logger()
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 RESEND_S = 5.0
 """A request without an answer is sent again after this."""
@@ -80,8 +87,8 @@ class Mailbox:
     are said when the broker no longer knows this actor, before anything else is sent again.
     """
 
-    def __init__(self, address: str, identity: str) -> None:
-        self.address, self.identity = address, identity
+    def __init__(self, address: str, identity: str, keys: ClientKeys | None = None) -> None:
+        self.address, self.identity, self._keys = address, identity, keys
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.beat: Callable[[], Message] | None = None
         self.beat_s = 1.0
@@ -157,6 +164,10 @@ class Mailbox:
         sock.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
         sock.setsockopt(zmq.RECONNECT_IVL, 100)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._keys:
+            sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.broker_public.encode())
+            sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
+            sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
         sock.connect(self.address)
         poller = zmq.Poller()
         poller.register(sock, zmq.POLLIN)
@@ -253,6 +264,16 @@ class Mailbox:
                 sock.send_multipart(request.frames, copy=False)
 
 
+class _Door:
+    """Lets in whoever proves to have the run's client key."""
+
+    def __init__(self, client_public: str) -> None:
+        self._allowed = client_public
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key.decode() == self._allowed
+
+
 class Exchange:
     """The broker's side: one ROUTER socket, used from one thread.
 
@@ -260,8 +281,9 @@ class Exchange:
     is acknowledged.
     """
 
-    def __init__(self, bind: str) -> None:
+    def __init__(self, bind: str, keys: BrokerKeys | None = None) -> None:
         self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -269,9 +291,24 @@ class Exchange:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        if keys:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback("penstock", credentials_provider=_Door(keys.client_public))
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.broker_secret.encode())
+            self._socket.setsockopt(zmq.ZAP_DOMAIN, b"penstock")
+        elif not is_loopback(bind):
+            self._context.destroy(linger=0)
+            raise AddressError(f"broker.bind: {bind} can be reached from other machines, and there are no keys")
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
+            if self._authenticator:
+                self._authenticator.stop()
+            self._socket.disable_monitor()
+            self._monitor.close(0)
             self._context.destroy(linger=0)
             hint = "another process has this port; choose another, or port 0 for a free one"
             raise AddressError(
@@ -282,12 +319,18 @@ class Exchange:
         """What was bound, with the real port."""
         self.refused = 0
         """Malformed messages so far."""
+        self.strangers = 0
+        """Connections refused so far for want of a key."""
         self._outgoing: list[tuple[str, list[bytes | memoryview]]] = []
 
     def receive(self, timeout_s: float, limit: int = 256) -> list[tuple[str, int, Message]]:
         """Up to ``limit`` messages as ``(identity, request id, message)``, waiting ``timeout_s`` for the first.
         A malformed one is answered with `Refused` and costs only itself."""
         received: list[tuple[str, int, Message]] = []
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self.strangers += 1
+            log.warning("a peer was refused at the door: no key, or a wrong one", refused=self.strangers)
         if not self._socket.poll(int(timeout_s * 1000)):
             return received
         while len(received) < limit:
@@ -324,5 +367,9 @@ class Exchange:
     def close(self) -> None:
         """Sends what is queued, then closes."""
         self.flush()
+        if self._authenticator:
+            self._authenticator.stop()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
         self._context.term()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from protocols.keys import ClientKeys
 from protocols.mailbox import FencedError, Mailbox
 from protocols.messages import ActorKind, Bye, Heartbeat, Hello, Lease, Message, Stop, Welcome, Work
 
@@ -38,6 +39,8 @@ class Place:
     """The broker's address, e.g. ``tcp://127.0.0.1:5555``."""
     threads: int = 1
     """Compute threads."""
+    keys: ClientKeys | None = None
+    """For a broker that is not on this machine's loopback."""
 
 
 def on_stop(stop: Callable[[str], None], supervised: bool = False) -> None:
@@ -72,7 +75,7 @@ class Actor:
         self.kind, self.place = kind, place
         # Incarnations of a name are ordered by when they began, so that the broker knows which one is the newer.
         self.incarnation = f"{time.time_ns():016x}"
-        self.mailbox = Mailbox(place.broker, f"{place.name}#{self.incarnation}")
+        self.mailbox = Mailbox(place.broker, f"{place.name}#{self.incarnation}", place.keys)
         self.gauges: dict[str, float] = {}
         self.version = -1
         """The version of the weights that this actor serves; -1 for none."""

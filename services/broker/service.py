@@ -16,6 +16,7 @@ import structlog
 from protocols import messages as m
 from protocols import wire
 from protocols.experience import ExperienceError, Group, Prompt, Sampling, as_bytes, unpack_group
+from protocols.keys import BrokerKeys
 from protocols.mailbox import Exchange
 from services.broker.archive import Archive
 from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
@@ -80,6 +81,8 @@ class BrokerSettings:
     with_reference: bool
     tensorboard: bool
     deterministic: bool = False
+    keys: BrokerKeys | None = None
+    """Needed where ``broker.bind`` is not on the loopback."""
     store_key: str | None = None
     """The run's own key: a store with another is another run's."""
 
@@ -162,7 +165,9 @@ class Broker:
             m.LedgerRequest: self._on_ledger,
             m.StopRun: self._on_stop_run,
         }
-        self.exchange = Exchange(settings.broker.bind)  # last: nothing after it can fail and leave a socket open
+        self.exchange = Exchange(
+            settings.broker.bind, settings.keys
+        )  # last: nothing after it can fail and leave a socket open
 
     def _restore(self) -> None:
         """Takes up a run where an earlier broker left it."""
@@ -201,7 +206,7 @@ class Broker:
     @property
     def address(self) -> str:
         """Where others reach this broker."""
-        return self._settings.broker.advertise or self.exchange.address
+        return self._settings.broker.advertise or self.exchange.address.replace("//0.0.0.0:", "//127.0.0.1:")
 
     def stop(self, reason: str) -> None:
         """Ends the run; safe from a signal handler."""

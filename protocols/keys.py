@@ -1,0 +1,86 @@
+"""CURVE keys of a run: one pair for the broker, one for everybody who may speak to it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+
+
+class KeysError(ValueError):
+    """A key file that cannot be used; says which and what to do."""
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """What an actor needs: the broker's public key, and the run's client pair (Z85 text)."""
+
+    broker_public: str
+    client_public: str
+    client_secret: str
+
+
+@dataclass(frozen=True)
+class BrokerKeys:
+    """What the broker needs: its own pair, and the public key that it lets in."""
+
+    broker_public: str
+    broker_secret: str
+    client_public: str
+
+
+def make(folder: Path) -> None:
+    """Makes both key files below ``folder``, once, readable by their owner alone."""
+    if (folder / "client.json").is_file():
+        return
+    broker, broker_secret = (key.decode() for key in zmq.curve_keypair())
+    client, client_secret = (key.decode() for key in zmq.curve_keypair())
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _write(folder / "broker.json", asdict(BrokerKeys(broker, broker_secret, client)))
+    _write(folder / "client.json", asdict(ClientKeys(broker, client, client_secret)))
+
+
+def load_client(path: Path) -> ClientKeys:
+    """The keys in a client file. Raises `KeysError`."""
+    return ClientKeys(**_read(path, ClientKeys))
+
+
+def load_broker(path: Path) -> BrokerKeys:
+    """The keys in a broker file. Raises `KeysError`."""
+    return BrokerKeys(**_read(path, BrokerKeys))
+
+
+def is_loopback(address: str) -> bool:
+    """Nobody beyond this machine can reach ``address``."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp":
+        return parts.scheme in ("ipc", "inproc")
+    try:
+        return ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return parts.hostname == "localhost"
+
+
+def _write(path: Path, fields: dict[str, str]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(fields))
+
+
+def _read(path: Path, kind: type) -> dict[str, str]:
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise KeysError(f"--keys: cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise KeysError(f"--keys: {path} is not a key file") from None
+    expected = {field.name for field in fields_of(kind)}
+    if not isinstance(fields, dict) or fields.keys() != expected or not all(len(v) == 40 for v in fields.values()):
+        raise KeysError(f"--keys: {path} does not hold {', '.join(sorted(expected))}")
+    return fields

@@ -1,0 +1,85 @@
+"""Without the run's key, a socket beyond the loopback gives nothing."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocols import keys
+from protocols.keys import ClientKeys, KeysError
+from protocols.mailbox import AddressError, DeadlineError, Exchange, Mailbox
+from protocols.messages import Noted, Take
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Exchange]:
+    keys.make(tmp_path / "keys")
+    exchange = Exchange("tcp://0.0.0.0:0", keys.load_broker(tmp_path / "keys" / "broker.json"))
+    serving = threading.Event()
+    serving.set()
+
+    def serve() -> None:
+        while serving.is_set():
+            for identity, request, _message in exchange.receive(0.02):
+                exchange.send(identity, Noted(), request)
+            exchange.flush()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield exchange
+    serving.clear()
+    thread.join()
+    exchange.close()
+
+
+def address(exchange: Exchange) -> str:
+    return exchange.address.replace("0.0.0.0", "127.0.0.1")
+
+
+def test_the_runs_key_opens_the_door_and_no_other_does(broker: Exchange, tmp_path: Path) -> None:
+    mine = keys.load_client(tmp_path / "keys" / "client.json")
+    box = Mailbox(address(broker), "friend#1", mine)
+    assert box.ask(Take(step=1), 5) == Noted()
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    wrong = ClientKeys(mine.broker_public, public, secret)
+    for stranger in (None, wrong):
+        outside = Mailbox(address(broker), "stranger#1", stranger)
+        with pytest.raises(DeadlineError):
+            outside.ask(Take(step=1), 1.0)
+        outside.close(0)
+    assert box.ask(Take(step=2), 5) == Noted()
+    assert broker.strangers >= 2
+    box.close()
+
+
+def test_a_socket_that_others_can_reach_needs_keys() -> None:
+    with pytest.raises(AddressError, match="can be reached from other machines"):
+        Exchange("tcp://0.0.0.0:0")
+
+
+def test_keys_are_their_owners_alone_and_made_once(tmp_path: Path) -> None:
+    keys.make(tmp_path)
+    first = keys.load_client(tmp_path / "client.json")
+    keys.make(tmp_path)
+    assert keys.load_client(tmp_path / "client.json") == first
+    for name in ("broker.json", "client.json"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(KeysError, match="does not hold"):
+        keys.load_client(tmp_path / "bad.json")
+    with pytest.raises(KeysError, match="cannot read"):
+        keys.load_client(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("where", "loopback"),
+    [("tcp://127.0.0.1:5", True), ("tcp://localhost:5", True), ("tcp://0.0.0.0:5", False), ("tcp://10.0.0.1:5", False),
+     ("tcp://*:5", False), ("ipc:///tmp/x", True), ("tcp://[::1]:5", True)],
+)  # fmt: skip
+def test_what_is_loopback(where: str, loopback: bool) -> None:
+    assert keys.is_loopback(where) == loopback
