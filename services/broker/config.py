@@ -133,7 +133,7 @@ class BrokerConfig(Section):
     max_attempts: int = Field(5, ge=1)
     """A group that was leased or scored this often without an answer is dropped."""
     max_consecutive_drops: int = Field(64, ge=1)
-    """So many groups dropped in a row end the run with an error."""
+    """So many groups that failed, without one that was scored in between, end the run with an error."""
 
 
 class ReplayConfig(Section):
@@ -141,6 +141,10 @@ class ReplayConfig(Section):
 
     archive: Literal["all", "none"] | int = "none"
     """Steps whose groups are kept on disk, in the run's folder, for `penstock replay`: all, the last N, or none."""
+    filter: Literal["none", "zero_variance"] = "none"
+    """``zero_variance``: drop groups whose rewards are all equal, and generate others instead (Yu et al. 2025)."""
+    max_consecutive_filtered: int = Field(1024, ge=1)
+    """So many filtered groups without one that is kept end the run: there is nothing left to learn."""
 
 
 class StoreConfig(Section):

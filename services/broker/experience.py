@@ -47,7 +47,7 @@ class Experience:
         self.dropped = {int(n): row["reason"] for n, row in journal.rows("dropped").items()}
         for number in self.dropped:
             gate.drop(number)
-        self.consecutive_drops = 0
+        self.consecutive_drops = self.consecutive_filtered = 0
         self.last_drop = ""
         for entry in list(self.replay.entries.values()):
             if entry.oldest < gate.required_version(entry.number):
@@ -107,6 +107,13 @@ class Experience:
                 self.replay.remove(number)
             self.leases.skip_to(max(groups, default=-1) + 1)
 
+    def filter(self, number: int, reason: str) -> None:
+        """The group is sound, but teaches nothing: it is dropped, which is no failure."""
+        failures = self.consecutive_drops
+        self.drop(number, reason)
+        self.consecutive_drops = failures
+        self.consecutive_filtered += 1
+
     def drop(self, number: int, reason: str) -> None:
         """The group will never be trained on. Nothing is dropped once a step has taken it."""
         closed = self.leases.close(number) or self.replay.remove(number)
@@ -121,7 +128,9 @@ class Experience:
         log.warning("group dropped", group=number, reason=reason)
 
     def scored(self, number: int, scorer: Scorer) -> bool:
-        """A scorer has answered for a group; False for a repeated answer."""
+        """A scorer has answered for a group that is kept; False for a repeated answer."""
+        if scorer == "reward":
+            self.consecutive_drops = self.consecutive_filtered = 0
         return self.replay.scored(number, scorer)
 
     def take(self, step: int, seed: int) -> Step | None:
@@ -140,7 +149,6 @@ class Experience:
         taken = self.ledger.take(step, eligible[:batch], seed, time.time())
         for number in taken.groups:
             self.replay.remove(number)
-        self.consecutive_drops = 0
         return taken
 
     def ended(self, step: int) -> bool:

@@ -317,6 +317,10 @@ class Broker:
             self._enter("evaluating_after")
         elif self._phase == "evaluating_after" and not self._evaluation.round and self._final_checkpoint >= committed:
             self._enter("done")
+        filtered = self._experience.consecutive_filtered
+        if filtered >= self._settings.replay.max_consecutive_filtered and not self._error:
+            self._error = f"{filtered} groups in a row had rewards that are all equal: there is nothing left to learn"
+            self.stop(self._error)
         if self._experience.consecutive_drops >= self._settings.broker.max_consecutive_drops and not self._error:
             self._error = (
                 f"{self._experience.consecutive_drops} groups were dropped in a row, the last one because: "
@@ -614,6 +618,9 @@ class Broker:
                 continue
             if np.isnan(score.rewards).sum() > len(score.rewards) - min(2, len(score.rewards)):
                 self._drop(score.number, f"too few trajectories have a reward; {failures[-1] if failures else 'NaN'}")
+            elif self._settings.replay.filter == "zero_variance" and np.nanstd(score.rewards) == 0:
+                self._payloads.pop(score.number, None)
+                self._experience.filter(score.number, "filtered: its rewards are all equal")
             elif self._experience.scored(score.number, "reward"):
                 self._store.put_payload(score.number, "rewards", score.rewards.tobytes())
         self._note(member, request, refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -30,6 +31,7 @@ log = structlog.get_logger()
 
 DURABLE_DEADLINE_S = 120.0
 DRAIN_S = 10.0
+RETAIN_S = 5.0
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class Rollout:
         self._receiver = Receiver(self.engine, self.actor.mailbox, self.actor.mailbox.identity, host)
         self._work: dict[int, _Work] = {}
         self._outbox: set[int] = set()
+        self._retained: deque[tuple[float, Finished, int]] = deque()
+        """What became durable lately: said again to a broker that was restarted, whose store may have lost it."""
         fit = max(1, self.engine.capacity // config.sampling.n)
         self._limit = config.groups_in_flight or fit + (fit + 1) // 2
         self._closed = 0
@@ -134,6 +138,12 @@ class Rollout:
             self._closed, self._credited, self._hello = 0, -1, self.actor.hellos
             self._held_at_hello = len(self.actor.held)
             self._give_credit()
+            for _, message, tokens in self._retained:
+                if message.number not in self._outbox:
+                    self._outbox.add(message.number)
+                    self._closed -= 1  # its room was given back when it first became durable
+                    self._send(message, tokens)
+            self._retained.clear()
         else:
             log.warning("unexpected message", type=type(event).__name__)
 
@@ -197,6 +207,9 @@ class Rollout:
         elif isinstance(answer.message, Finished) and answer.number >= 0:
             row = {"group": answer.number, "attempt": answer.message.attempt, "tokens": answer.tokens}
             self._finished.write(json.dumps(row | {"time": time.time()}) + "\n")
+            self._retained.append((time.monotonic(), answer.message, answer.tokens))
+            while self._retained and time.monotonic() - self._retained[0][0] > RETAIN_S:
+                self._retained.popleft()
         self._give_credit()
 
     def _give_credit(self) -> None:

@@ -81,7 +81,7 @@ class World:
         self.tokens: dict[int, int] = {}
         """Finished and acknowledged group to its oldest version."""
         self.holders = [Holder(f"rollout-{i}", 0) for i in range(rollouts)]
-        self.crashes = 0
+        self.crashes = self.transitions = 0
         self.payloads: set[int] = set()
 
     def make_books(self) -> Experience:

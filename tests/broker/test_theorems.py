@@ -14,19 +14,20 @@ from services.broker.leases import Lease
 from services.broker.ledger import LedgerError
 from tests.broker.machine import Holder, World
 
-EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "300"))
-TRANSITIONS = 70
+EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "2000"))
+TRANSITIONS = 80
 
 worlds = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2), st.integers(1, 3))
 
 
-def play(kind: type[World], shape: tuple[int, int, int, int], random: Any, steps: int = 6) -> World:
+def play(kind: type[World], shape: tuple[int, int, int, int], random: Any, steps: int = 16) -> World:
     """Random transitions, every property checked after each; then the run must be able to end."""
     batch, window, extra, rollouts = shape
     max_lag = -(-(window - 1) // batch) + extra
     world = kind(batch, window, max_lag, steps, rollouts)
     for _ in range(TRANSITIONS):
         transition(world, random)
+        world.transitions += 1
         world.check()
         if world.trainer_version >= steps:
             break
@@ -218,8 +219,9 @@ def test_every_clause_is_needed(mutation: type[World], reason: str) -> None:
         broken()
 
 
-def test_crashes_are_reached_in_at_least_half_of_the_plays() -> None:
+def test_plays_are_long_and_at_least_half_of_them_crash() -> None:
     import random
 
     plays = [play(World, (2, 2, 1, 2), random.Random(seed)) for seed in range(60)]
     assert sum(world.crashes > 0 for world in plays) >= 30
+    assert min(world.transitions for world in plays) >= 50

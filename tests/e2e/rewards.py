@@ -25,3 +25,9 @@ def moody(response: str, truth: Any, prompt: str) -> float:
 def broken(response: str, truth: Any, prompt: str) -> float:
     """Always fails."""
     raise KeyError("no such column")
+
+
+def parity(response: str, truth: Any, prompt: str) -> float:
+    """The same for every response to about half of the prompts."""
+    key = prompt if zlib.crc32(prompt.encode()) % 2 else prompt + response
+    return float(zlib.crc32(key.encode()) % 2)

@@ -1,0 +1,108 @@
+"""The store against a real Redis that dies, forgets, or belongs to another run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.redis_server import PrivateRedis
+from services.broker.config import StoreConfig
+from services.broker.store import Store, StoreError
+
+
+class Server:
+    """A Redis that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.redis = PrivateRedis(folder, "always")
+        self.log = folder / "redis" / "appendonly.aof"
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.redis.command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.kill()
+    made.redis.remove()
+
+
+def open_store(server: Server, key: str = "k", retry_s: float = 10) -> Store:
+    return Store(server.redis.url, "run", StoreConfig(retry_s=retry_s), key)
+
+
+def write(store: Store, start: int, count: int) -> None:
+    for number in range(start, start + count):
+        store.put("t", number, {"value": number})
+        store.put("t", "last", {"value": number})
+        store.commit()
+
+
+def test_commits_survive_a_kill(server: Server) -> None:
+    store = open_store(server)
+    write(store, 0, 20)
+    server.kill()
+    server.start()
+    assert len(open_store(server).rows("t")) == 21
+
+
+def test_a_commit_waits_for_a_store_that_is_away(server: Server) -> None:
+    store = open_store(server)
+    write(store, 0, 3)
+    server.kill()
+    threading.Timer(1.0, server.start).start()
+    write(store, 3, 1)
+    assert store.waited_s >= 0.5
+    assert len(store.rows("t")) == 5
+
+
+def test_what_a_torn_file_lost_is_written_again_in_order(server: Server) -> None:
+    store = open_store(server)
+    write(store, 0, 50)
+    server.kill()
+    os.truncate(server.log, server.log.stat().st_size // 2)
+    server.start()
+    write(store, 50, 1)
+    rows = store.rows("t")
+    assert rows["last"] == {"value": 50} and len(rows) == 52
+    server.kill()
+    os.truncate(server.log, server.log.stat().st_size - 100)
+    server.start()
+    store.check()
+    assert store.rows("t")["last"] == {"value": 50}
+
+
+def test_another_runs_store_is_refused(server: Server) -> None:
+    open_store(server, "mine")
+    with pytest.raises(StoreError, match="holds another run by the name 'run'"):
+        open_store(server, "theirs")
+
+
+def test_a_second_writer_is_noticed(server: Server) -> None:
+    first, second = open_store(server), open_store(server)
+    write(first, 0, 5)
+    with pytest.raises(StoreError, match="another broker writes to this run"):
+        write(second, 0, 1)
+        write(second, 1, 1)
+
+
+def test_a_store_that_stays_away_is_an_error(server: Server) -> None:
+    store = open_store(server, retry_s=0.5)
+    server.kill()
+    started = time.monotonic()
+    with pytest.raises(StoreError, match="no Redis answers"):
+        write(store, 0, 1)
+    assert time.monotonic() - started < 5

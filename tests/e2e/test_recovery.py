@@ -1,0 +1,81 @@
+"""Runs that are stopped and go on, and processes that stop without dying."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
+
+
+def resume(run: Run, overrides: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline.cli", "run", str(QUICKSTART), "--resume", str(run.folder)]
+    return subprocess.run([*command, *SHORT, *overrides], capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_an_interrupted_run_goes_on_with_another_bound_and_batch(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, "trainer.steps=100000"])
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130
+    before = json.loads((run.folder / "summary.json").read_text())
+    steps = before["steps"] + 4
+    done = resume(run, [f"trainer.steps={steps}", "gate.max_lag=1", "gate.groups_per_step=5", "gate.prefetch=null"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run.folder / "summary.json").read_text())
+    check_promises(summary)
+    assert summary["steps"] == steps and summary["groups_trained"] == before["steps"] * 8 + 4 * 5
+    assert not run.actors()
+    again = resume(run, [f"trainer.steps={steps}", "gate.max_lag=1", "gate.groups_per_step=5", "gate.prefetch=null"])
+    assert again.returncode == 0, again.stdout + again.stderr  # complete already: says so and ends
+    refused = resume(run, ["run.seed=7"])
+    assert refused.returncode == 2 and "run.seed: 7, but the run began with 0" in refused.stderr
+
+
+def test_a_process_that_is_asked_to_leave_is_started_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, "trainer.steps=12"])
+    run.wait_for_step(2)
+    run.actors()["reward-0"].terminate()
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["restarts"] == 1 and summary["steps"] == 12
+
+
+def test_a_stall_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, "trainer.steps=40", "broker.stall_s=2", "broker.dead_after_s=60"])
+    run.wait_for_step(3)
+    trainer = run.actors()["trainer"]
+    trainer.suspend()
+    log = run.folder / "logs" / "broker.jsonl"
+    try:
+        for _ in range(100):
+            stalls = [json.loads(line) for line in log.read_text().splitlines() if '"stall"' in line]
+            if stalls:
+                break
+            subprocess.run(["sleep", "0.1"], check=True)
+    finally:
+        trainer.resume()
+    assert (stalls and "trainer#" in stalls[0]["reason"]) or "needs a rollout" in stalls[0]["reason"]
+    check_promises(run.wait())
+
+
+def test_a_deterministic_run_is_not_continued_on_another_kind_of_machine(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, "run.deterministic=true", "trainer.steps=100000"])
+    run.wait_for_step(1)
+    run.process.send_signal(signal.SIGINT)
+    run.process.wait(60)
+    machine = run.folder / "machines" / "trainer.json"
+    machine.write_text(json.dumps(json.loads(machine.read_text()) | {"instruction_set": "Z80"}))
+    done = resume(run, ["run.deterministic=true"])
+    assert done.returncode == 1 and "instruction_set" in done.stderr and "recorded 'Z80'" in done.stderr
+
+
+def test_groups_that_teach_nothing_are_filtered_and_replaced(tmp_path: Path) -> None:
+    overrides = ["replay.filter=zero_variance", "reward.functions=[{function: 'tests.e2e.rewards:parity'}]"]
+    run = Run(tmp_path, [*SHORT, *overrides])
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["groups_dropped"] > 0 and summary["groups_trained"] == 48
