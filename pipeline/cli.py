@@ -235,6 +235,22 @@ def bench_peers(
     bench_trl(Console(), config, folder, steps, list(range(seeds)), threads)
 
 
+@bench.command("soak")
+def bench_soak(
+    steps: Annotated[int, typer.Option(help="Tiny training steps.")] = 5000,
+    every: Annotated[int, typer.Option(help="Steps between two looks at the memory.")] = 50,
+    config: Annotated[Path, typer.Option(help="The config that is made tiny.")] = Path("configs/quickstart.yaml"),
+    folder: Annotated[Path, typer.Option(help="Where run, soak.csv and soak.svg go.")] = Path("runs/bench-soak"),
+) -> None:
+    """Thousands of tiny steps: memory of every process and of Redis, and its growth per 1,000 steps.
+
+    Exit code 0 where all of it is below 1 % per 1,000 steps, after the first fifth.
+    """
+    from pipeline.bench.soak import bench as run_bench
+
+    raise typer.Exit(0 if run_bench(Console(), config, folder, steps, every) else 1)
+
+
 def _print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
     keys: tuple[str, ...] = (
         "steps",

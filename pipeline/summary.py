@@ -38,11 +38,11 @@ def audit(folder: Path, ledger: LedgerReply) -> dict[str, int]:
     two steps, or twice in one, was trained twice.
     """
     finished = {row["group"] for path in (folder / "logs").glob("*.finished.jsonl") for row in read_lines(path)}
-    trained = Counter(group for step in ledger.steps if step["digest"] for group in step["groups"])
-    accounted = trained.keys() | {int(number) for number in ledger.dropped} | set(ledger.untrained)
-    taken = {group for step in ledger.steps if not step["digest"] for group in step["groups"]}
+    steps = {row["step"]: row["groups"] for row in read_lines(folder / "ledger.jsonl")}
+    trained = Counter(group for step, groups in steps.items() if step < ledger.steps for group in groups)
+    dropped = {row["group"] for row in read_lines(folder / "dropped.jsonl")}
     return {
-        "groups_lost": len(finished - accounted - taken),
+        "groups_lost": len(finished - trained.keys() - dropped - set(ledger.untrained)),
         "groups_trained_twice": sum(count - 1 for count in trained.values()),
         "groups_finished_logged": len(finished),
     }

@@ -315,9 +315,10 @@ class LoadFailed(Message):
 
 
 class Receivers(Message):
-    """broker → trainer, whenever it changes: each live rollout's identity and the digest that it serves ("": none)."""
+    """broker → trainer, whenever it changes: each live rollout's identity and what it serves: version and digest,
+    -1 and "" for nothing of the present timeline. Both count: a step that changes nothing is a new version too."""
 
-    digests: dict[str, str]
+    serves: dict[str, tuple[int, str]]
 
 
 class ReceiverReport(Message):
@@ -345,15 +346,13 @@ class Status(Message):
 
 
 class LedgerRequest(Message):
-    """observer → broker: which groups each step trained on."""
+    """observer → broker: what is not in the run's files yet."""
 
 
 class LedgerReply(Message):
-    """broker → observer: the ledger, the groups dropped, and the finished groups that no step has taken."""
+    """broker → observer: how many steps are committed, and the finished groups that no committed step has."""
 
-    steps: list[dict[str, Any]]
-    dropped: dict[str, str]
-    """Group number (as text) to the reason."""
+    steps: int
     untrained: list[int]
 
 

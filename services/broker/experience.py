@@ -20,7 +20,8 @@ class Experience:
 
     ``steps`` is how many steps the run has, ``draws`` how many prompts there are (None: no end), ``prefetch`` how
     many groups may be under way beyond those taken (None: as many as the gate allows), ``release`` is told
-    the number of each group whose payload is not needed any more, ``archive`` each step before that.
+    the number of each group whose payload is not needed any more, ``archive`` each step before that,
+    ``on_drop`` each drop with its reason.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class Experience:
         prefetch: int | None,
         release: Callable[[int], None],
         archive: Callable[[Step], None],
+        on_drop: Callable[[int, str], None],
     ) -> None:
         self._journal = journal
-        self._release, self._archive = release, archive
+        self._release, self._archive, self._on_drop = release, archive, on_drop
         self.gate, self.steps, self.draws = gate, steps, draws
         # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
         self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
@@ -43,10 +45,10 @@ class Experience:
         self.replay = Replay(journal, scorers)
         self.ledger = Ledger(journal)
         # Steps are counted on from those taken, which may have had another B.
-        gate.steps, gate.groups = len(self.ledger.steps), sum(len(step.groups) for step in self.ledger.steps)
-        self.dropped = {int(n): row["reason"] for n, row in journal.rows("dropped").items()}
-        for number in self.dropped:
-            gate.drop(number)
+        gate.steps, gate.groups = self.ledger.length, self.ledger.groups
+        self._recent_drops = {int(number) for number in journal.rows("dropped")}
+        self._forgotten_drops = journal.rows("counters").get("dropped", {"count": 0})["count"]
+        gate.remember(self._recent_drops, self._forgotten_drops)
         self.consecutive_drops = self.consecutive_filtered = 0
         self.last_drop = ""
         for entry in list(self.replay.entries.values()):
@@ -60,6 +62,11 @@ class Experience:
         """A group with this number would be trained in no step."""
         gate = self.gate
         return gate.rank(number) - gate.groups >= (self.steps - gate.steps) * gate.batch
+
+    @property
+    def drops(self) -> int:
+        """Groups dropped so far."""
+        return self._forgotten_drops + len(self._recent_drops)
 
     @property
     def drawn_out(self) -> bool:
@@ -120,8 +127,9 @@ class Experience:
         if closed is None:
             return
         self.gate.drop(number)
-        self.dropped[number] = reason
-        self._journal.put("dropped", number, {"reason": reason})
+        self._recent_drops.add(number)
+        self._journal.put("dropped", number, {})
+        self._on_drop(number, reason)
         self._release(number)
         self.consecutive_drops += 1
         self.last_drop = f"group {number}: {reason}"
@@ -167,7 +175,17 @@ class Experience:
 
     def free(self, version: int) -> None:
         """A durable checkpoint holds ``version``: the groups of the steps before it are needed no more."""
-        for step in self.ledger.free(version):
+        covered = self.ledger.covered(version)
+        for step in covered:
             self._archive(step)
             for number in step.groups:
                 self._release(number)
+        self.ledger.let_go(covered)
+        known = [self.oldest_open(), *self.replay.entries, *(n for step in self.ledger.steps for n in step.groups)]
+        forgotten = self.gate.forget_below(min(known))
+        for number in forgotten:
+            self._recent_drops.discard(number)
+            self._journal.delete("dropped", number)
+        if forgotten:
+            self._forgotten_drops += len(forgotten)
+            self._journal.put("counters", "dropped", {"count": self._forgotten_drops})

@@ -6,7 +6,7 @@ Symbols as in docs/bounded-lag.md: B groups a step, window W, bound η, rank r(i
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class Gate:
@@ -27,6 +27,8 @@ class Gate:
         self.batch, self.window, self.max_lag = batch, window, max_lag
         self.steps, self.groups = steps, groups
         self._dropped: list[int] = []
+        self._forgotten = 0
+        """Drops below every number that is still asked about."""
 
     def drop(self, number: int) -> None:
         """Group ``number`` will never be trained on."""
@@ -34,7 +36,18 @@ class Gate:
 
     def rank(self, number: int) -> int:
         """r(i): the groups numbered below ``number`` that were not dropped, trained ones included."""
-        return number - bisect_left(self._dropped, number)
+        return number - bisect_left(self._dropped, number) - self._forgotten
+
+    def forget_below(self, number: int) -> list[int]:
+        """No number below ``number`` will be asked about again: drops among them are only counted. Returns them."""
+        gone = self._dropped[: bisect_left(self._dropped, number)]
+        del self._dropped[: len(gone)]
+        self._forgotten += len(gone)
+        return gone
+
+    def remember(self, dropped: Iterable[int], forgotten: int) -> None:
+        """Takes up the drops of an earlier broker."""
+        self._dropped, self._forgotten = sorted(dropped), forgotten
 
     def last_step(self, number: int) -> int:
         """The step that group ``number`` is trained in at the latest, as things stand."""

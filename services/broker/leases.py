@@ -56,8 +56,9 @@ class Leases:
         for row in journal.rows(self.TABLE).values():
             self.open[row["number"]] = Lease(**row)
         self.open = dict(sorted(self.open.items()))
-        for row in journal.rows("counters").values():
-            self.next_number, self.next_draw = row["next_number"], row["next_draw"]
+        counters = journal.rows("counters").get(self.TABLE)
+        if counters:
+            self.next_number, self.next_draw = counters["next_number"], counters["next_draw"]
 
     def new(self) -> Lease:
         """A group with the next number for the next prompt. Numbers are never used again."""
@@ -122,7 +123,7 @@ class Leases:
         return lease
 
     def _write_counters(self) -> None:
-        self._journal.put("counters", "leases", {"next_number": self.next_number, "next_draw": self.next_draw})
+        self._journal.put("counters", self.TABLE, {"next_number": self.next_number, "next_draw": self.next_draw})
 
     def _write(self, lease: Lease) -> None:
         self._journal.put(self.TABLE, lease.number, asdict(lease))

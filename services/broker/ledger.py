@@ -1,4 +1,8 @@
-"""Which groups each step trained on, in order: the trainer's redo log."""
+"""Which groups each step trained on, in order: the trainer's redo log.
+
+Steps that a durable checkpoint covers are let go: the run's ``ledger.jsonl`` and archive have them. What stays is their
+number and how many groups they had.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +26,47 @@ class Step:
     """Wall-clock seconds."""
     digest: str | None = None
     """Of the version that the step yielded; None until it is committed."""
-    freed: bool = False
-    """A durable checkpoint covers it: its groups' payloads are gone."""
 
 
 class Ledger:
-    """The steps, in order."""
+    """The steps, in order; ``steps`` are those that no durable checkpoint covers."""
 
     TABLE = "ledger"
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        base = journal.rows("counters").get(self.TABLE, {"steps": 0, "groups": 0})
+        self._let_go, self._groups_let_go = base["steps"], base["groups"]
         rows = sorted(journal.rows(self.TABLE).values(), key=lambda row: row["step"])
         self.steps = [Step(**row) for row in rows]
 
     @property
+    def length(self) -> int:
+        """Steps taken so far."""
+        return self._let_go + len(self.steps)
+
+    @property
+    def groups(self) -> int:
+        """Groups taken so far."""
+        return self._groups_let_go + sum(len(step.groups) for step in self.steps)
+
+    @property
     def committed(self) -> int:
-        """Number of committed steps, which is the newest version."""
-        return sum(step.digest is not None for step in self.steps[-2:]) + max(0, len(self.steps) - 2)
+        """Steps committed so far, which is the newest version."""
+        return self.length - (1 if self.steps and self.steps[-1].digest is None else 0)
 
     def taken(self, step: int) -> Step | None:
-        """The step, where it was taken already."""
-        return self.steps[step] if 0 <= step < len(self.steps) else None
+        """The step, where it was taken already. Raises `LedgerError` for one that was let go."""
+        if step < self._let_go:
+            raise LedgerError(
+                f"step {step} cannot be redone: a checkpoint of version {self._let_go} covered it; restore that one"
+            )
+        return self.steps[step - self._let_go] if step < self.length else None
 
     def take(self, step: int, groups: list[int], seed: int, now: float) -> Step:
         """``step`` trains on ``groups``, from now on and for good."""
-        if step != len(self.steps):
-            raise LedgerError(f"step {step} cannot be taken: {len(self.steps)} is next")
+        if step != self.length:
+            raise LedgerError(f"step {step} cannot be taken: {self.length} is next")
         if self.steps and self.steps[-1].digest is None:
             raise LedgerError(f"step {step} cannot be taken before step {step - 1} is committed")
         taken = Step(step, groups, seed, now)
@@ -70,25 +88,35 @@ class Ledger:
 
     def merge(self, step: int, groups: list[int], seed: int, digest: str, now: float) -> bool:
         """The trainer remembers committing ``step``. True where the ledger did not have it: the store has lost it."""
+        if step < self._let_go:
+            return False
         known = self.taken(step)
         if known and known.digest:
             return False
         if known is None:
-            if step != len(self.steps):
-                raise LedgerError(f"the trainer remembers step {step}, but the ledger ends at step {len(self.steps)}")
+            if step != self.length:
+                raise LedgerError(f"the trainer remembers step {step}, but the ledger ends at step {self.length}")
             known = Step(step, groups, seed, now)
             self.steps.append(known)
         known.digest = digest
         self._write(known)
         return True
 
-    def free(self, version: int) -> list[Step]:
-        """A durable checkpoint holds ``version``: the steps that it newly covers."""
-        covered = [step for step in self.steps[:version] if step.digest is not None and not step.freed]
-        for step in covered:
-            step.freed = True
-            self._write(step)
-        return covered
+    def covered(self, version: int) -> list[Step]:
+        """The steps that a durable checkpoint of ``version`` covers and that were not let go."""
+        return [step for step in self.steps if step.step < version and step.digest is not None]
+
+    def let_go(self, steps: list[Step]) -> None:
+        """Forgets the first ``steps``."""
+        for step in steps:
+            assert step is self.steps[0]
+            self.steps.pop(0)
+            self._let_go += 1
+            self._groups_let_go += len(step.groups)
+            self._journal.delete(self.TABLE, step.step)
+        if steps:
+            counters = {"steps": self._let_go, "groups": self._groups_let_go}
+            self._journal.put("counters", self.TABLE, counters)
 
     def _write(self, step: Step) -> None:
         self._journal.put(self.TABLE, step.step, asdict(step))

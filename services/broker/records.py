@@ -18,6 +18,7 @@ class Records:
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         self._actors = (folder / "actors.jsonl").open("a", buffering=1)
         self._ledger = (folder / "ledger.jsonl").open("a", buffering=1)
+        self._drops = (folder / "dropped.jsonl").open("a", buffering=1)
         self._samples = (folder / "samples.jsonl").open("a", buffering=1)
         self._tensorboard = None
         if tensorboard:
@@ -44,6 +45,10 @@ class Records:
         """One line a commit; a step that was redone has several, of which the last counts."""
         self._write(self._ledger, row)
 
+    def drop(self, number: int, reason: str) -> None:
+        """One line a dropped group."""
+        self._write(self._drops, {"group": number, "reason": reason})
+
     def sample(self, step: int, group: Group, rewards: list[float]) -> None:
         """Two trajectories of a group, the best and the worst."""
         ranked = sorted(range(len(rewards)), key=lambda i: (rewards[i] != rewards[i], rewards[i]))
@@ -63,7 +68,7 @@ class Records:
 
     def close(self) -> None:
         """Closes the files."""
-        for file in (self._metrics, self._actors, self._ledger, self._samples):
+        for file in (self._metrics, self._actors, self._ledger, self._drops, self._samples):
             file.close()
         if self._tensorboard:
             self._tensorboard.close()

@@ -110,6 +110,7 @@ class Broker:
         self._evaluation = Evaluation(min(settings.prompts.eval_size, len(held_out)))
         scorers: list[Scorer] = ["reward", "reference"] if settings.with_reference else ["reward"]
         gate = Gate(settings.gate.groups_per_step, settings.gate.window, settings.gate.max_lag)
+        self._records = Records(settings.folder, settings.tensorboard)
         self._archive = Archive(settings.folder, settings.replay.archive)
         self._experience = Experience(
             self._store,
@@ -120,10 +121,10 @@ class Broker:
             settings.gate.prefetch,
             self._store.delete_payloads,
             self._archive_step,
+            self._records.drop,
         )
         self._versions = Versions(self._store)
         self._members = Members(self._store)
-        self._records = Records(settings.folder, settings.tensorboard)
         self._payloads: dict[int, bytes] = {}
         self._take: _Waiting | None = None
         self._phase: Phase = "starting"
@@ -652,7 +653,8 @@ class Broker:
 
     def _on_commit(self, member: Member, request: int, commit: m.Commit) -> None:
         first = self._experience.ledger.commit(commit.step, commit.digest)
-        step = self._experience.ledger.steps[commit.step]
+        step = self._experience.ledger.taken(commit.step)
+        assert step
         self._records.ledger({"step": step.step, "groups": step.groups, "seed": step.seed, "digest": step.digest})
         self._progress_at = time.time()
         if first:
@@ -663,7 +665,7 @@ class Broker:
             self._totals["lag_max"] = max(self._totals["lag_max"], int(commit.metrics.get("lag_max", 0)))
             self._last_metrics = commit.metrics
             row = {"step": commit.step, "time": now, "train_s": now - (self._training_since or now)}
-            row |= {**commit.metrics, **self._queues(), "groups_dropped": len(self._experience.dropped)}
+            row |= {**commit.metrics, **self._queues(), "groups_dropped": self._experience.drops}
             self._records.step(row | {"generated_tokens_total": self._totals["generated_tokens"]})
             every = self._settings.prompts.eval_every
             done = commit.step + 1
@@ -708,11 +710,8 @@ class Broker:
 
     def _on_ledger(self, member: Member, request: int, _message: m.LedgerRequest) -> None:
         experience = self._experience
-        reply = m.LedgerReply(
-            steps=[{"step": s.step, "groups": s.groups, "digest": s.digest} for s in experience.ledger.steps],
-            dropped={str(number): reason for number, reason in experience.dropped.items()},
-            untrained=sorted(experience.replay.entries),
-        )
+        taken = [n for step in experience.ledger.steps if step.digest is None for n in step.groups]
+        reply = m.LedgerReply(steps=experience.ledger.committed, untrained=sorted([*experience.replay.entries, *taken]))
         self.exchange.send(member.identity, reply, request)
 
     def _on_stop_run(self, member: Member, request: int, stop: m.StopRun) -> None:
@@ -810,7 +809,10 @@ class Broker:
 
     def _receivers(self) -> m.Receivers:
         rollouts = self._members.of_kind("rollout")
-        return m.Receivers(digests={r.identity: r.digest if self._current(r) else "" for r in rollouts})
+        nothing = (-1, "")
+        return m.Receivers(
+            serves={r.identity: (r.version, r.digest) if self._current(r) else nothing for r in rollouts}
+        )
 
     def _queues(self) -> dict[str, int]:
         entries = self._experience.replay.entries.values()
@@ -851,7 +853,7 @@ class Broker:
             "queues": self._queues(),
             "members": members,
             "lost": dict(self._members.lost),
-            "dropped": len(self._experience.dropped),
+            "dropped": self._experience.drops,
             "totals": dict(self._totals),
             "train_s": (self._trained_until or now) - self._training_since if self._training_since else 0.0,
             "wall_s": now - self._started_at,

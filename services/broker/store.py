@@ -23,8 +23,8 @@ from services.section import SetupError
 
 log = structlog.get_logger()
 
-KEPT_BYTES = 64 << 20
-"""Commits are kept for a store that lost them, up to this much."""
+KEPT_BYTES, KEPT_COMMITS = 16 << 20, 2000
+"""Commits are kept for a store that lost them, up to this much and this many."""
 
 
 class StoreError(SetupError):
@@ -101,7 +101,7 @@ class Store:
         size = sum(len(part) for command in self._queued for part in command if isinstance(part, bytes | str))
         self._kept.append((self._commits, self._queued, size))
         self._kept_bytes += size
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+        while (self._kept_bytes > KEPT_BYTES or len(self._kept) > KEPT_COMMITS) and len(self._kept) > 1:
             self._kept_bytes -= self._kept.popleft()[2]
         self._queued = []
         self._send(self._commits)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from services.broker.leases import Journal
 
+KEPT = 100
+"""A rollout that serves an older one than this is not leased anyway."""
+
 
 class Versions:
-    """Number and digest of every version ever published."""
+    """Number and digest of the versions published last."""
 
     TABLE = "versions"
 
@@ -34,3 +37,6 @@ class Versions:
         """The trainer offers ``version``."""
         self.digests[version] = digest
         self._journal.put(self.TABLE, version, {"digest": digest})
+        for old in [v for v in self.digests if v <= version - KEPT]:
+            del self.digests[old]
+            self._journal.delete(self.TABLE, old)

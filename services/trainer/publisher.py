@@ -55,8 +55,8 @@ class Publisher:
         self.error: BaseException | None = None
         self.publish_s = 0.0
         """Seconds that the last staging took from the training thread."""
-        self._receivers: dict[str, str] = {}
-        """Identity to the digest that it serves."""
+        self._receivers: dict[str, tuple[int, str]] = {}
+        """Identity to the version and digest that it serves."""
         self._latest: Snapshot | None = None
         self._segments: list[shm.Segment] = []
         self._lock = threading.Lock()
@@ -126,14 +126,14 @@ class Publisher:
                 self.error, self.reason = event, str(event)
                 self.stopped.set()
             elif isinstance(event, Receivers):
-                self._receivers = dict(event.digests)
+                self._receivers = dict(event.serves)
             elif isinstance(event, ReceiverReport):
                 self._report(event)
             self._serve()
 
     def _report(self, report: ReceiverReport) -> None:
         if report.error is None:
-            self._receivers[report.receiver] = report.digest
+            self._receivers[report.receiver] = report.version, report.digest
             return
         log.warning("receiver failed", receiver=report.receiver, version=report.version, error=report.error)
         self._group = None
@@ -151,15 +151,15 @@ class Publisher:
             latest = self._latest
         if latest is None or self.stopped.is_set():
             return
-        now, digest = time.monotonic(), latest.manifest.digest
+        now, wanted = time.monotonic(), (latest.version, latest.manifest.digest)
         for receiver, since in list(latest.offered.items()):
-            if now - since > self._config.deadline_s and self._receivers.get(receiver, digest) != digest:
+            if now - since > self._config.deadline_s and self._receivers.get(receiver, wanted) != wanted:
                 log.error("receiver is late", receiver=receiver, version=latest.version, waited_s=round(now - since))
                 del latest.offered[receiver]
         for receiver, (at, _) in latest.failed.items():
             if now >= at:
                 latest.offered.pop(receiver, None)
-        behind = [r for r, served in self._receivers.items() if served != digest and r not in latest.offered]
+        behind = [r for r, served in self._receivers.items() if served != wanted and r not in latest.offered]
         if not behind:
             return
         for receiver in behind:

@@ -70,6 +70,7 @@ class World:
         self.settings = (batch, window, max_lag, steps)
         self.max_lag, self.batch, self.steps = max_lag, batch, steps
         self.journal = Memory()
+        self.dropped: set[int] = set()
         self.books = self.make_books()
         self.journal.commit()
         self.trainer_version = 0
@@ -87,10 +88,15 @@ class World:
     def make_books(self) -> Experience:
         batch, window, max_lag, steps = self.settings
         gate = self.make_gate(batch, window, max_lag)
-        return Experience(self.journal, gate, ["reward"], steps, None, None, self.release, lambda step: None)
+        return Experience(
+            self.journal, gate, ["reward"], steps, None, None, self.release, lambda step: None, self.dropped_
+        )
 
     def make_gate(self, batch: int, window: int, max_lag: int) -> Gate:
         return Gate(batch, window, max_lag)
+
+    def dropped_(self, number: int, _reason: str) -> None:
+        self.dropped.add(number)
 
     def release(self, number: int) -> None:
         self.payloads.discard(number)
@@ -149,7 +155,7 @@ class World:
     def drop(self, number: int) -> None:
         self.books.drop(number, "filtered")
         self.books.consecutive_drops = 0
-        if number in self.books.dropped:  # not one that a step has taken
+        if number in self.dropped:  # not one that a step has taken
             self.tokens.pop(number, None)
         for holder in self.holders:
             holder.work.pop(number, None)
@@ -203,29 +209,30 @@ class World:
         """Killed between two turns."""
         self.journal.crash()
         self.books = self.make_books()
+        self.journal.commit()
         self.crashes += 1
 
     def torn(self, move: Callable[[], Any]) -> None:
         """Killed in the turn of ``move``, before it was durable: nobody heard of it."""
-        names = ("tokens", "payloads", "trained", "trainer_version", "taken", "published", "checkpoint")
+        names = ("tokens", "payloads", "dropped", "trained", "trainer_version", "taken", "published", "checkpoint")
         before = {name: copy.deepcopy(getattr(self, name)) for name in names}
         holders = copy.deepcopy(self.holders)
         self.journal.torn = True
         move()
         self.journal.torn = False
-        self.restart_broker()
         for name, value in before.items():
             setattr(self, name, value)
         self.holders = holders
+        self.restart_broker()
 
     # --- what must hold ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         ledger = [number for step in self.books.ledger.steps for number in step.groups]
         assert len(ledger) == len(set(ledger)), "a group is in two steps"
-        known = set(ledger) | set(self.books.dropped) | set(self.books.replay.entries)
+        known = set(ledger) | set(self.trained) | self.dropped | set(self.books.replay.entries)
         assert set(self.tokens) <= known, f"finished groups are lost: {sorted(set(self.tokens) - known)}"
-        assert not set(self.books.leases.open) & set(ledger), "a trained group can be leased"
+        assert not set(self.books.leases.open) & (set(ledger) | set(self.trained)), "a trained group can be leased"
 
     def settle(self) -> None:
         """With everybody alive and willing, the run ends: nothing stalls."""

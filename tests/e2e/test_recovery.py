@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pipeline.summary import steps_of
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
 
 
@@ -26,7 +27,8 @@ def test_an_interrupted_run_goes_on_with_another_bound_and_batch(tmp_path: Path)
     done = resume(run, [f"trainer.steps={steps}", "gate.max_lag=1", "gate.groups_per_step=5", "gate.prefetch=null"])
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run.folder / "summary.json").read_text())
-    check_promises(summary)
+    assert summary["groups_lost"] == 0 and summary["groups_trained_twice"] == 0
+    assert all(row["lag_max"] <= 1 for row in steps_of(run.folder) if row["step"] >= before["steps"])
     assert summary["steps"] == steps and summary["groups_trained"] == before["steps"] * 8 + 4 * 5
     assert not run.actors()
     again = resume(run, [f"trainer.steps={steps}", "gate.max_lag=1", "gate.groups_per_step=5", "gate.prefetch=null"])
@@ -52,13 +54,14 @@ def test_a_stall_is_named(tmp_path: Path) -> None:
     log = run.folder / "logs" / "broker.jsonl"
     try:
         for _ in range(100):
-            stalls = [json.loads(line) for line in log.read_text().splitlines() if '"stall"' in line]
-            if stalls:
+            lines = [line for line in log.read_text().splitlines() if '"stall"' in line and '"step": 0' not in line]
+            if lines:
                 break
             subprocess.run(["sleep", "0.1"], check=True)
     finally:
         trainer.resume()
-    assert (stalls and "trainer#" in stalls[0]["reason"]) or "needs a rollout" in stalls[0]["reason"]
+    reason = json.loads(lines[0])["reason"]
+    assert ("trainer#" in reason and "has not committed it" in reason) or "needs a rollout with version" in reason
     check_promises(run.wait())
 
 

@@ -33,7 +33,7 @@ class Routing:
 
     def __init__(self) -> None:
         self.exchange = Exchange("tcp://127.0.0.1:0")
-        self.digests: dict[str, str] = {}
+        self.serves: dict[str, tuple[int, str]] = {}
         self.muted: set[str] = set()
         self.open = True
         self.changed = True
@@ -47,9 +47,9 @@ class Routing:
                 if isinstance(message, m.Hello) and message.kind == "trainer":
                     trainer, self.changed = identity, True
                 elif isinstance(message, m.Hello):
-                    self.digests[identity], self.changed = "", True
+                    self.serves[identity], self.changed = (-1, ""), True
                 elif isinstance(message, m.Bye):
-                    self.digests.pop(identity, None)
+                    self.serves.pop(identity, None)
                     self.changed = True
                 elif isinstance(message, m.Publish):
                     for target in message.targets:
@@ -57,14 +57,14 @@ class Routing:
                             offer = m.Offer(version=message.version, manifest=message.manifest, route=message.route)
                             self.exchange.send(target, offer)
                 elif isinstance(message, m.Loaded):
-                    self.digests[identity], self.changed = message.digest, True
+                    self.serves[identity], self.changed = (message.version, message.digest), True
                 elif isinstance(message, m.LoadFailed) and trainer:
                     report = m.ReceiverReport(receiver=identity, version=message.version, error=message.error)
                     self.exchange.send(trainer, report)
                 self.exchange.send(identity, m.Noted(), request)
             if self.changed and trainer:
                 self.changed = False
-                self.exchange.send(trainer, m.Receivers(digests=dict(self.digests)))
+                self.exchange.send(trainer, m.Receivers(serves=dict(self.serves)))
             self.exchange.flush()
 
 
@@ -156,6 +156,14 @@ def test_every_receiver_gets_every_bit_and_a_late_one_is_served_at_once(channel:
     assert same(channel.join().wait(2), 2)
 
 
+def test_a_version_that_changes_nothing_is_a_version_all_the_same(channel: Channel) -> None:
+    rollout = channel.join()
+    channel.publish(0)
+    rollout.wait(0)
+    channel.publisher.publish(channel.publisher.stage(1, weights(0)))
+    assert same(rollout.wait(1), 0)
+
+
 def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Channel) -> None:
     first, second = channel.join(), channel.join()
     channel.publish(0)
@@ -163,7 +171,7 @@ def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Chan
     channel.routing.muted.add("rollout-1#1")
     channel.publish(1)
     time.sleep(0.2)
-    channel.routing.digests.pop("rollout-1#1")  # the broker finds it dead
+    channel.routing.serves.pop("rollout-1#1")  # the broker finds it dead
     channel.routing.changed = True
     assert same(first.wait(1, 30), 1)
 
