@@ -235,6 +235,18 @@ def bench_peers(
     bench_trl(Console(), config, folder, steps, list(range(seeds)), threads)
 
 
+@bench.command("broker")
+def bench_broker(
+    rollouts: Annotated[str, typer.Option(help="Simulated rollouts, comma-separated.")] = "1,16,256",
+    groups: Annotated[int, typer.Option(help="Groups in each measurement.")] = 3000,
+    tokens: Annotated[int, typer.Option(help="Tokens of each of a group's 8 trajectories.")] = 256,
+) -> None:
+    """Groups/s and MB/s from lease to durable, beside raw ZeroMQ and raw Redis in the same run."""
+    from pipeline.bench.broker import bench as run_bench
+
+    run_bench(Console(), [int(count) for count in rollouts.split(",")], groups, tokens)
+
+
 @bench.command("soak")
 def bench_soak(
     steps: Annotated[int, typer.Option(help="Tiny training steps.")] = 5000,

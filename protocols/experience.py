@@ -206,6 +206,20 @@ def unpack_group(data: bytes | memoryview) -> Group:
         prompt = Prompt.model_validate(fields["prompt"])
     except ValueError as error:
         raise ExperienceError(f"prompt: {error}") from None
-    columns = [np.split(fields[name], bounds[:-1]) for name in _COLUMNS]
-    rows = zip(*columns, texts, finishes, strict=True)
-    return Group(fields["number"], prompt, [Trajectory(*row) for row in rows])
+    Trajectory(*(fields[name] for name in _COLUMNS))  # every rule on all trajectories at once, several times faster
+    starts = [0, *bounds[:-1].tolist()]
+    trajectories = [
+        _cut(fields, slice(start, end), text, finish)
+        for start, end, text, finish in zip(starts, bounds.tolist(), texts, finishes, strict=True)
+    ]
+    return Group(fields["number"], prompt, trajectories)
+
+
+def _cut(fields: dict[str, Any], part: slice, text: str, finish: Finish) -> Trajectory:
+    """One trajectory out of columns that were checked as a whole."""
+    trajectory = object.__new__(Trajectory)
+    for name in _COLUMNS:
+        object.__setattr__(trajectory, name, fields[name][part])
+    object.__setattr__(trajectory, "text", text)
+    object.__setattr__(trajectory, "finish", finish)
+    return trajectory

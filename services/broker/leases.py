@@ -12,6 +12,7 @@ new ──▶ waiting ◀──────────── expired, holder go
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
 from typing import Any, Protocol
 
 
@@ -56,6 +57,8 @@ class Leases:
         for row in journal.rows(self.TABLE).values():
             self.open[row["number"]] = Lease(**row)
         self.open = dict(sorted(self.open.items()))
+        # Numbers of the groups that nobody generates, and some that somebody does by now.
+        self._waiting = [lease.number for lease in self.open.values() if lease.holder is None]
         counters = journal.rows("counters").get(self.TABLE)
         if counters:
             self.next_number, self.next_draw = counters["next_number"], counters["next_draw"]
@@ -66,13 +69,19 @@ class Leases:
         self.next_number += 1
         self.next_draw += 1
         self.open[lease.number] = lease
+        heappush(self._waiting, lease.number)
         self._write_counters()
         self._write(lease)
         return lease
 
     def waiting(self) -> Lease | None:
         """The lowest-numbered group that nobody generates."""
-        return next((lease for lease in self.open.values() if lease.holder is None), None)
+        while self._waiting:
+            lease = self.open.get(self._waiting[0])
+            if lease and lease.holder is None:
+                return lease
+            heappop(self._waiting)
+        return None
 
     def grant(self, lease: Lease, holder: str, deadline: float) -> None:
         """``holder`` generates the group until ``deadline``."""
@@ -97,16 +106,14 @@ class Leases:
         kept = but or set()
         released = [lease for lease in self.open.values() if lease.holder == holder and lease.number not in kept]
         for lease in released:
-            lease.holder = None
-            self._write(lease)
+            self._wait(lease)
         return released
 
     def expire(self, now: float) -> list[tuple[Lease, str]]:
         """Leases past their deadline wait again; returned with who held them."""
         expired = [(x, x.holder) for x in self.open.values() if x.holder is not None and x.deadline < now]
         for lease, _ in expired:
-            lease.holder = None
-            self._write(lease)
+            self._wait(lease)
         return expired
 
     def skip_to(self, number: int) -> None:
@@ -121,6 +128,11 @@ class Leases:
         if lease:
             self._journal.delete(self.TABLE, number)
         return lease
+
+    def _wait(self, lease: Lease) -> None:
+        lease.holder = None
+        heappush(self._waiting, lease.number)
+        self._write(lease)
 
     def _write_counters(self) -> None:
         self._journal.put("counters", self.TABLE, {"next_number": self.next_number, "next_draw": self.next_draw})

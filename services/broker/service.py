@@ -350,8 +350,9 @@ class Broker:
 
     def _grant(self, now: float) -> None:
         """Gives evaluation prompts, then training groups, to the rollouts with the most room."""
+        current = [r for r in self._members.of_kind("rollout") if self._current(r)]
         while self._experience.consecutive_drops < self._settings.broker.max_consecutive_drops:
-            rollouts = [r for r in self._members.of_kind("rollout") if r.room > 0 and self._current(r)]
+            rollouts = [r for r in current if r.room > 0]
             if not rollouts:
                 return
             rollout = max(rollouts, key=lambda r: (r.room, r.name))
@@ -727,8 +728,9 @@ class Broker:
 
     def _release(self, member: Member) -> None:
         """What ``member`` held is free again."""
-        for lease in self._experience.leases.release(member.identity):
-            log.info("lease released", group=lease.number, attempt=lease.attempt, holder=member.name)
+        released = [lease.number for lease in self._experience.leases.release(member.identity)]
+        if released:
+            log.info("leases released", groups=released, holder=member.name)
         self._experience.replay.withdraw(member.identity)
         self._evaluation.release(member.identity)
         if self._take and self._take.identity == member.identity:

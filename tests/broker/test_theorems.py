@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from heapq import heappush
 from typing import Any
 
 import pytest
@@ -121,6 +122,7 @@ class NumberGivenAgain(World):
         super().drop(number)
         self.books.leases.open[number] = Lease(number, 0)
         self.books.leases.open = dict(sorted(self.books.leases.open.items()))
+        heappush(self.books.leases._waiting, number)
         self.journal.commit()
 
 
