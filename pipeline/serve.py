@@ -65,7 +65,8 @@ def serve(
 
 
 def _serve_broker(config: Config, place: Place, store: str | None, supervised: bool, ready_fd: int | None) -> int:
-    from services.broker.service import Broker, BrokerSettings
+    from services.broker.desk import BrokerSettings
+    from services.broker.service import Broker
 
     url = store or config.store.url
     if url is None:

@@ -23,7 +23,8 @@ from protocols import messages as m
 from protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
 from protocols.mailbox import Exchange, Mailbox
 from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
-from services.broker.service import Broker, BrokerSettings
+from services.broker.desk import BrokerSettings
+from services.broker.service import Broker
 from services.rollout.config import SamplingConfig
 
 N = 8

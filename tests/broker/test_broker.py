@@ -17,7 +17,8 @@ from protocols.experience import Group, Trajectory, as_bytes, pack_group
 from protocols.mailbox import FencedError, Mailbox, RefusedError
 from protocols.weights import SharedMemoryRoute, layout, make_manifest
 from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
-from services.broker.service import Broker, BrokerSettings
+from services.broker.desk import BrokerSettings
+from services.broker.service import Broker
 from services.broker.store import StoreError
 from services.rollout.config import SamplingConfig
 
@@ -111,7 +112,7 @@ class Stage:
         self.error = self.broker.serve()
 
     def peer(self, kind: str, name: str, incarnation: str = "1") -> Peer:
-        peer = Peer(self.broker.exchange.address, kind, name, incarnation)
+        peer = Peer(self.broker.address, kind, name, incarnation)
         self.peers.append(peer)
         return peer
 
@@ -195,7 +196,7 @@ def test_a_dead_rollouts_groups_are_leased_again_and_its_late_answer_counts_once
     assert [lease.number for lease in again] == [lease.number for lease in held]
     assert {lease.attempt for lease in again} == {2}
     second.finish(again[0])
-    late = Peer(stage.broker.exchange.address, "rollout", "rollout-0", "1")  # it wakes up and says hello again
+    late = Peer(stage.broker.address, "rollout", "rollout-0", "1")  # it wakes up and says hello again
     stage.peers.append(late)
     assert late.finish(held[0]) == m.Noted() and late.finish(held[1]) == m.Noted()
     assert second.finish(again[1]) == m.Noted()
