@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import structlog
 from rich.console import Console
 
+from pipeline.command import penstock
 from pipeline.config import Config, ConfigError, TinyModel, dump, load
 from pipeline.redis_server import PrivateRedis
 from pipeline.report.build import write_report
@@ -135,7 +135,7 @@ class _Launch:
     def _prepare(self, interrupted: list[int]) -> None:
         if not isinstance(self._config.model, TinyModel) or (self._folder / "model" / "config.json").is_file():
             return
-        command = [sys.executable, "-P", "-m", "pipeline.cli", "prepare", str(self._folder / "config.yaml")]
+        command = penstock("prepare", str(self._folder / "config.yaml"))
         child = self._supervisor.start(
             "prepare",
             [*command, "--folder", str(self._folder)],
@@ -203,16 +203,7 @@ class _Launch:
         env: dict[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> Child:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "pipeline.cli",
-            "serve",
-            kind,
-            "--config",
-            str(self._folder / "config.yaml"),
-        ]
+        command = penstock("serve", kind, "--config", str(self._folder / "config.yaml"))
         command += ["--folder", str(self._folder), "--name", name, "--supervised", *arguments]
         threads = str(threads_of(kind, self._config))
         env = {

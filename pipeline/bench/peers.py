@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.bench.machine import describe
+from pipeline.command import penstock
 from pipeline.config import ConfigError, load
 from pipeline.summary import steps_of
 
@@ -89,9 +90,7 @@ def _run_penstock(console: Console, config: Path, folder: Path, steps: int, seed
         f"trainer.steps={steps}",
         "prompts.eval=null",
     ]
-    subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "run", str(config), *overrides], check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run(penstock("run", str(config), *overrides), check=True, stdout=subprocess.DEVNULL)
     rows = steps_of(folder / "penstock")
     return Course(
         "penstock", [r["train_s"] for r in rows], [r["reward"] for r in rows], rows[-1]["generated_tokens_total"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.bench.machine import describe
+from pipeline.command import penstock
 from pipeline.config import ConfigError
 
 TINY = [
@@ -33,7 +33,7 @@ def bench(console: Console, config: Path, folder: Path, steps: int, every: int) 
     if folder.exists():
         raise ConfigError(f"--folder: {folder} exists; choose another folder")
     overrides = [f"run.folder={folder}", "run.name=run", f"trainer.steps={steps}", *TINY]
-    command = [sys.executable, "-P", "-m", "pipeline.cli", "run", str(config), *overrides]
+    command = penstock("run", str(config), *overrides)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     samples: list[Sample] = []
     metrics = folder / "run" / "metrics.jsonl"

@@ -21,6 +21,8 @@ from services.broker.status import hold_up
 
 log = structlog.get_logger()
 
+SUSPECT_AFTER = 2
+"""A group that was leased this often without an answer is given to a rollout that holds nothing else."""
 NOT_READY_AFTER_S = 15.0
 """A take that cannot be served for this long is answered with the reason."""
 
@@ -46,7 +48,10 @@ class Dispatch:
     def grant(self, now: float) -> None:
         """Gives evaluation prompts, then training groups, to the rollouts with the most room."""
         desk = self._desk
-        current = [r for r in desk.members.of_kind("rollout") if desk.serves_current(r)]
+        leases = desk.experience.leases.open
+        alone = {x.holder for x in leases.values() if x.attempt > SUSPECT_AFTER}
+        rollouts_here = desk.members.of_kind("rollout")
+        current = [r for r in rollouts_here if desk.serves_current(r) and r.identity not in alone]
         while desk.experience.consecutive_drops < desk.settings.broker.max_consecutive_drops:
             rollouts = [r for r in current if r.room > 0]
             if not rollouts:
@@ -83,6 +88,18 @@ class Dispatch:
             if lease.attempt >= desk.settings.broker.max_attempts:
                 desk.experience.drop(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
+            if (
+                lease.attempt >= SUSPECT_AFTER
+            ):  # it may be what kills its rollouts: from now on, it takes nobody with it
+                holders, needed = (
+                    {x.holder for x in leases.values()},
+                    desk.experience.gate.required_version(lease.number),
+                )
+                idle = [r for r in rollouts if r.identity not in holders and r.version >= needed]
+                if not idle:
+                    return
+                rollout = idle[0]
+                current.remove(rollout)
             try:
                 prompt = _sendable(desk.prompts.draw(lease.draw))
                 message = m.Lease(

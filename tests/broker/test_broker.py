@@ -270,6 +270,45 @@ def test_bad_experience_is_refused_and_the_group_can_still_be_finished(stage: St
     assert rollout.finish(lease) == m.Noted()
 
 
+def test_a_group_that_may_kill_its_rollouts_is_given_alone_and_then_dropped(stage: Stage) -> None:
+    held = stage.rollout(incarnation="1").leases(2 * B)
+    stage.rollout(incarnation="2").leases(2 * B)
+    for incarnation in "345":
+        suspect = stage.rollout(incarnation=incarnation)
+        assert [lease.number for lease in suspect.leases(1)] == [held[0].number]
+        time.sleep(0.2)
+        assert not [e for e in iter_inbox(suspect) if isinstance(e, m.Lease)]
+    last = stage.rollout(incarnation="6")
+    assert [lease.number for lease in last.leases(1)] == [held[1].number]
+    last.finish(m.Lease(number=1, attempt=3, seed=0, prompt=held[1].prompt, sampling=held[1].sampling))
+    assert last.leases(1)[0].number == held[2].number
+    assert "leased 5 times without an answer" in (stage.folder / "dropped.jsonl").read_text()
+
+
+def test_nothing_is_leased_beyond_the_last_step(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url, steps=1)
+    rollout = stage.rollout()
+    assert [lease.number for lease in rollout.leases(B)] == list(range(B))
+    time.sleep(0.3)
+    assert not [e for e in iter_inbox(rollout) if isinstance(e, m.Lease)]
+    rollout.box.ask(m.Failed(number=1, attempt=1, error="no"), 5)
+    assert rollout.leases(1)[0].number == B  # in the place of the one that failed
+    stage.close()
+
+
+def test_too_many_filtered_groups_in_a_row_end_the_run(tmp_path: Path, redis_url: str) -> None:
+    replay = ReplayConfig(filter="zero_variance", max_consecutive_filtered=4)
+    stage = Stage(tmp_path, redis_url, replay=replay)
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(2 * B):
+        rollout.finish(lease)
+    reward.score(4, rewards=[1.0, 1.0])
+    assert rollout.next(m.Stop)
+    stage.close()
+    assert stage.error and "nothing left to learn" in stage.error
+
+
 def test_too_many_drops_in_a_row_end_the_run_with_the_reason(tmp_path: Path, redis_url: str) -> None:
     stage = Stage(tmp_path, redis_url, broker=BrokerConfig(max_consecutive_drops=3))
     rollout = stage.rollout()
