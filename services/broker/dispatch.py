@@ -88,13 +88,9 @@ class Dispatch:
             if lease.attempt >= desk.settings.broker.max_attempts:
                 desk.experience.drop(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
-            if (
-                lease.attempt >= SUSPECT_AFTER
-            ):  # it may be what kills its rollouts: from now on, it takes nobody with it
-                holders, needed = (
-                    {x.holder for x in leases.values()},
-                    desk.experience.gate.required_version(lease.number),
-                )
+            if lease.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
+                holders = {x.holder for x in leases.values()}
+                needed = desk.experience.gate.required_version(lease.number)
                 idle = [r for r in rollouts if r.identity not in holders and r.version >= needed]
                 if not idle:
                     return
