@@ -43,7 +43,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from services.trainer import checkpoint
     from services.trainer.batch import open_batch
     from services.trainer.learner import Learner
-    from services.weights import flat
+    from services.trainer.source import Source
+    from services.trainer.world import World
 
     if config.run.deterministic:
         determinism.pin(folder, "trainer", config.trainer.threads)
@@ -56,13 +57,14 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     learner = Learner(model, config.trainer, config.model.dtype, config.rollout.sampling.temperature)
     if start:
         checkpoint.restore(learner, start)
-    bucket = int(config.weights.bucket_mb * (1 << 20))
+    named = list(learner.model.named_parameters())
+    source = Source(named, config.model.dtype, config.weights.bucket_bytes, World(learner.device))
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
         torch.manual_seed(batch.seed)
         metrics = learner.train(open_batch(batch, config.gate.max_lag))
-        digest = flat.manifest_of(list(learner.model.named_parameters()), config.model.dtype, bucket).digest
+        digest = source.digest()
         if only is None or batch.step == only:
             yield Redone(batch.step, len(batch.groups), metrics["reward"], metrics["loss"], digest, recorded)
         if batch.step == only:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import structlog
 
+from pipeline import ranks
 from pipeline.config import Config, ConfigError, PretrainedModel
 from protocols import keys
 from protocols.keys import KeysError
@@ -46,11 +47,19 @@ def serve(
     ready_fd: int | None = None,
 ) -> int:
     """Runs one actor until the run is over; returns the process's exit code. Errors go to log and stderr."""
-    logs.configure(place.run, place.name, place.folder / "logs" / f"{place.name}.jsonl", config.run.log_level)
+    rank = ranks.mine()
+    name = f"{place.name}-rank{rank}" if rank else place.name
+    logs.configure(place.run, name, place.folder / "logs" / f"{name}.jsonl", config.run.log_level)
     try:
         if kind == "broker":
             return _serve_broker(config, place, store, supervised, ready_fd)
+        if kind == "trainer" and config.trainer.ranks > 1 and not ranks.launched():
+            return ranks.launch(config.trainer.ranks, place.folder / "logs")
         actor = _make(kind, config, place)
+        if rank:
+            on_stop(lambda reason: log.info("rank 0 decides when to stop", reason=reason), supervised)
+            actor.run()
+            return 0
         on_stop(actor.actor.stop, supervised)
         log.info("stopped", reason=actor.run())
         return 1 if actor.actor.error else 0
@@ -116,12 +125,13 @@ def _make(kind: ActorName, config: Config, place: Place) -> Any:
     if kind == "rollout":
         from services.rollout.service import Rollout
 
-        return Rollout(place, config.rollout, path, dtype, config.weights.host, deterministic)
+        return Rollout(place, config.rollout, config.weights, path, dtype, deterministic)
     if kind == "reference":
         from services.reference.service import Reference
 
         return Reference(place, config.reference, path, dtype, temperature, deterministic)
-    from services.trainer.service import Trainer, TrainerSettings
+    from services.trainer.follower import Follower, TrainerSettings
+    from services.trainer.service import Trainer
 
     settings = TrainerSettings(
         config.trainer,
@@ -131,9 +141,10 @@ def _make(kind: ActorName, config: Config, place: Place) -> Any:
         temperature,
         config.gate.max_lag,
         run_key(place.folder),
+        place.folder / "checkpoints",
         deterministic,
     )
-    return Trainer(place, settings)
+    return Trainer(place, settings) if ranks.mine() == 0 else Follower(place, settings)
 
 
 def keys_folder(folder: Path) -> Path:

@@ -46,7 +46,7 @@ Bytes = Annotated[np.ndarray, ArraySpec("uint8", 1)]
 Floats = Annotated[np.ndarray, ArraySpec("float32", 1)]
 
 
-def as_bytes(payload: bytes) -> np.ndarray:
+def as_bytes(payload: bytes | memoryview) -> np.ndarray:
     """``payload`` as the uint8 array that messages carry, without a copy."""
     return np.frombuffer(payload, np.uint8)
 

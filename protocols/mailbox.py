@@ -278,10 +278,10 @@ class Exchange:
     """The broker's side: one ROUTER socket, used from one thread.
 
     Answers are queued and leave at `flush`, so the broker can make a whole turn's state durable before a word of it
-    is acknowledged.
+    is acknowledged. ``key`` is the config's, for errors.
     """
 
-    def __init__(self, bind: str, keys: BrokerKeys | None = None) -> None:
+    def __init__(self, bind: str, keys: BrokerKeys | None = None, key: str = "broker.bind") -> None:
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
@@ -300,7 +300,7 @@ class Exchange:
             self._socket.setsockopt(zmq.ZAP_DOMAIN, b"penstock")
         elif not is_loopback(bind):
             self._context.destroy(linger=0)
-            raise AddressError(f"broker.bind: {bind} can be reached from other machines, and there are no keys")
+            raise AddressError(f"{key}: {bind} can be reached from other machines, and there are no keys")
         self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
         try:
             self._socket.bind(bind)
@@ -312,8 +312,7 @@ class Exchange:
             self._context.destroy(linger=0)
             hint = "another process has this port; choose another, or port 0 for a free one"
             raise AddressError(
-                f"broker.bind: cannot bind {bind}: {error.strerror}"
-                + (f" ({hint})" if error.errno == zmq.EADDRINUSE else "")
+                f"{key}: cannot bind {bind}: {error.strerror}" + (f" ({hint})" if error.errno == zmq.EADDRINUSE else "")
             ) from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         """What was bound, with the real port."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocols.experience import Bytes, Floats, Prompt, Sampling
-from protocols.weights import Manifest, Route
+from protocols.weights import Digests, Layout, Route, Transport
 from protocols.wire import Envelope, WireError
 
 ActorKind = Literal["rollout", "reward", "reference", "trainer", "observer"]
@@ -279,37 +279,115 @@ class Checkpointed(Message):
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-class Publish(Message):
-    """trainer → broker: offer ``version`` to the rollouts with the identities ``targets``."""
+class Relayed(Message):
+    """broker → trainer: what you said was passed on, but not to the ``absent``, who are not here."""
 
-    version: int
-    manifest: Manifest
-    route: Route
+    absent: list[str]
+
+
+class Invite(Message):
+    """trainer → rollouts, through the broker: say how you can be reached. The rollout answers `Reach`; the
+    broker answers this and the messages below with `Relayed`."""
+
     targets: list[str]
+    """Identities of the rollouts that it is for; so in all messages below."""
+    probe: str
+    """Name of a shared-memory file that holds a nonce."""
 
 
-class Offer(Message):
-    """broker → rollout: load this version."""
+class Reach(Message):
+    """rollout → trainer: where this rollout is."""
 
+    receiver: str = ""
+    """Its identity, written by the broker; so in all messages below."""
+    nonce: str
+    """What it read from the probe; empty where it does not see it."""
+    host: str
+    """Its address on the weight network."""
+    gpu: str = ""
+    """UUID of the GPU that its engine computes on; empty for a CPU."""
+    only: Transport | None = None
+    """The one transport that its config names."""
+
+
+class Propose(Message):
+    """trainer → rollouts: ``version`` is on its way by ``route``; open a shadow."""
+
+    targets: list[str]
+    epoch: int
     version: int
-    manifest: Manifest
+    layout: Layout
     route: Route
+    snapshots: str
+    """Where missing buckets are asked for, e.g. ``tcp://10.0.0.1:4242``."""
+
+
+class Canary(BaseModel):
+    """A sequence and the log-probabilities of all but its first token under the trainer's weights."""
+
+    model_config = ConfigDict(extra="forbid")
+    tokens: list[int]
+    logprobs: list[float]
+    tolerance: float
+    """Largest mean absolute difference."""
+
+
+class PublishCost(BaseModel):
+    """What making a version ready took in the trainer."""
+
+    model_config = ConfigDict(extra="forbid")
+    gather_s: float = 0.0
+    """Gathering, casting and copying."""
+    digest_s: float = 0.0
+    transfer_s: float = 0.0
+    """From the first broadcast until the last was done; 0 where nothing was broadcast."""
+    bytes_sent: int = 0
+    """Broadcast to each receiver."""
+    density: float = 1.0
+    """Share of the elements that changed; 1 where that was not looked at."""
+
+
+class CommitVersion(Message):
+    """trainer → rollouts: ``version`` is all there, and this is what it must hash to. The broker makes it durable that
+    the version exists before it passes this on."""
+
+    targets: list[str]
+    epoch: int
+    version: int
+    digests: Digests
+    canary: Canary | None = None
+    broken: bool = False
+    """The epoch's group broke: what is missing comes from the snapshot."""
+    cost: PublishCost | None = None
+    """With a version's first commit."""
 
 
 class Loaded(Message):
-    """rollout → broker, told on to the trainer: ``version`` is verified and serves. ``pause_s`` is how long decoding
-    stood still for it."""
+    """rollout → trainer, which the broker leases by: ``version`` is verified and serves."""
 
+    receiver: str = ""
+    epoch: int
     version: int
     digest: str
-    receive_s: float
-    verify_s: float
-    pause_s: float
+    transport: Transport
+    bytes_received: int = 0
+    buckets_again: int = 0
+    """Buckets that were missing or wrong and came from the snapshot."""
+    receive_s: float = 0.0
+    verify_s: float = 0.0
+    prepare_s: float = 0.0
+    """Turning the bytes into what the engine computes with, and scoring the canary."""
+    canary: float = 0.0
+    """Mean absolute difference of the canary's log-probabilities."""
+    pause_s: float = 0.0
+    """How long decoding stood still for the swap."""
 
 
 class LoadFailed(Message):
-    """rollout → broker, told on to the trainer: ``version`` was not loaded."""
+    """rollout → trainer: ``version`` was not loaded; what was served before still is."""
 
+    receiver: str = ""
+    epoch: int
     version: int
     error: str
 
@@ -321,15 +399,23 @@ class Receivers(Message):
     serves: dict[str, tuple[int, str]]
 
 
-class ReceiverReport(Message):
-    """broker → trainer: what became of an offer."""
+class Fetch(Message):
+    """rollout → trainer's snapshot port: send me this bucket. Answered by `Bucket`."""
 
-    receiver: str
-    """The rollout's identity."""
     version: int
-    digest: str = ""
-    error: str | None = None
-    pause_s: float = 0.0
+    digest: str
+    index: int
+    held: str
+    """Digest of the version that it can apply changes to; empty for none."""
+
+
+class Bucket(Message):
+    """trainer → rollout: one bucket of a version."""
+
+    version: int
+    index: int
+    encoding: Literal["whole", "gap-ulp"]
+    data: Bytes
 
 
 # --- observers -------------------------------------------------------------------------------------------------------

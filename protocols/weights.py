@@ -1,33 +1,28 @@
-"""A version of the weights as bytes: layout, buckets, digests.
+"""A version of the weights as bytes: layout, buckets, digests, routes.
 
 The weights lie one after the other in a flat buffer, each starting at a multiple of ``ALIGN`` bytes. The buffer is cut
 into buckets of equal size (the last may be shorter), the unit of transfer and of verification. A bucket's digest is
 xxh3-128 of its bytes; the version's digest is xxh3-128 of the layout and all bucket digests, so it proves the whole.
-
-    trainer                       broker                       rollout
-      │ Publish(version, manifest) ─▶ durable                     │
-      │                               Offer(version, manifest) ──▶ receive into a shadow
-      │                                                            verify every bucket
-      │                                                            swap between two decoding steps
-      │ ◀── ReceiverReport ────────── leases at this version ◀──── Loaded(version, digest)
-
-A receiver that cannot verify a version keeps serving the one it has and answers `LoadFailed`; it is offered again.
+How a version gets from the trainer to the rollouts is in `protocols.channel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 ALIGN = 64
-BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 8 << 20
+MAX_BUCKET_BYTES = 256 << 20
+"""A bucket must fit a frame of the wire."""
 
 
 class DigestError(ValueError):
-    """Bytes that are not the ones the manifest promised."""
+    """Bytes that are not the ones that were promised."""
 
 
 class Weight(BaseModel):
@@ -37,23 +32,43 @@ class Weight(BaseModel):
     name: str
     dtype: Literal["float32", "bfloat16", "float16"]
     shape: tuple[int, ...]
-    offset: int
-    nbytes: int
+    offset: int = Field(ge=0)
+    nbytes: int = Field(ge=0)
 
 
-class Manifest(BaseModel):
-    """What a version consists of, and how to know that all of it arrived."""
+class Layout(BaseModel):
+    """Which weights a version has, and where they lie; the same for all versions of a run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     weights: tuple[Weight, ...]
-    nbytes: int
-    bucket_bytes: int
-    bucket_digests: tuple[str, ...]
-    digest: str
+    nbytes: int = Field(ge=0)
+    bucket_bytes: int = Field(BUCKET_BYTES, ge=ALIGN, le=MAX_BUCKET_BYTES, multiple_of=ALIGN)
+
+    @model_validator(mode="after")
+    def _inside(self) -> Layout:
+        for weight in self.weights:
+            if weight.offset % ALIGN or weight.offset + weight.nbytes > self.nbytes:
+                raise ValueError(f"{weight.name} lies outside the buffer of {self.nbytes} bytes, or is not aligned")
+        return self
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """The ``(start, end)`` of every bucket, in bytes."""
+        return [
+            (start, min(start + self.bucket_bytes, self.nbytes)) for start in range(0, self.nbytes, self.bucket_bytes)
+        ]
+
+
+class Digests(BaseModel):
+    """How to know that all of a version arrived: xxh3-128, in hexadecimal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    buckets: tuple[str, ...]
+    whole: str
 
 
 class SharedMemoryRoute(BaseModel):
-    """The flat buffer lies in a shared-memory segment of this host."""
+    """The flat buffer lies in a shared-memory segment that trainer and rollout both see."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     type: Literal["shm"] = "shm"
@@ -61,77 +76,73 @@ class SharedMemoryRoute(BaseModel):
 
 
 class CollectiveRoute(BaseModel):
-    """The buckets are broadcast by rank 0 of a process group of its own, met through a TCP store."""
+    """The buckets are broadcast by rank 0 of a process group of the epoch's own, met through a TCP store."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    type: Literal["collective"] = "collective"
-    backend: Literal["gloo", "nccl"]
+    type: Literal["gloo", "nccl"]
     store: str
     """``host:port`` of the TCP store."""
-    epoch: int
-    """Number of this membership of the group; a group that failed is never used again."""
     ranks: dict[str, int]
-    """Receiver name to rank; the trainer is rank 0."""
-    timeout_s: float
+    """Receiver to rank; the trainer is rank 0."""
+    stall_s: float
+    """A bucket that has not arrived for this long breaks the epoch."""
+    sparse_from: str = ""
+    """Digest of the version that buckets may be sent as changes of; empty: all are sent whole."""
 
 
-Route = Annotated[SharedMemoryRoute | CollectiveRoute, Field(discriminator="type")]
+class CudaIpcRoute(BaseModel):
+    """The flat buffer lies in memory of a GPU that trainer and engine share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    type: Literal["cuda_ipc"] = "cuda_ipc"
+    device: int
+    handle: str
+    """What CUDA gives another process to map the memory with, in hexadecimal; the fields below belong to it."""
+    storage_bytes: int
+    storage_offset: int
+    counter: str
+    counter_offset: int
+    event: str
+    event_sync: bool
 
 
-def layout(weights: Iterable[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[Weight, ...], int]:
-    """Places ``(name, dtype, shape, nbytes)`` one after the other; returns them with the buffer's size in bytes."""
-    placed: list[Weight] = []
+class SnapshotRoute(BaseModel):
+    """The receiver asks for the buckets, over ZeroMQ: for peers that nothing faster reaches, and for late ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    type: Literal["snapshot"] = "snapshot"
+
+
+Route = Annotated[SharedMemoryRoute | CollectiveRoute | CudaIpcRoute | SnapshotRoute, Field(discriminator="type")]
+Transport = Literal["shm", "gloo", "nccl", "cuda_ipc", "snapshot"]
+
+
+def layout(weights: Iterable[tuple[str, str, tuple[int, ...], int]], bucket_bytes: int = BUCKET_BYTES) -> Layout:
+    """Places ``(name, dtype, shape, nbytes)`` one after the other."""
+    placed: list[dict[str, object]] = []
     offset = 0
     for name, dtype, shape, nbytes in weights:
-        fields = {"name": name, "dtype": dtype, "shape": shape, "offset": offset, "nbytes": nbytes}
-        placed.append(Weight.model_validate(fields))
+        placed.append({"name": name, "dtype": dtype, "shape": shape, "offset": offset, "nbytes": nbytes})
         offset += -(-nbytes // ALIGN) * ALIGN
-    return tuple(placed), offset
+    return Layout.model_validate({"weights": placed, "nbytes": offset, "bucket_bytes": bucket_bytes})
 
 
-def buckets(nbytes: int, bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """The ``(start, end)`` of every bucket of a buffer of ``nbytes``."""
-    for start in range(0, nbytes, bucket_bytes):
-        yield start, min(start + bucket_bytes, nbytes)
-
-
-def make_manifest(weights: tuple[Weight, ...], buffer: memoryview, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
-    """The manifest of the version that lies in ``buffer`` (bytes, `layout`'s size)."""
-    digests = tuple(_digest(buffer[start:end]) for start, end in buckets(len(buffer), bucket_bytes))
-    return Manifest(
-        weights=weights,
-        nbytes=len(buffer),
-        bucket_bytes=bucket_bytes,
-        bucket_digests=digests,
-        digest=_whole(weights, digests),
-    )
-
-
-def verify(manifest: Manifest, buffer: memoryview) -> None:
-    """Raises `DigestError`, naming the bucket, unless ``buffer`` holds exactly the manifest's version."""
-    if len(buffer) != manifest.nbytes:
-        raise DigestError(f"{len(buffer)} bytes arrived, the manifest declares {manifest.nbytes}")
-    spans = list(buckets(manifest.nbytes, manifest.bucket_bytes))
-    if len(spans) != len(manifest.bucket_digests):
-        raise DigestError(f"{len(manifest.bucket_digests)} bucket digests for {len(spans)} buckets")
-    for index, (start, end) in enumerate(spans):
-        found = _digest(buffer[start:end])
-        if found != manifest.bucket_digests[index]:
-            raise DigestError(
-                f"bucket {index} has digest {found}, the manifest declares {manifest.bucket_digests[index]}"
-            )
-    whole = _whole(manifest.weights, manifest.bucket_digests)
-    if whole != manifest.digest:
-        raise DigestError(f"the version has digest {whole}, the manifest declares {manifest.digest}")
-
-
-def _digest(data: memoryview) -> str:
+def bucket_digest(data: memoryview) -> str:
+    """xxh3-128 of a bucket's bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def _whole(weights: tuple[Weight, ...], bucket_digests: tuple[str, ...]) -> str:
+def whole_digest(where: Layout, buckets: Iterable[str]) -> str:
+    """The digest of a version with this layout and these bucket digests."""
     hasher = xxhash.xxh3_128()
-    for weight in weights:
+    hasher.update(f"{where.nbytes} {where.bucket_bytes}\n".encode())
+    for weight in where.weights:
         hasher.update(f"{weight.name}\0{weight.dtype}\0{weight.shape}\0{weight.offset}\n".encode())
-    hasher.update("".join(bucket_digests).encode())
+    hasher.update("".join(buckets).encode())
     return hasher.hexdigest()
+
+
+def digests_of(where: Layout, buffer: memoryview) -> Digests:
+    """The digests of the version that lies in ``buffer`` (bytes)."""
+    found = tuple(bucket_digest(buffer[start:end]) for start, end in where.spans)
+    return Digests(buckets=found, whole=whole_digest(where, found))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,7 +56,7 @@ def on_stop(stop: Callable[[str], None], supervised: bool = False) -> None:
         signal.signal(number, lambda received, _frame: leave(signal.Signals(received).name))
 
     def lifeline() -> None:
-        while sys.stdin.buffer.read(4096):
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter ends
             pass
         leave("the supervisor is gone")
 

@@ -22,6 +22,7 @@ from pipeline.redis_server import PrivateRedis
 from protocols import messages as m
 from protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
 from protocols.mailbox import Exchange, Mailbox
+from protocols.weights import Digests
 from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from services.broker.desk import BrokerSettings
 from services.broker.service import Broker
@@ -168,21 +169,17 @@ class _Simulated:
     """A rollout that answers every lease at once."""
 
     def __init__(self, address: str, name: str, publish: bool) -> None:
-        from protocols.weights import SharedMemoryRoute, layout, make_manifest
-
-        placed, size = layout([("w", "float32", (1,), 4)])
-        manifest = make_manifest(placed, memoryview(bytes(size)))
+        digests = Digests(buckets=(), whole="none")
         if publish:
             trainer = Mailbox(address, "trainer#1")
             trainer.ask(m.Hello(kind="trainer", name="trainer", host="", pid=0), 30)
-            route = SharedMemoryRoute(segment="none")
-            trainer.ask(m.Publish(version=0, manifest=manifest, route=route, targets=[]), 30)
+            trainer.ask(m.CommitVersion(targets=[], epoch=0, version=0, digests=digests), 30)
             trainer.tell(m.Bye(reason="published"))
             trainer.close()
         self.box = Mailbox(address, f"{name}#1")
         self.box.ask(m.Hello(kind="rollout", name=name, host="", pid=0), 30)
         self.box.beat_s, self.box.beat = 2.0, m.Heartbeat
-        loaded = m.Loaded(version=0, digest=manifest.digest, receive_s=0, verify_s=0, pause_s=0)
+        loaded = m.Loaded(epoch=0, version=0, digest=digests.whole, transport="shm")
         self.box.ask(loaded, 30)
 
 

@@ -26,13 +26,16 @@ SENDERS: dict[type[m.Message], set[m.ActorKind]] = {
     m.Failed: {"rollout"},
     m.Loaded: {"rollout"},
     m.LoadFailed: {"rollout"},
+    m.Reach: {"rollout"},
     m.Scored: {"reward"},
     m.Referenced: {"reference"},
     m.LedgerTail: {"trainer"},
     m.Take: {"trainer"},
     m.Commit: {"trainer"},
     m.Checkpointed: {"trainer"},
-    m.Publish: {"trainer"},
+    m.Invite: {"trainer"},
+    m.Propose: {"trainer"},
+    m.CommitVersion: {"trainer"},
     m.StopRun: {"observer"},
 }
 """Who may say what; anything else is for every member."""
@@ -55,9 +58,12 @@ class Answers:
             m.Take: self._on_take,
             m.Commit: self._on_commit,
             m.Checkpointed: self._on_checkpointed,
-            m.Publish: self._on_publish,
+            m.Invite: self._on_relay,
+            m.Propose: self._on_relay,
+            m.CommitVersion: self._on_commit_version,
+            m.Reach: self._on_report,
             m.Loaded: self._on_loaded,
-            m.LoadFailed: self._on_load_failed,
+            m.LoadFailed: self._on_report,
             m.StatusRequest: self._on_status,
             m.LedgerRequest: self._on_ledger,
             m.StopRun: self._on_stop_run,
@@ -266,31 +272,48 @@ class Answers:
         log.info("checkpoint", version=checkpoint.version, path=checkpoint.path)
         self._desk.exchange.send(member.identity, m.Noted(), request)
 
-    def _on_publish(self, member: Member, request: int, publish: m.Publish) -> None:
+    def _on_relay(self, member: Member, request: int, message: m.Invite | m.Propose | m.CommitVersion) -> None:
+        """What the trainer says to rollouts."""
         desk = self._desk
-        desk.versions.publish(publish.version, publish.manifest.digest)
-        offer = m.Offer(version=publish.version, manifest=publish.manifest, route=publish.route)
-        for rollout in desk.members.of_kind("rollout"):
-            if rollout.identity in publish.targets:
-                desk.exchange.send(rollout.identity, offer)
-        desk.exchange.send(member.identity, m.Noted(), request)
+        here = {rollout.identity for rollout in desk.members.of_kind("rollout")}
+        for target in message.targets:
+            if target in here:
+                desk.exchange.send(target, message)
+        absent = [target for target in message.targets if target not in here]
+        desk.exchange.send(member.identity, m.Relayed(absent=absent), request)
+
+    def _on_report(self, member: Member, request: int, report: m.Reach | m.LoadFailed) -> None:
+        """What a rollout says to the trainer."""
+        if isinstance(report, m.LoadFailed):
+            log.warning("a version was not loaded", member=member.name, version=report.version, error=report.error)
+        self._desk.tell_trainer(report.model_copy(update={"receiver": member.identity}))
+        self._desk.exchange.send(member.identity, m.Noted(), request)
+
+    def _on_commit_version(self, member: Member, request: int, commit: m.CommitVersion) -> None:
+        desk = self._desk
+        desk.versions.publish(commit.version, commit.digests.whole)
+        if commit.cost:
+            desk.progress.publish_cost = commit.version, commit.cost
+        self._on_relay(member, request, commit)
 
     def _on_loaded(self, member: Member, request: int, loaded: m.Loaded) -> None:
         desk = self._desk
         if loaded.digest != desk.versions.digests.get(loaded.version):
             raise LedgerError(f"version {loaded.version} with digest {loaded.digest} was never published")
         member.version, member.digest = loaded.version, loaded.digest
-        report = m.ReceiverReport(
-            receiver=member.identity, version=loaded.version, digest=loaded.digest, pause_s=loaded.pause_s
-        )
-        desk.tell_trainer(report)
+        self._record_load(member, loaded)
+        desk.tell_trainer(loaded.model_copy(update={"receiver": member.identity}))
         desk.tell_trainer(desk.receivers())
         desk.exchange.send(member.identity, m.Noted(), request)
 
-    def _on_load_failed(self, member: Member, request: int, failed: m.LoadFailed) -> None:
-        log.warning("a version was not loaded", member=member.name, version=failed.version, error=failed.error)
-        self._desk.tell_trainer(m.ReceiverReport(receiver=member.identity, version=failed.version, error=failed.error))
-        self._desk.exchange.send(member.identity, m.Noted(), request)
+    def _record_load(self, member: Member, loaded: m.Loaded) -> None:
+        progress = self._desk.progress
+        progress.pauses[member.name] = loaded.pause_s
+        row = {"time": time.time(), "receiver": member.name, **loaded.model_dump(exclude={"receiver"})}
+        version, cost = progress.publish_cost
+        if cost and version == loaded.version:
+            row |= cost.model_dump()
+        self._desk.records.load(row)
 
     def _on_status(self, member: Member, request: int, _message: m.StatusRequest) -> None:
         self._desk.exchange.send(member.identity, m.Status(state=state(self._desk)), request)

@@ -85,6 +85,11 @@ class Progress:
         )
     )  # fmt: skip
 
+    publish_cost: tuple[int, m.PublishCost | None] = (-1, None)
+    """The version published last, and what that took in the trainer."""
+    pauses: dict[str, float] = field(default_factory=dict)
+    """Rollout to how long it last stood still for a new version, in seconds."""
+
     def stop(self, reason: str) -> None:
         """Ends the run; safe from a signal handler."""
         self.stop_reason = self.stop_reason or reason

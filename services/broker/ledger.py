@@ -53,7 +53,7 @@ class Ledger:
     @property
     def committed(self) -> int:
         """Steps committed so far, which is the newest version."""
-        return self.length - (1 if self.steps and self.steps[-1].digest is None else 0)
+        return self.length - sum(step.digest is None for step in self.steps[-2:])
 
     def taken(self, step: int) -> Step | None:
         """The step, where it was taken already. Raises `LedgerError` for one that was let go."""
@@ -67,8 +67,9 @@ class Ledger:
         """``step`` trains on ``groups``, from now on and for good."""
         if step != self.length:
             raise LedgerError(f"step {step} cannot be taken: {self.length} is next")
-        if self.steps and self.steps[-1].digest is None:
-            raise LedgerError(f"step {step} cannot be taken before step {step - 1} is committed")
+        # One step ahead: its gradient is computed while the version before it is gathered, committed and published.
+        if len(self.steps) > 1 and self.steps[-2].digest is None:
+            raise LedgerError(f"step {step} cannot be taken before step {step - 2} is committed")
         taken = Step(step, groups, seed, now)
         self.steps.append(taken)
         self._write(taken)
@@ -80,6 +81,8 @@ class Ledger:
         taken = self.taken(step)
         if taken is None:
             raise LedgerError(f"step {step} was never taken")
+        if step > self.committed:
+            raise LedgerError(f"step {step} cannot be committed before step {self.committed}")
         first = taken.digest is None
         if taken.digest != digest:
             taken.digest = digest

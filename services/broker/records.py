@@ -1,4 +1,4 @@
-"""What a run writes down for people: metrics.jsonl, actors.jsonl, samples.jsonl, TensorBoard."""
+"""What a run writes down for people, each a .jsonl: metrics, actors, ledger, drops, weights, samples; TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Records:
         self._actors = (folder / "actors.jsonl").open("a", buffering=1)
         self._ledger = (folder / "ledger.jsonl").open("a", buffering=1)
         self._drops = (folder / "dropped.jsonl").open("a", buffering=1)
+        self._weights = (folder / "weights.jsonl").open("a", buffering=1)
         self._samples = (folder / "samples.jsonl").open("a", buffering=1)
         self._tensorboard = None
         if tensorboard:
@@ -49,6 +50,10 @@ class Records:
         """One line a dropped group."""
         self._write(self._drops, {"group": number, "reason": reason})
 
+    def load(self, row: dict[str, Any]) -> None:
+        """One line each time a rollout has loaded a version: bytes, and seconds of every phase."""
+        self._write(self._weights, row)
+
     def sample(self, step: int, group: Group, rewards: list[float]) -> None:
         """Two trajectories of a group, the best and the worst."""
         ranked = sorted(range(len(rewards)), key=lambda i: (rewards[i] != rewards[i], rewards[i]))
@@ -68,7 +73,7 @@ class Records:
 
     def close(self) -> None:
         """Closes the files."""
-        for file in (self._metrics, self._actors, self._ledger, self._drops, self._samples):
+        for file in (self._metrics, self._actors, self._ledger, self._drops, self._weights, self._samples):
             file.close()
         if self._tensorboard:
             self._tensorboard.close()

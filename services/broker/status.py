@@ -12,10 +12,11 @@ from services.broker.desk import Desk
 def hold_up(desk: Desk) -> str:
     """What keeps the next step from being completed, in words."""
     steps = desk.experience.ledger.steps
-    if steps and steps[-1].digest is None:
+    open_steps = [step.step for step in steps[-2:] if step.digest is None]
+    if open_steps:
         trainers = [trainer.identity for trainer in desk.members.of_kind("trainer")]
         who = f"{trainers[0]} has not committed it" if trainers else "no trainer is here"
-        return f"step {steps[-1].step} is taken, and {who}"
+        return f"step {open_steps[0]} is taken, and {who}"
     if desk.progress.phase != "training":
         return f"the run is {desk.progress.phase.replace('_', ' ')}"
     oldest = desk.experience.oldest_open()
@@ -54,6 +55,7 @@ def state(desk: Desk) -> dict[str, Any]:
             "host": member.host,
             "version": member.version,
             "silent_s": now - member.heard_at,
+            "pause_s": desk.progress.pauses.get(member.name),
             **member.gauges,
         }
         for member in desk.members

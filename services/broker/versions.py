@@ -34,7 +34,9 @@ class Versions:
             self._journal.delete(self.TABLE, version)
 
     def publish(self, version: int, digest: str) -> None:
-        """The trainer offers ``version``."""
+        """The trainer has committed ``version`` to be served."""
+        if self.digests.get(version) == digest:
+            return
         self.digests[version] = digest
         self._journal.put(self.TABLE, version, {"digest": digest})
         for old in [v for v in self.digests if v <= version - KEPT]:

@@ -1,10 +1,16 @@
-"""Receives versions into a shadow and verifies them, in a thread beside decoding."""
+"""Receives versions into a shadow and verifies them, in a thread beside decoding.
+
+The shadow is whatever the bytes arrive in: the sender's shared-memory segment itself, or one of two buffers of this
+process, of which the other one serves. The engine computes with the shadow as it lies, once it is verified and swapped
+in.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,99 +18,356 @@ import numpy as np
 import structlog
 import torch
 
+from protocols.channel import BucketError, Intake, name_buckets
+from protocols.keys import ClientKeys
 from protocols.mailbox import Mailbox
-from protocols.messages import LoadFailed, Offer
-from protocols.weights import CollectiveRoute, DigestError, SharedMemoryRoute, verify
+from protocols.messages import Bucket, CommitVersion, Invite, Loaded, LoadFailed, Propose, Reach
+from protocols.weights import (
+    CollectiveRoute,
+    CudaIpcRoute,
+    DigestError,
+    SharedMemoryRoute,
+    bucket_digest,
+)
+from services import failpoint
 from services.rollout.engines.base import Engine
-from services.weights import flat, shm
+from services.weights import cuda_ipc, flat, shm
 from services.weights.collective import CollectiveError, Group
+from services.weights.config import WeightsConfig
+from services.weights.snapshots import SnapshotClient
 
 log = structlog.get_logger()
+
+POLL_S = 0.0005
+TRIES = 3
+"""How often a wrong bucket is asked for again before the version is given up."""
+
+
+class CanaryError(DigestError):
+    """The bytes are right, and what the engine makes of them is not."""
+
+
+@dataclass
+class _Shadow:
+    """A flat buffer, uint8 ``[bytes]`` on the host, and what must be let go of once nobody computes with it."""
+
+    tensor: torch.Tensor
+    attached: shm.Attached | None = None
+
+    def release(self) -> None:
+        if self.attached:
+            self.attached.release()
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A verified version, ready to be swapped in between two decoding steps. Posted to the actor's inbox."""
 
-    version: int
-    digest: str
     weights: Any
-    receive_s: float
-    verify_s: float
+    loaded: Loaded
+    """What is said of it, but for the pause."""
     swapped: threading.Event
-    """Set once it serves: until then nothing else is prepared, since an engine may have just one shadow."""
+    """Set once it serves."""
+
+
+@dataclass
+class _Costs:
+    receive_s: float = 0.0
+    verify_s: float = 0.0
+    prepare_s: float = 0.0
+    bytes_received: int = 0
+    again: int = 0
+    hash_s: float = 0.0
 
 
 class Receiver:
-    """Takes offers in order. Where several wait, those through shared memory give way to the newest; broadcasts are
-    joined in turn, since the sender counts on every receiver."""
+    """Takes one proposal at a time, always the newest. ``verify=False`` leaves out digests, to measure their cost."""
 
-    def __init__(self, engine: Engine, mailbox: Mailbox, identity: str, host: str) -> None:
-        self._engine, self._mailbox = engine, mailbox
-        self._identity, self._host = identity, host
-        self._offers: queue.SimpleQueue[Offer | None] = queue.SimpleQueue()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+    def __init__(
+        self,
+        engine: Engine,
+        mailbox: Mailbox,
+        config: WeightsConfig,
+        keys: ClientKeys | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._engine, self._mailbox, self._config, self._keys, self._verify = engine, mailbox, config, keys, verify
+        self._proposals: queue.SimpleQueue[Propose | None] = queue.SimpleQueue()
+        self._commits: dict[tuple[int, int], CommitVersion] = {}
+        self._changed = threading.Condition()
+        self._newest: tuple[int, int] | None = None
+        self._own = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._serving: _Shadow | None = None
+        self._serving_digest = ""
+        self._attachments = shm.Attachments()
         self._group: Group | None = None
+        self._snapshots: SnapshotClient | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._thread.start()
 
-    def offer(self, offer: Offer) -> None:
-        """Queues an offer."""
-        self._offers.put(offer)
+    def handle(self, message: Invite | Propose | CommitVersion) -> None:
+        """What the trainer says; returns at once."""
+        if isinstance(message, Invite):
+            only = None if self._config.transport == "auto" else self._config.transport
+            gpu = cuda_ipc.gpu_of(self._engine.device)
+            nonce = shm.read_probe(message.probe)
+            self._mailbox.tell(Reach(nonce=nonce, host=self._config.host, gpu=gpu, only=only))
+            return
+        with self._changed:
+            at = message.epoch, message.version
+            if isinstance(message, Propose):
+                if self._newest is not None and at <= self._newest:
+                    log.warning("an old proposal is refused", epoch=at[0], version=at[1], newest=self._newest)
+                    return
+                self._newest = at
+                self._proposals.put(message)
+            else:
+                self._commits[at] = message
+                for old in [known for known in self._commits if self._newest and known < self._newest]:
+                    del self._commits[old]
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread after the offer in hand."""
-        self._closing = True
-        self._offers.put(None)
+        """Ends the thread after the proposal in hand."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._proposals.put(None)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            offer = self._offers.get()
-            while offer and offer.route.type == "shm" and not self._offers.empty():
-                offer = self._offers.get()
-            if offer is None:
-                return
+        while (proposal := self._proposals.get()) is not None:
             try:
-                prepared = self._load(offer)
-                self._mailbox.post(prepared)
-                while not prepared.swapped.wait(1.0) and not self._closing:
-                    pass
+                self._load(proposal)
             except Exception as error:  # whatever went wrong, the version is not served and the sender hears why
-                log.warning("version not loaded", version=offer.version, error=str(error))
-                self._group = None
-                self._mailbox.tell(LoadFailed(version=offer.version, error=f"{type(error).__name__}: {error}"))
+                log.warning("version not loaded", epoch=proposal.epoch, version=proposal.version, error=str(error))
+                reason = f"{type(error).__name__}: {error}"
+                self._mailbox.tell(LoadFailed(epoch=proposal.epoch, version=proposal.version, error=reason))
+        if self._snapshots:
+            self._snapshots.close()
 
-    def _load(self, offer: Offer) -> Prepared:
-        started = time.monotonic()
-        manifest = offer.manifest
-        if self._buffer.numel() != manifest.nbytes:
-            self._buffer = torch.empty(manifest.nbytes, dtype=torch.uint8)
-        host_buffer = self._buffer
-        if isinstance(offer.route, SharedMemoryRoute):
-            segment = shm.attach(offer.route.segment, manifest.nbytes)
-            np.copyto(host_buffer.numpy(), np.frombuffer(segment, np.uint8))
-        else:
-            host_buffer = self._broadcast(offer, offer.route)
-        received = time.monotonic()
-        verify(manifest, flat.as_memory(host_buffer))
-        verified = time.monotonic()
-        weights = self._engine.prepare(flat.views(manifest, host_buffer))
-        times = received - started, verified - received
-        return Prepared(offer.version, manifest.digest, weights, *times, swapped=threading.Event())
-
-    def _broadcast(self, offer: Offer, route: CollectiveRoute) -> torch.Tensor:
-        if self._identity not in route.ranks:
-            raise DigestError(f"{self._identity} has no rank in epoch {route.epoch}")
-        if self._group is None or self._group.route.epoch != route.epoch:
-            self._group = Group(route, route.ranks[self._identity], self._host)
+    def _load(self, proposal: Propose) -> None:
+        failpoint.reach("receiver-proposed", proposal.version)
+        intake, costs = Intake(proposal.epoch, proposal.version, proposal.layout), _Costs()
+        shadow, transport = self._open(proposal), proposal.route.type
         try:
-            if route.backend == "nccl":
-                staged = torch.empty(offer.manifest.nbytes, dtype=torch.uint8, device="cuda")
-                self._group.broadcast(offer.manifest, staged)
-                return staged.cpu()
-            self._group.broadcast(offer.manifest, self._buffer)
-        except CollectiveError:
-            self._group = None
+            started = time.monotonic()
+            self._receive(proposal, intake, shadow, costs)
+            failpoint.reach("receiver-received", proposal.version)
+            commit = self._await_commit(proposal)
+            costs.receive_s = time.monotonic() - started - costs.hash_s
+            shadow = self._settle(proposal, commit, intake, shadow, costs)
+            failpoint.reach("receiver-verified", proposal.version)
+            prepared, canary = self._prepare(proposal, commit, shadow, costs)
+            loaded = Loaded(
+                epoch=proposal.epoch,
+                version=proposal.version,
+                digest=commit.digests.whole,
+                transport=transport,
+                bytes_received=costs.bytes_received,
+                buckets_again=costs.again,
+                receive_s=costs.receive_s,
+                verify_s=costs.verify_s + costs.hash_s,
+                prepare_s=costs.prepare_s,
+                canary=canary,
+            )
+            self._swap(Prepared(prepared, loaded, threading.Event()))
+        except BaseException:
+            shadow.release()
             raise
-        return self._buffer
+        before, self._serving, self._serving_digest = self._serving, shadow, commit.digests.whole
+        if before:
+            before.release()
+
+    def _swap(self, prepared: Prepared) -> None:
+        """Until the actor has swapped it in, this version may be neither overwritten nor let go of."""
+        self._mailbox.post(prepared)
+        while not prepared.swapped.wait(1.0):
+            if self._closing:
+                raise DigestError("closed before it was swapped in")
+
+    def _open(self, proposal: Propose) -> _Shadow:
+        if isinstance(proposal.route, SharedMemoryRoute):
+            attached = self._attachments.attach(proposal.route.segment, proposal.layout.nbytes)
+            return _Shadow(flat.from_memory(attached.memory), attached)
+        return _Shadow(self._spare(proposal.layout.nbytes))
+
+    def _spare(self, nbytes: int) -> torch.Tensor:
+        """The buffer of this process that does not serve."""
+        serving = self._serving.tensor.data_ptr() if self._serving else 0
+        place = 0 if self._own[0].numel() == 0 or self._own[0].data_ptr() != serving else 1
+        if self._own[place].numel() != nbytes:
+            self._own[place] = torch.zeros(nbytes, dtype=torch.uint8)
+        return self._own[place]
+
+    def _receive(self, proposal: Propose, intake: Intake, shadow: _Shadow, costs: _Costs) -> None:
+        """Takes what comes by itself. What does not arrive is asked for once the version is committed."""
+        memory = flat.as_memory(shadow.tensor)
+
+        def arrived(index: int) -> None:
+            started = time.monotonic()
+            start, end = proposal.layout.spans[index]
+            digest = bucket_digest(memory[start:end]) if self._verify else ""
+            intake.bucket(proposal.epoch, proposal.version, index, memory[start:end], digest)
+            costs.hash_s += time.monotonic() - started
+
+        route = proposal.route
+        if isinstance(route, CollectiveRoute):
+            self._receive_broadcast(proposal, route, shadow, arrived)
+        elif isinstance(route, SharedMemoryRoute):
+            assert shadow.attached
+            self._follow(proposal, shadow.attached, arrived)
+        elif isinstance(route, CudaIpcRoute):
+            self._await_commit(proposal)
+            shadow.tensor.copy_(cuda_ipc.map_shared(route, proposal.layout.nbytes, self._engine.device))
+            for index in range(len(proposal.layout.spans)):
+                arrived(index)
+        if not isinstance(route, SharedMemoryRoute):
+            costs.bytes_received += sum(
+                end - start for index, (start, end) in enumerate(proposal.layout.spans) if index in intake.found
+            )
+
+    def _follow(self, proposal: Propose, attached: shm.Attached, arrived: Callable[[int], None]) -> None:
+        """Hashes the buckets of a segment while the sender writes the next ones."""
+        index, deadline = 0, time.monotonic() + self._config.deadline_s
+        while index < len(proposal.layout.spans):
+            filled = attached.filled(proposal.version)
+            if filled == index:
+                if self._given_up(proposal):
+                    raise DigestError("a newer version was proposed")
+                if time.monotonic() > deadline:
+                    raise DigestError(
+                        f"the trainer did not fill bucket {index} of segment within {self._config.deadline_s:g} s"
+                    )
+                time.sleep(POLL_S)
+            for full in range(index, filled):
+                arrived(full)
+            index = max(index, filled)
+
+    def _receive_broadcast(
+        self, proposal: Propose, route: CollectiveRoute, shadow: _Shadow, arrived: Callable[[int], None]
+    ) -> None:
+        identity = self._mailbox.identity
+        if identity not in route.ranks:
+            raise DigestError(f"{identity} has no rank in epoch {proposal.epoch}")
+        if route.sparse_from:
+            if self._serving is None or route.sparse_from != self._serving_digest:
+                raise DigestError("changes are sent to a version that is not served here")
+            shadow.tensor.copy_(self._serving.tensor)
+        try:
+            if self._group is None or self._group.epoch != proposal.epoch or self._group.route.type != route.type:
+                self._group = Group(route, proposal.epoch, route.ranks[identity], self._config.host)
+            self._group.route = route
+            target = shadow.tensor
+            if route.type == "nccl":
+                target = torch.empty(shadow.tensor.numel(), dtype=torch.uint8, device=self._engine.device)
+            copied = self._copier(proposal, target, shadow.tensor, arrived)
+            self._group.receive(proposal.layout, target, copied, lambda: self._given_up(proposal))
+        except CollectiveError as error:
+            self._group = None
+            log.warning("broadcast broke", version=proposal.version, error=str(error))
+
+    @staticmethod
+    def _copier(
+        proposal: Propose, target: torch.Tensor, shadow: torch.Tensor, arrived: Callable[[int], None]
+    ) -> Callable[[int], None]:
+        if target is shadow:
+            return arrived
+
+        def copied(index: int) -> None:
+            start, end = proposal.layout.spans[index]
+            shadow[start:end].copy_(target[start:end])
+            arrived(index)
+
+        return copied
+
+    def _given_up(self, proposal: Propose) -> bool:
+        """The sender has moved on: its group broke, or it proposed something newer."""
+        at = proposal.epoch, proposal.version
+        commit = self._commits.get(at)
+        return self._closing or self._newest != at or (commit is not None and commit.broken)
+
+    def _await_commit(self, proposal: Propose) -> CommitVersion:
+        at, deadline = (proposal.epoch, proposal.version), time.monotonic() + self._config.deadline_s
+        with self._changed:
+            while at not in self._commits:
+                left = deadline - time.monotonic()
+                if self._closing or self._newest != at:
+                    raise DigestError(f"version {proposal.version} was given up: a newer one was proposed")
+                if left <= 0:
+                    raise DigestError(
+                        f"the trainer did not commit version {proposal.version} within {self._config.deadline_s:g} s"
+                    )
+                self._changed.wait(left)
+            return self._commits[at]
+
+    def _settle(
+        self, proposal: Propose, commit: CommitVersion, intake: Intake, shadow: _Shadow, costs: _Costs
+    ) -> _Shadow:
+        """Compares with the manifest, and asks again for what is missing or wrong. Returns a shadow that is right."""
+        started = time.monotonic()
+        if not self._verify:
+            return shadow
+        for index, reason in intake.commit(proposal.epoch, proposal.version, commit.digests).items():
+            log.warning("a bucket is refused", version=proposal.version, bucket=index, reason=reason)
+        costs.verify_s += time.monotonic() - started
+        if intake.missing:
+            started = time.monotonic()
+            by_request = proposal.route.type == "snapshot"
+            costs.again += 0 if by_request else len(intake.missing)
+            shadow = self._fetch(proposal, commit, intake, shadow, costs)
+            costs.receive_s += time.monotonic() - started
+        if intake.whole() != commit.digests.whole:
+            raise DigestError(f"buckets {name_buckets(intake.missing)} are missing or wrong")
+        return shadow
+
+    def _fetch(
+        self, proposal: Propose, commit: CommitVersion, intake: Intake, shadow: _Shadow, costs: _Costs
+    ) -> _Shadow:
+        if shadow.attached:  # a segment is not ours to mend
+            mended = _Shadow(self._spare(proposal.layout.nbytes))
+            mended.tensor.copy_(shadow.tensor)
+            shadow.release()
+            shadow = mended
+        if self._snapshots is None or self._snapshots.address != proposal.snapshots:
+            if self._snapshots:
+                self._snapshots.close()
+            self._snapshots = SnapshotClient(proposal.snapshots, self._mailbox.identity, self._keys)
+        into = shadow.tensor.numpy()
+
+        def arrived(bucket: Bucket, data: np.ndarray) -> None:
+            try:
+                intake.bucket(proposal.epoch, bucket.version, bucket.index, data.data)
+            except BucketError as error:
+                log.warning("a bucket is refused", version=proposal.version, bucket=bucket.index, reason=str(error))
+                return
+            start, end = proposal.layout.spans[bucket.index]
+            into[start:end] = data
+
+        base = (self._serving_digest, self._serving.tensor) if self._serving else None
+        for _ in range(TRIES):
+            if not intake.missing or self._newest != (proposal.epoch, proposal.version):
+                break
+            costs.bytes_received += self._snapshots.fetch(
+                proposal.version, commit.digests.whole, proposal.layout, intake.missing, base, arrived,
+                self._config.stall_s,
+            )  # fmt: skip
+        return shadow
+
+    def _prepare(self, proposal: Propose, commit: CommitVersion, shadow: _Shadow, costs: _Costs) -> tuple[Any, float]:
+        started = time.monotonic()
+        prepared = self._engine.prepare(flat.views(proposal.layout, shadow.tensor))
+        difference = 0.0
+        if canary := commit.canary:
+            found = self._engine.score(prepared, np.array(canary.tokens, np.int32))
+            wanted = np.array(canary.logprobs, np.float32)
+            difference = float(np.abs(found - wanted).mean()) if found.shape == wanted.shape else float("nan")
+            if not difference <= canary.tolerance:
+                raise CanaryError(
+                    f"the canary's log-probabilities differ by {difference:.3g} on average from the trainer's; "
+                    f"{canary.tolerance:g} is allowed (weights.canary_tolerance)"
+                )
+        costs.prepare_s = time.monotonic() - started
+        return prepared, difference

@@ -18,14 +18,26 @@ import torch
 
 from protocols.experience import UNSAMPLED, Group, Trajectory, as_bytes, pack_group
 from protocols.mailbox import DeadlineError, FencedError
-from protocols.messages import Credit, Failed, Finished, HelloNeeded, Lease, Loaded, Message, Offer, Stop
-from services import determinism
+from protocols.messages import (
+    CommitVersion,
+    Credit,
+    Failed,
+    Finished,
+    HelloNeeded,
+    Invite,
+    Lease,
+    Message,
+    Propose,
+    Stop,
+)
+from services import determinism, failpoint
 from services.actor import Actor, Place
 from services.rollout.config import RolloutConfig, TorchEngineConfig
 from services.rollout.engines.base import Completion, Engine, Request
 from services.rollout.receiver import Prepared, Receiver
 from services.rollout.text import Text
 from services.section import SetupError
+from services.weights.config import WeightsConfig
 
 log = structlog.get_logger()
 
@@ -57,7 +69,13 @@ class Rollout:
     """One rollout process. `run` returns the reason it ended for."""
 
     def __init__(
-        self, place: Place, config: RolloutConfig, model_path: str, dtype: str, host: str, deterministic: bool = False
+        self,
+        place: Place,
+        config: RolloutConfig,
+        weights: WeightsConfig,
+        model_path: str,
+        dtype: str,
+        deterministic: bool = False,
     ) -> None:
         torch.set_num_threads(place.threads)
         if deterministic:
@@ -67,7 +85,7 @@ class Rollout:
         self.actor = Actor("rollout", place)
         self._text = Text(model_path)
         self.engine = make_engine(config, model_path, dtype, self._text)
-        self._receiver = Receiver(self.engine, self.actor.mailbox, self.actor.mailbox.identity, host)
+        self._receiver = Receiver(self.engine, self.actor.mailbox, weights, place.keys)
         self._work: dict[int, _Work] = {}
         self._outbox: set[int] = set()
         self._retained: deque[tuple[float, Finished, int]] = deque()
@@ -128,8 +146,8 @@ class Rollout:
     def _handle(self, event: object) -> None:
         if isinstance(event, Lease):
             self._start(event)
-        elif isinstance(event, Offer):
-            self._receiver.offer(event)
+        elif isinstance(event, Invite | Propose | CommitVersion):
+            self._receiver.handle(event)
         elif isinstance(event, Prepared):
             self._swap(event)
         elif isinstance(event, _Answered):
@@ -220,19 +238,16 @@ class Rollout:
 
     def _swap(self, prepared: Prepared) -> None:
         started = time.monotonic()
-        self.engine.swap(prepared.weights, prepared.version)
+        version, digest = prepared.loaded.version, prepared.loaded.digest
+        self.engine.swap(prepared.weights, version)
         prepared.swapped.set()
+        failpoint.reach("receiver-swapped", version)
         pause = time.monotonic() - started
-        self.actor.version, self.actor.digest = prepared.version, prepared.digest
-        log.info("version loaded", version=prepared.version, digest=prepared.digest, pause_s=round(pause, 6))
-        loaded = Loaded(
-            version=prepared.version,
-            digest=prepared.digest,
-            receive_s=prepared.receive_s,
-            verify_s=prepared.verify_s,
-            pause_s=pause,
-        )
-        self.actor.mailbox.ask_later(loaded, DURABLE_DEADLINE_S)
+        self.actor.version, self.actor.digest = version, digest
+        log.info("version loaded", version=version, digest=digest, pause_s=round(pause, 6))
+        loaded = prepared.loaded.model_copy(update={"pause_s": pause})
+        acknowledged = self.actor.mailbox.ask_later(loaded, DURABLE_DEADLINE_S)
+        acknowledged.add_done_callback(lambda _: failpoint.reach("receiver-acknowledged", version))
 
     def _update_gauges(self) -> None:
         now = time.monotonic()

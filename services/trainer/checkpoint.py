@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from services.section import SetupError
 from services.trainer.learner import Learner
+from services.trainer.parallel import full, like
 
 log = structlog.get_logger()
 
@@ -29,21 +30,25 @@ class CheckpointError(SetupError):
 
 
 def save(learner: Learner, tokenizer: Any, folder: Path, keep: int, ledger_tail: Sequence[dict[str, Any]] = ()) -> Path:
-    """Writes version ``learner.version`` below ``folder`` and removes all but the newest ``keep``. Returns its path."""
+    """Writes version ``learner.version`` below ``folder`` and removes all but the newest ``keep``. Returns its path.
+    All ranks call it; rank 0 gathers the model on its host, and writes."""
     target = folder / f"step-{learner.version:06d}"
     if target.exists():
+        return target
+    weights = {name: full(parameter.detach()) for name, parameter in learner.model.named_parameters()}
+    tensors = {}
+    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
+    for parameter, state in learner.optimizer.state.items():
+        for key, value in state.items():
+            tensors[f"{names[id(parameter)]}/{key}"] = full(value).cpu().contiguous()
+    if learner.rank:
         return target
     aside = folder / f".{target.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     own = aside / "trainer"
     own.mkdir(parents=True)
-    learner.model.save_pretrained(aside)
+    learner.model.save_pretrained(aside, state_dict=_with_tied(learner.model, weights))
     tokenizer.save_pretrained(aside)
-    tensors = {}
-    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
-    for parameter, state in learner.optimizer.state.items():
-        for key, value in state.items():
-            tensors[f"{names[id(parameter)]}/{key}"] = value.contiguous()
     save_file(tensors, own / "optimizer.safetensors")
     (own / "state.json").write_text(json.dumps({"version": learner.version, "ledger": list(ledger_tail)}))
     for path in aside.rglob("*"):
@@ -82,10 +87,17 @@ def restore(learner: Learner, path: Path) -> list[dict[str, Any]]:
         if mine["exp_avg"].shape != parameter.shape:
             raise CheckpointError(f"{path}: {name} has another shape than the model's")
         learner.optimizer.state[parameter] = {
-            key: value if key == "step" else value.to(parameter.device) for key, value in mine.items()
+            key: value if key == "step" else like(parameter, value) for key, value in mine.items()
         }
     learner.version = state["version"]
     return state["ledger"]
+
+
+def _with_tied(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """``weights`` with buffers, and without what is tied: as `save_pretrained` takes it."""
+    buffers = {name: buffer for name, buffer in model.state_dict().items() if name not in weights}
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    return {name: value for name, value in (weights | buffers).items() if name not in tied or name in weights}
 
 
 def _sync(path: Path) -> None:

@@ -112,8 +112,11 @@ class CheckpointConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer process."""
+    """The trainer."""
 
+    ranks: int = Field(1, ge=1)
+    """Processes on this machine that share the model by FSDP2, under torchrun; on GPUs one each. Across machines, run
+    `penstock serve trainer` under a torchrun of your own."""
     steps: int = Field(100, ge=1)
     """Training steps; each yields a version."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -124,3 +127,4 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     device: str = "auto"
     threads: int = Field(1, ge=1)
+    """Compute threads of each rank."""

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from services.model import logprobs, shares_prompts
+from protocols.experience import UNSAMPLED, Trajectory
+from services.model import shares_prompts
 from services.packing import Rows, plan_rows
 from services.trainer.algorithms.compose import Algorithm, Part, Totals
 from services.trainer.batch import Step
 from services.trainer.config import OptimizerConfig, TrainerConfig
+from services.trainer.parallel import forward, full
+from services.trainer.world import World
 
 
 class Learner:
-    """Model, optimizer and algorithm. ``version`` is the number of steps trained, ``dtype`` what it computes in."""
+    """Model, optimizer and algorithm. ``version`` is the number of steps trained, ``dtype`` what it computes in.
 
-    def __init__(self, model: Any, config: TrainerConfig, dtype: str, temperature: float) -> None:
+    Where ``world`` has several ranks, each of them calls every method with the same arguments.
+    """
+
+    def __init__(
+        self, model: Any, config: TrainerConfig, dtype: str, temperature: float, world: World | None = None
+    ) -> None:
         self.model, self._config, self._temperature = model, config, temperature
         self.version = 0
         self.algorithm = Algorithm(config.algorithm)
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
+        self._world = world or World(self.device)
+        self.rank = self._world.rank
         self._bf16 = dtype == "bfloat16"
         optimizer = config.optimizer
         decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -41,14 +51,17 @@ class Learner:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
 
-    def train(self, step: Step) -> dict[str, float]:
-        """One optimizer step on ``step``; the model then is `version` + 1. Returns the step's metrics."""
+    def train(self, step: Step, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """One optimizer step on ``step``; the model then is `version` + 1. ``before_update`` is called once the
+        gradient is there, before a parameter changes. Returns the step's metrics."""
         rate = learning_rate(self._config.optimizer, self.version, self._config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         loss, metrics = self.accumulate(step)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.max_grad_norm))
+        bound = self._config.optimizer.max_grad_norm
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound)))
+        before_update()
         if math.isfinite(norm) and math.isfinite(loss):
             self.optimizer.step()
         metrics |= {"skipped": float(not (math.isfinite(norm) and math.isfinite(loss)))}
@@ -69,13 +82,17 @@ class Learner:
         if not totals.tokens:
             return 0.0, {}
         budget, shared = self._config.tokens_per_micro_batch, shares_prompts(self.model)
-        plan = list(plan_rows(trajectories, step.groups[rewarded], budget, self._device, shared))
+        everyone = list(plan_rows(trajectories, step.groups[rewarded], budget, self.device, shared))
+        # Each rank has its share; where that is one short, another's counts nothing, since all must take part.
+        rounds = -(-len(everyone) // self._world.size)
+        mine = [self._world.rank + turn * self._world.size for turn in range(rounds)]
+        plan = [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
 
         def parts() -> Iterator[Part]:
-            for rows in plan:
+            for rows, _ in plan:
                 with self._autocast():
-                    log_prob = logprobs(self.model, rows, self._temperature)
-                index = torch.tensor(rows.index, device=self._device)
+                    log_prob = forward(self.model, rows, self._temperature)
+                index = torch.tensor(rows.index, device=self.device)
                 yield Part(
                     log_prob,
                     rows.column(behaviour),
@@ -84,36 +101,55 @@ class Learner:
                     None if reference is None else rows.column(reference),
                 )
 
-        mean_weight = self._mean_weight(parts()) if self.algorithm.needs_first_pass else 1.0
+        counts = [count for _, count in plan]
+        mean_weight = self._mean_weight(parts(), counts) if self.algorithm.needs_first_pass else 1.0
         total: float = 0.0
         sums: dict[str, float] = {}
-        for rows, part in zip(plan, parts(), strict=True):
+        for (rows, counts_once), part in zip(plan, parts(), strict=True):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
-            loss.backward()
-            total += float(loss.detach())
-            share: float = _share(rows, totals)
+            (loss * counts_once).backward()
+            total += counts_once * float(loss.detach())
+            share: float = counts_once * _share(rows, totals)
             found["mismatch"] = (part.log_prob.detach() - part.behaviour).abs().sum() / part.mask.sum().clamp(min=1)
             found["surprise"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
-        return total, sums
+        total, *means = self._world.sum([total, *sums.values()])
+        return total, dict(zip(sums, means, strict=True))
+
+    @torch.no_grad()
+    def score(self, tokens: list[int]) -> list[float]:
+        """Log-probabilities of all ``tokens`` but the first, at temperature 1."""
+        size = len(tokens)
+        column = np.full(size, 1, np.uint8)
+        column[0] = 0
+        versions = np.where(column == 1, 0, UNSAMPLED).astype(np.int32)
+        sequence = Trajectory(
+            np.array(tokens, np.int32), column, np.zeros(size, np.float32), versions, text="", finish="length"
+        )
+        plan = plan_rows([sequence], np.zeros(1, np.int64), size, self.device, shares_prompts(self.model))
+        with self._autocast():
+            found = forward(self.model, next(iter(plan)), 1.0)
+        return found[0, : size - 1].float().cpu().tolist()
 
     def _advantages(self, step: Step, rewarded: np.ndarray) -> torch.Tensor:
         scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
         groups = torch.from_numpy(step.groups[rewarded])
-        return self.algorithm.advantages(scores, groups).float().to(self._device)
+        return self.algorithm.advantages(scores, groups).float().to(self.device)
 
     @torch.no_grad()
-    def _mean_weight(self, parts: Iterator[Part]) -> float:
+    def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:
         total = count = 0.0
-        for part in parts:
+        for part, counts_once in zip(parts, counts, strict=True):
             weights, _ = self.algorithm.weights(part)
             if weights is not None:
-                total, count = total + float(weights.sum()), count + float(part.mask.sum())
+                total += counts_once * float(weights.sum())
+                count += counts_once * float(part.mask.sum())
+        total, count = self._world.sum([total, count])
         return total / count if count else 1.0
 
     def _autocast(self) -> Any:
-        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self._bf16 else nullcontext()
 
     def _describe(self, step: Step) -> dict[str, float]:
         lags = step.lags(self.version)

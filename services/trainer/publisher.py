@@ -1,204 +1,427 @@
-"""Publishes versions to the rollouts, in a thread beside training; a rollout that is behind is served at any time."""
+"""Publishes versions to the rollouts, in a thread beside training.
+
+    training thread   │ forward, backward of step s+1 ……………………………│ optimizer step │ …
+    publisher thread  │ gather+cast+hash bucket k+1 ┐ commit step s │ CommitVersion, seeds, answers …
+                      │ broadcast bucket k …………………┘ to the ledger │
+
+The parameters are read while the next step computes its gradient, and must be read before its optimizer step changes
+them: `Job.read` says when. The protocol is `protocols.channel`'s; this file moves its bytes and messages.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import structlog
 import torch
 
+from protocols import messages as m
+from protocols.channel import Epoch, Sender
+from protocols.keys import ClientKeys
 from protocols.mailbox import FencedError, Mailbox
-from protocols.messages import Publish, ReceiverReport, Receivers, Stop
-from protocols.weights import CollectiveRoute, Manifest, Route, SharedMemoryRoute, make_manifest
+from protocols.weights import (
+    CollectiveRoute,
+    Digests,
+    Route,
+    SharedMemoryRoute,
+    SnapshotRoute,
+    Transport,
+    bucket_digest,
+    whole_digest,
+)
+from services import failpoint
 from services.section import SetupError
-from services.weights import flat, shm
+from services.trainer.snapshot import Buffers, Snapshot
+from services.trainer.source import Source
+from services.weights import cuda_ipc, flat, shm, sparse
 from services.weights.collective import CollectiveError, Group, serve_store
 from services.weights.config import WeightsConfig
+from services.weights.snapshots import SnapshotServer, bucket_reply
 
 log = structlog.get_logger()
 
-PUBLISH_DEADLINE_S = 60.0
-RETRY_S = 0.1
-SEGMENTS = 4
-"""Shared-memory segments that exist at once; the oldest is unlinked, readers keep their mapping."""
+SAY_DEADLINE_S = 60.0
+POLL_S = 0.2
+BACKENDS: tuple[Literal["gloo", "nccl"], ...] = ("gloo", "nccl")
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """One version in a host buffer, as it is published."""
+@dataclass
+class Job:
+    """A version to publish; or, with ``quiet``, one that is only made ready and committed, while steps are redone."""
 
     version: int
-    manifest: Manifest
-    buffer: torch.Tensor
-    segment: shm.Segment | None = None
-    offered: dict[str, float] = field(default_factory=dict)
-    """Receiver to when it was offered this version."""
-    failed: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Receiver that failed to when it is offered it again, and how often it failed."""
+    canary: m.Canary | None = None
+    commit: Callable[[Snapshot], None] = lambda snapshot: None
+    """Called once the version's digest is known: makes it durable that the version exists."""
+    quiet: bool = False
+    read: threading.Event = field(default_factory=threading.Event)
+    """Set once every parameter was read: the model may change."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """Set once ``commit`` has returned."""
 
 
 class Publisher:
-    """Owns the trainer's inbox: receivers' versions and reports come in, offers go out.
+    """Owns the trainer's inbox: rollouts come, go, answer; jobs are posted by `publish`.
 
-    `stage` copies a version out of the model, `publish` offers it; both are called by the training thread. ``stopped``
-    is set once the broker wants the trainer to end.
+    ``stopped`` is set once the broker wants the trainer to end, or something failed: then ``error`` is set too.
+    ``verify=False`` leaves out all digests, to measure what they cost.
     """
 
-    def __init__(self, config: WeightsConfig, dtype: str, run_key: str, mailbox: Mailbox) -> None:
-        self._config, self._dtype, self._run_key, self._mailbox = config, dtype, run_key, mailbox
+    def __init__(
+        self,
+        config: WeightsConfig,
+        source: Source,
+        run_key: str,
+        mailbox: Mailbox,
+        keys: ClientKeys | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._config, self._source, self._mailbox, self._verify = config, source, mailbox, verify
         self.stopped = threading.Event()
         self.reason = ""
         self.error: BaseException | None = None
-        self.publish_s = 0.0
-        """Seconds that the last staging took from the training thread."""
-        self._receivers: dict[str, tuple[int, str]] = {}
-        """Identity to the version and digest that it serves."""
-        self._latest: Snapshot | None = None
-        self._segments: list[shm.Segment] = []
+        self.latest: Snapshot | None = None
+        self._gpu = cuda_ipc.gpu_of(source.device)
+        if config.transport in ("nccl", "cuda_ipc") and not self._gpu:
+            raise SetupError(
+                f"weights.transport: {config.transport} needs the trainer on a GPU, and it is on a CPU; use auto"
+            )
+        self._probe: shm.Probe | None = None
+        shared = config.transport in ("auto", "shm")
+        if shared:
+            shm.remove_leftovers(run_key)
+            self._probe = shm.Probe(run_key)
+        self._buffers = Buffers(run_key if shared else None)
+        # Epochs of a trainer that was started again come after those of the one before.
+        self._sender = Sender(time.time_ns() // 1_000_000, config.deadline_s)
+        self._snapshots = SnapshotServer(config.host, keys, self._answer_fetch)
+        self._store: Any = None
+        self._store_address = ""
+        self._groups: dict[str, Group] = {}
+        """Backend to the group of the present epoch."""
+        self._broken = False
+        """A group of the present epoch broke."""
         self._lock = threading.Lock()
         self._closed = False
-        self._epoch = 0
-        self._group: Group | None = None
-        if config.transport == "nccl" and not torch.cuda.is_available():
-            raise SetupError("weights.transport: nccl needs CUDA, and this machine has none; use shm or gloo")
-        if config.transport == "shm":
-            shm.remove_leftovers(run_key)
-        else:
-            self._store, self._store_address = serve_store(config.host)
         self._thread = threading.Thread(target=self._run_thread, name="publisher", daemon=True)
         self._thread.start()
 
-    def stage(self, version: int, named: Sequence[tuple[str, torch.Tensor]]) -> Snapshot:
-        """Copies ``named`` weights into a buffer of their own and hashes them; the model may change afterwards."""
-        started = time.monotonic()
-        weights, nbytes = flat.place(named, self._dtype)
-        segment = None
-        if self._config.transport == "shm":
-            segment = shm.Segment(self._run_key, nbytes)
-            self._segments.append(segment)
-            for old in self._segments[:-SEGMENTS]:
-                old.unlink()
-            del self._segments[:-SEGMENTS]
-            buffer = flat.from_memory(segment.memory)
-        else:
-            buffer = torch.zeros(nbytes, dtype=torch.uint8)
-        flat.write(named, weights, buffer)
-        manifest = make_manifest(weights, flat.as_memory(buffer), int(self._config.bucket_mb * (1 << 20)))
-        self.publish_s = time.monotonic() - started
-        return Snapshot(version, manifest, buffer, segment)
+    def publish(self, job: Job) -> Job:
+        """Hands ``job`` over to the thread."""
+        self._mailbox.post(job)
+        return job
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """Offers ``snapshot`` to every rollout that serves anything else, now and whenever one comes later."""
-        with self._lock:
-            self._latest = snapshot
-        self._mailbox.post(None)
+    def wait(self, event: threading.Event) -> None:
+        """Waits for a job's event. Raises what ended the thread, if that came first."""
+        while not event.wait(POLL_S):
+            if self.error:
+                raise self.error
+            if not self._thread.is_alive():
+                raise RuntimeError("the publisher has ended")
 
     def close(self) -> None:
         """Ends the thread and removes the segments."""
         self._closed = True
         self._mailbox.post(None)
-        self._thread.join(self._config.deadline_s)
-        for segment in self._segments:
-            segment.unlink()
+        self._thread.join(self._config.stall_s + 5)
+        self._snapshots.close()
+        self._buffers.close()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run_thread(self) -> None:
         try:
-            self._run()
+            while not self._closed:
+                try:
+                    event = self._mailbox.inbox.get(timeout=POLL_S)
+                except queue.Empty:
+                    event = None
+                self._handle(event)
+                if not self.stopped.is_set():
+                    self._look_after()
         except Exception as error:  # the trainer must hear of it: without this thread nothing reaches it any more
             log.exception("the publisher failed")
             self.error, self.reason = error, str(error)
             self.stopped.set()
 
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                event = self._mailbox.inbox.get(timeout=1.0)
-            except queue.Empty:
-                event = None
-            if isinstance(event, Stop):
-                self.reason = event.reason
-                self.stopped.set()
-            elif isinstance(event, FencedError):
-                self.error, self.reason = event, str(event)
-                self.stopped.set()
-            elif isinstance(event, Receivers):
-                self._receivers = dict(event.serves)
-            elif isinstance(event, ReceiverReport):
-                self._report(event)
-            self._serve()
+    def _handle(self, event: object) -> None:
+        sender, now = self._sender, time.monotonic()
+        if isinstance(event, Job):
+            self._publish(event)
+        elif isinstance(event, m.Stop):
+            self.reason = event.reason
+            self.stopped.set()
+        elif isinstance(event, FencedError):
+            raise event
+        elif isinstance(event, m.Receivers):
+            sender.present(event.serves)
+        elif isinstance(event, m.Reach):
+            transport = self._transport(event)
+            if sender.reached(event.receiver, transport):
+                log.info("receiver reached", receiver=event.receiver, transport=transport, host=event.host)
+        elif isinstance(event, m.Loaded):
+            sender.loaded(event.receiver, event.epoch, event.version, event.digest)
+        elif isinstance(event, m.LoadFailed):
+            failed = sender.failed(event.receiver, event.epoch, event.version, now)
+            log.warning(
+                "receiver failed",
+                receiver=event.receiver,
+                epoch=event.epoch,
+                version=event.version,
+                error=event.error,
+                again=failed,
+            )
 
-    def _report(self, report: ReceiverReport) -> None:
-        if report.error is None:
-            self._receivers[report.receiver] = report.version, report.digest
+    def _look_after(self) -> None:
+        """Invites strangers, seeds who is behind, votes out who is late."""
+        now = time.monotonic()
+        for late in self._sender.late(now):
+            ranks = [group.route.ranks.get(late.identity) for group in self._groups.values()]
+            log.error(
+                "receiver is late: voted out",
+                receiver=late.identity,
+                rank=next((rank for rank in ranks if rank), None),
+                epoch=late.epoch,
+                version=late.version,
+                waited_s=round(late.waited_s, 1),
+            )
+        invited = self._sender.invitations(now)
+        if invited:
+            self._say(m.Invite(targets=invited, probe=self._probe.name if self._probe else ""))
+        if self.latest is None:
             return
-        log.warning("receiver failed", receiver=report.receiver, version=report.version, error=report.error)
-        self._group = None
-        if self._latest and self._latest.version == report.version:
-            self._again(self._latest, report.receiver)
+        for identity, epoch, transport in self._sender.seeds(now):
+            log.info("seeding", receiver=identity, epoch=epoch, version=self.latest.version, transport=transport)
+            self._propose([identity], epoch, self.latest, self._route_alone(transport, self.latest))
+            self._commit([identity], epoch, self.latest, first=False)
 
-    def _again(self, snapshot: Snapshot, receiver: str) -> None:
-        """Offers it again after a while, longer each time."""
-        count = snapshot.failed.get(receiver, (0.0, 0))[1] + 1
-        snapshot.failed[receiver] = (time.monotonic() + min(RETRY_S * 2**count, self._config.deadline_s), count)
-
-    def _serve(self) -> None:
-        """Offers the newest version to the receivers that are behind it and have no offer of it in hand."""
+    def _publish(self, job: Job) -> None:
+        started = time.monotonic()
+        layout = self._source.layout
+        buffer, segment = self._buffers.take(job.version, layout.nbytes, self.latest)
+        snapshot = Snapshot(job.version, layout, buffer, segment, job.canary)
+        epoch = Epoch(-1, {}) if job.quiet else self._sender.open(job.version, time.monotonic())
+        self._announce(snapshot, epoch)
+        found: list[str] = []
+        digest_s = 0.0
+        for index, on_device in self._source.buckets(buffer):
+            before = time.monotonic()
+            if self._verify:
+                found.append(bucket_digest(snapshot.bucket(index)))
+            if snapshot.base:
+                self._find_changes(snapshot, index)
+            digest_s += time.monotonic() - before
+            if segment:
+                segment.filled(job.version, index + 1)
+            if snapshot.on_gpu is not None:
+                start, end = layout.spans[index]
+                snapshot.on_gpu[start:end].copy_(on_device)
+            for group in list(self._groups.values()):
+                self._send(group, index, snapshot, on_device)
+        job.read.set()
+        gathered = time.monotonic()
+        found = found or [""] * len(layout.spans)
+        whole = whole_digest(layout, found) if self._verify else f"unverified-{job.version}"
+        snapshot.digests = Digests(buckets=tuple(found), whole=whole)
+        snapshot.cost.gather_s, snapshot.cost.digest_s = gathered - started - digest_s, digest_s
+        job.commit(snapshot)
+        job.done.set()
+        self._finish(snapshot, gathered)
         with self._lock:
-            latest = self._latest
-        if latest is None or self.stopped.is_set():
+            self.latest = snapshot
+        if job.quiet:
             return
-        now, wanted = time.monotonic(), (latest.version, latest.manifest.digest)
-        for receiver, since in list(latest.offered.items()):
-            if now - since > self._config.deadline_s and self._receivers.get(receiver, wanted) != wanted:
-                log.error("receiver is late", receiver=receiver, version=latest.version, waited_s=round(now - since))
-                del latest.offered[receiver]
-        for receiver, (at, _) in latest.failed.items():
-            if now >= at:
-                latest.offered.pop(receiver, None)
-        behind = [r for r, served in self._receivers.items() if served != wanted and r not in latest.offered]
-        if not behind:
-            return
-        for receiver in behind:
-            latest.offered[receiver] = now
-            if receiver in latest.failed:
-                latest.failed[receiver] = (float("inf"), latest.failed[receiver][1])
-        if latest.segment:
-            self._offer(latest, SharedMemoryRoute(segment=latest.segment.name), behind)
-        else:
-            self._broadcast(latest, behind)
+        self._sender.committed(job.version, whole)
+        self._commit(list(epoch.members), epoch.number, snapshot, first=True)
+        failpoint.reach("published", job.version - 1)
 
-    def _offer(self, snapshot: Snapshot, route: Route, targets: list[str]) -> None:
-        self._mailbox.ask_later(
-            Publish(version=snapshot.version, manifest=snapshot.manifest, route=route, targets=targets),
-            PUBLISH_DEADLINE_S,
+    def _announce(self, snapshot: Snapshot, epoch: Epoch) -> None:
+        """Proposes the version to all members, by their routes, and meets the groups that buckets are broadcast to."""
+        self._broken = False
+        self._choose_base(snapshot, epoch.by("gloo"))
+        if on_gpu := epoch.by("cuda_ipc"):
+            snapshot.on_gpu = torch.empty(snapshot.layout.nbytes, dtype=torch.uint8, device=self._source.device)
+            self._propose(on_gpu, epoch.number, snapshot, cuda_ipc.share(snapshot.on_gpu))
+        if snapshot.segment and (sharing := epoch.by("shm")):
+            self._propose(sharing, epoch.number, snapshot, SharedMemoryRoute(segment=snapshot.segment.name))
+        if asking := epoch.by("snapshot"):
+            self._propose(asking, epoch.number, snapshot, SnapshotRoute())
+        before, self._groups = self._groups, {}
+        for backend in BACKENDS:
+            if members := epoch.by(backend):
+                self._meet(backend, members, snapshot, epoch, before.get(backend))
+
+    def _meet(
+        self,
+        backend: Literal["gloo", "nccl"],
+        members: list[str],
+        snapshot: Snapshot,
+        epoch: Epoch,
+        known: Group | None,
+    ) -> None:
+        route = CollectiveRoute(
+            type=backend,
+            store=self._serve_store(),
+            ranks={identity: rank for rank, identity in enumerate(members, 1)},
+            stall_s=self._config.stall_s,
+            sparse_from=snapshot.base if backend == "gloo" else "",
+        )
+        self._propose(members, epoch.number, snapshot, route)
+        failpoint.reach("proposed", snapshot.version)
+        try:
+            if known and known.epoch == epoch.number:
+                known.route = route
+            else:
+                known = Group(route, epoch.number, 0, self._config.host, self._store)
+            self._groups[backend] = known
+        except CollectiveError as error:
+            self._broke(backend, error, snapshot)
+
+    def _choose_base(self, snapshot: Snapshot, collective: list[str]) -> None:
+        """Whether changes are sent: everybody who takes part must have what they are changes of."""
+        latest = self.latest
+        if latest is None or self._config.sparse == "off" or snapshot.version % self._config.full_every == 0:
+            return
+        needs = [p for p in self._sender.peers.values() if p.transport in ("gloo", "snapshot")]
+        served = (latest.version, latest.digest)
+        if not needs or any(self._sender.peers[identity].serves != served for identity in collective):
+            return
+        if snapshot.layout.weights[0].dtype != "float32":
+            snapshot.base = latest.digest
+
+    def _find_changes(self, snapshot: Snapshot, index: int) -> None:
+        assert self.latest
+        old, new = self.latest.bucket(index), snapshot.bucket(index)
+        changes = sparse.encode(flat.as_array(old), flat.as_array(new))
+        if changes is not None:
+            snapshot.changes[index] = changes
+
+    def _send(self, group: Group, index: int, snapshot: Snapshot, on_device: torch.Tensor) -> None:
+        start, end = snapshot.layout.spans[index]
+        nccl = group.route.type == "nccl"
+        try:
+            changes = snapshot.changes.get(index) if group.route.sparse_from else None
+            group.send(index, on_device if nccl else snapshot.buffer[start:end], changes)
+            if nccl:  # its bucket's memory is written again after the next one
+                group.finish(but=1)
+        except CollectiveError as error:
+            self._broke(group.route.type, error, snapshot)
+
+    def _finish(self, snapshot: Snapshot, gathered: float) -> None:
+        if snapshot.base:
+            elements = snapshot.layout.nbytes // 2
+            whole = sum(
+                (end - start) // 2
+                for index, (start, end) in enumerate(snapshot.layout.spans)
+                if index not in snapshot.changes
+            )
+            changed = sum(sparse.changes_in(changes) for changes in snapshot.changes.values())
+            snapshot.cost.density = (changed + whole) / max(1, elements)
+        for backend, group in list(self._groups.items()):
+            try:
+                group.finish()
+            except CollectiveError as error:
+                self._broke(backend, error, snapshot)
+            snapshot.cost.transfer_s = time.monotonic() - gathered
+            snapshot.cost.bytes_sent, group.bytes_sent = max(snapshot.cost.bytes_sent, group.bytes_sent), 0
+
+    def _broke(self, backend: str, error: CollectiveError, snapshot: Snapshot) -> None:
+        log.error("the epoch broke; receivers ask for the rest", version=snapshot.version, error=str(error))
+        self._groups.pop(backend, None)
+        self._broken = True
+        self._sender.broken()
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _propose(self, targets: list[str], epoch: int, snapshot: Snapshot, route: Route) -> None:
+        self._say(
+            m.Propose(
+                targets=targets,
+                epoch=epoch,
+                version=snapshot.version,
+                layout=snapshot.layout,
+                route=route,
+                snapshots=self._snapshots.address,
+            )
         )
 
-    def _broadcast(self, snapshot: Snapshot, targets: list[str]) -> None:
-        ranks = {receiver: rank for rank, receiver in enumerate(sorted(targets), 1)}
-        if self._group and self._group.route.ranks == ranks:
-            route = self._group.route
-        else:
-            self._epoch += 1
-            self._group = None
-            route = CollectiveRoute(
-                backend="nccl" if self._config.transport == "nccl" else "gloo",
-                store=self._store_address,
-                epoch=self._epoch,
-                ranks=ranks,
-                timeout_s=self._config.deadline_s,
+    def _commit(self, targets: list[str], epoch: int, snapshot: Snapshot, first: bool) -> None:
+        assert snapshot.digests
+        self._say(
+            m.CommitVersion(
+                targets=targets,
+                epoch=epoch,
+                version=snapshot.version,
+                digests=snapshot.digests,
+                canary=snapshot.canary,
+                broken=first and self._broken,
+                cost=snapshot.cost if first else None,
             )
-        self._offer(snapshot, route, targets)
-        try:
-            if self._group is None:
-                self._group = Group(route, 0, self._config.host, self._store)
-            buffer = snapshot.buffer.cuda() if route.backend == "nccl" else snapshot.buffer
-            self._group.broadcast(snapshot.manifest, buffer)
-        except CollectiveError as error:
-            log.error("broadcast failed", version=snapshot.version, receivers=targets, error=str(error))
-            self._group = None
-            for receiver in targets:  # in a new epoch, with whoever is there then
-                self._again(snapshot, receiver)
+        )
+
+    def _say(self, message: m.Invite | m.Propose | m.CommitVersion) -> None:
+        """Sends it; who was not there to hear it is offered the version again."""
+
+        def answered(future: Future[m.Message]) -> None:
+            if isinstance(message, m.Invite):
+                return
+            reply = None if future.exception() else future.result()
+            absent = reply.absent if isinstance(reply, m.Relayed) else message.targets
+            for identity in absent:
+                reason = f"it did not hear of the version: {future.exception() or 'it is not with the broker'}"
+                self._mailbox.post(
+                    m.LoadFailed(receiver=identity, epoch=message.epoch, version=message.version, error=reason)
+                )
+
+        self._mailbox.ask_later(message, SAY_DEADLINE_S).add_done_callback(answered)
+
+    def _route_alone(self, transport: Transport, snapshot: Snapshot) -> Route:
+        """How one rollout is served from a version that is all there."""
+        if transport == "shm" and snapshot.segment:
+            return SharedMemoryRoute(segment=snapshot.segment.name)
+        if transport == "cuda_ipc" and snapshot.on_gpu is not None:
+            return cuda_ipc.share(snapshot.on_gpu)
+        return SnapshotRoute()
+
+    def _transport(self, reach: m.Reach) -> Transport:
+        """The best way to a rollout, by where it is and what the configs name."""
+        shares_memory = self._probe is not None and reach.nonce == self._probe.nonce
+        possible: dict[Transport, bool] = {
+            "cuda_ipc": bool(self._gpu) and reach.gpu == self._gpu,
+            "shm": shares_memory and not reach.gpu,
+            "nccl": bool(self._gpu and reach.gpu),
+            "gloo": not reach.gpu,
+            "snapshot": True,
+        }
+        named = reach.only or (None if self._config.transport == "auto" else self._config.transport)
+        if named is None:
+            return next(transport for transport, fits in possible.items() if fits)
+        fits = {**possible, "shm": shares_memory, "gloo": True}[named]
+        if not fits:
+            log.warning(
+                "weights.transport does not reach this rollout: snapshot", transport=named, **reach.model_dump()
+            )
+        return named if fits else "snapshot"
+
+    def _serve_store(self) -> str:
+        if self._store is None:
+            self._store, self._store_address = serve_store(self._config.host)
+        return self._store_address
+
+    def _answer_fetch(self, fetch: m.Fetch) -> m.Message:
+        """Called from the snapshot server's thread."""
+        with self._lock:
+            snapshot = self.latest
+        if snapshot is None or (snapshot.version, snapshot.digest) != (fetch.version, fetch.digest):
+            has = f"version {snapshot.version}" if snapshot else "no version"
+            return m.Refused(code="not_ready", reason=f"version {fetch.version} is gone; the snapshot is {has}")
+        if not 0 <= fetch.index < len(snapshot.layout.spans):
+            return m.Refused(code="bad_message", reason=f"there is no bucket {fetch.index}")
+        changes = snapshot.changes.get(fetch.index) if snapshot.base and fetch.held == snapshot.base else None
+        return bucket_reply(fetch.version, fetch.index, snapshot.bucket(fetch.index), changes)

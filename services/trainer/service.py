@@ -1,71 +1,61 @@
-"""The trainer actor: take, train, commit, publish."""
+"""The trainer actor: take, train, commit, publish. Rank 0 of its world; the other ranks are `follower`s."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 
 import structlog
-import torch
 
 from protocols.mailbox import DeadlineError, RefusedError
-from protocols.messages import Batch, Checkpointed, Commit, Exhausted, LedgerRow, LedgerTail, Message, Resumed, Take
-from services import determinism, failpoint
+from protocols.messages import (
+    Batch,
+    Canary,
+    Checkpointed,
+    Commit,
+    Exhausted,
+    LedgerRow,
+    LedgerTail,
+    Message,
+    Resumed,
+    Take,
+)
+from services import failpoint
 from services.actor import Actor, Place
-from services.model import device_of, load_model, load_tokenizer
 from services.trainer import checkpoint
-from services.trainer.batch import open_batch
-from services.trainer.config import TrainerConfig
-from services.trainer.learner import Learner
-from services.trainer.publisher import Publisher, Snapshot
-from services.weights.config import WeightsConfig
+from services.trainer.follower import Order, TrainerSettings, make_learner, train
+from services.trainer.publisher import Job, Publisher
+from services.trainer.snapshot import Snapshot
+from services.trainer.source import Source
 
 log = structlog.get_logger()
 
 TAIL_STEPS = 200
 TAKE_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 120.0
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """Everything the trainer needs to know beside its place."""
-
-    trainer: TrainerConfig
-    weights: WeightsConfig
-    model_path: str
-    dtype: str
-    temperature: float
-    max_lag: int
-    run_key: str
-    deterministic: bool = False
+IDLE_S = 20.0
+"""The other ranks hear from this one at least this often."""
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
 class Trainer:
     """The trainer process. `run` returns the reason it ended for."""
 
     def __init__(self, place: Place, settings: TrainerSettings) -> None:
-        torch.set_num_threads(place.threads)
-        if settings.deterministic:
-            determinism.pin(place.folder, "trainer", place.threads)
-        self._settings, self._place = settings, place
+        self._settings = settings
         self.actor = Actor("trainer", place)
-        self._folder = place.folder / "checkpoints"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        start = checkpoint.latest(self._folder)
-        path = str(start or settings.model_path)
-        # The master copy is fp32 whatever the rollouts serve: small updates would vanish in bf16.
-        model = load_model(path, "float32", device_of(settings.trainer.device))
-        self._tail: list[LedgerRow] = []
+        self._folder = settings.checkpoints
+        self._world, self._learner, self._tokenizer, tail = make_learner(place, settings)
+        self._tail = [LedgerRow(**row) for row in tail]
         """The last committed steps, for a broker whose store has lost them."""
-        self._learner = Learner(model, settings.trainer, settings.dtype, settings.temperature or 1.0)
-        if start:
-            self._tail = [LedgerRow(**row) for row in checkpoint.restore(self._learner, start)]
-            log.info("resumed", version=self._learner.version, path=path)
-        self._tokenizer = load_tokenizer(settings.model_path)
-        self._publisher = Publisher(settings.weights, settings.dtype, settings.run_key, self.actor.mailbox)
+        source = Source(
+            list(self._learner.model.named_parameters()), settings.dtype, settings.weights.bucket_bytes, self._world
+        )
+        self._publisher = Publisher(settings.weights, source, settings.run_key, self.actor.mailbox, place.keys)
+        self._job: Job | None = None
+        self._canary = settings.canary(self._learner.model.config)
+        self._said_at = time.monotonic()
 
     def run(self) -> str:
         """Trains until the run is over or it is told to stop."""
@@ -74,18 +64,23 @@ class Trainer:
         self.actor.join()
         resumed = self.actor.mailbox.ask(self._ledger_tail(), ANSWER_DEADLINE_S)
         assert isinstance(resumed, Resumed)
-        if self._learner.version >= resumed.committed:
-            self._publisher.publish(self._stage())
-        else:
+        self._order("publish")
+        behind = self._learner.version < resumed.committed
+        if behind:
             log.info("redoing steps", from_version=self._learner.version, to_version=resumed.committed)
+        self._job = self._publisher.publish(Job(self._learner.version, self._score_canary(), quiet=behind))
         while (batch := self._take()) is not None:
             self._train(batch)
+        self._settle()
         if not self._publisher.stopped.is_set():
             self._save(final=True)
-            self._publisher.stopped.wait()
-        elif self._learner.version:
+            while not self._publisher.stopped.wait(1.0):
+                self._keep_awake()
+        elif self._learner.version and not self._publisher.error:
             self._save(final=False)
+        self._order("end")
         self._publisher.close()
+        self._world.close()
         if self._publisher.error:
             raise self._publisher.error
         self.actor.leave(self._publisher.reason)
@@ -125,42 +120,80 @@ class Trainer:
             except FutureTimeout:
                 if future.done():
                     raise
+                self._keep_awake()
         return None
 
     def _train(self, batch: Batch) -> None:
         started = time.monotonic()
-        torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
+        waited = 0.0
+
+        def before_update() -> None:
+            nonlocal waited
+            begun = time.monotonic()
+            assert self._job
+            self._publisher.wait(self._job.read)
+            waited = time.monotonic() - begun
+
         with self.actor.busy():
-            metrics = self._learner.train(open_batch(batch, self._settings.max_lag))
-            trained = time.monotonic()
-            snapshot = self._stage()
+            self._order("train", batch)
+            metrics = train(self._learner, batch, self._settings, before_update)
+            canary = self._score_canary()
         metrics |= {
             "wait_s": self._waited_s,
-            "train_step_s": trained - started,
-            "stage_s": self._publisher.publish_s,
+            "train_step_s": time.monotonic() - started,
+            "publish_wait_s": waited,
         }
-        digest = snapshot.manifest.digest
+        self._settle()  # the ledger lets us take one step ahead of what is committed, and no more
+        version = self._learner.version
+
+        def commit(snapshot: Snapshot) -> None:
+            self._commit(batch, snapshot, metrics)
+
+        # While steps are redone rollouts hold newer versions already: nothing is offered.
+        self._job = self._publisher.publish(Job(version, canary, commit, quiet=version < batch.committed))
+        log.info("step", step=batch.step, version=version, reward=round(metrics["reward"], 4))
+        if version % self._settings.trainer.checkpoint.every == 0:
+            self._settle()
+            self._save(final=False)
+
+    def _commit(self, batch: Batch, snapshot: Snapshot, metrics: dict[str, float]) -> None:
+        """Called by the publisher's thread, once the version that the step has yielded is known by its digest."""
+        digest = snapshot.digest
+        metrics |= {"gather_s": snapshot.cost.gather_s, "digest_s": snapshot.cost.digest_s}
         failpoint.reach("trained", batch.step)
         self.actor.mailbox.ask(Commit(step=batch.step, digest=digest, metrics=metrics), ANSWER_DEADLINE_S)
         failpoint.reach("committed", batch.step)
         numbers = [group.number for group in batch.groups]
-        self._tail.append(LedgerRow(step=batch.step, groups=numbers, seed=batch.seed, digest=digest))
-        del self._tail[:-TAIL_STEPS]
-        self.actor.version = self._learner.version
-        if self._learner.version >= batch.committed:  # not while redoing: rollouts hold newer ones already
-            self._publisher.publish(snapshot)
-            failpoint.reach("published", batch.step)
-        log.info("step", step=batch.step, version=self._learner.version, reward=round(metrics["reward"], 4))
-        if self._learner.version % self._settings.trainer.checkpoint.every == 0:
-            self._save(final=False)
+        tail = [*self._tail, LedgerRow(step=batch.step, groups=numbers, seed=batch.seed, digest=digest)]
+        self._tail = tail[-TAIL_STEPS:]
+        self.actor.version = snapshot.version
+
+    def _settle(self) -> None:
+        """Until the last version is committed, or there is no use in waiting."""
+        if self._job and not self._publisher.error:
+            self._publisher.wait(self._job.done)
+
+    def _score_canary(self) -> Canary | None:
+        if not self._canary:
+            return None
+        tolerance = self._settings.weights.canary_tolerance or CANARY_TOLERANCE[self._settings.dtype]
+        return Canary(tokens=self._canary, logprobs=self._learner.score(self._canary), tolerance=tolerance)
 
     def _ledger_tail(self) -> LedgerTail:
-        return LedgerTail(version=self._learner.version, steps=list(self._tail))
+        return LedgerTail(version=self.actor.version, steps=list(self._tail))
 
-    def _stage(self) -> Snapshot:
-        return self._publisher.stage(self._learner.version, list(self._learner.model.named_parameters()))
+    def _order(self, what: Order, batch: Batch | None = None) -> None:
+        """Tells the other ranks what comes next."""
+        self._said_at = time.monotonic()
+        if self._world.size > 1:
+            self._world.order(what, batch)
+
+    def _keep_awake(self) -> None:
+        if time.monotonic() - self._said_at > IDLE_S:
+            self._order("wait")
 
     def _save(self, final: bool) -> None:
+        self._order("save")
         keep = self._settings.trainer.checkpoint.keep
         tail = [row.model_dump() for row in self._tail]
         path = checkpoint.save(self._learner, self._tokenizer, self._folder, keep, tail)

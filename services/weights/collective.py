@@ -1,17 +1,26 @@
-"""Broadcasting a version's buckets over a process group of its own, beside the trainer's."""
+"""Broadcasting a version's buckets over a process group of the epoch's own, beside the trainer's."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from protocols.weights import CollectiveRoute, Manifest, buckets
+from protocols.weights import CollectiveRoute, Layout
+from services.weights import sparse
+
+POLL_S = 0.0003
+_WHOLE, _CHANGES = 0, 1
 
 
 class CollectiveError(RuntimeError):
-    """A broadcast that failed or timed out. Its group is never used again."""
+    """A broadcast that failed or stalled. Its group is never used again."""
 
 
 def serve_store(host: str) -> tuple[dist.TCPStore, str]:
@@ -20,22 +29,32 @@ def serve_store(host: str) -> tuple[dist.TCPStore, str]:
     return store, f"{host}:{store.port}"
 
 
-class Group:
-    """One epoch of the weight channel: the trainer at rank 0 and a fixed set of receivers."""
+@dataclass(slots=True)
+class _Sent:
+    index: int
+    works: list[Any]
+    tensors: list[torch.Tensor]
+    """Kept until they are sent."""
 
-    def __init__(self, route: CollectiveRoute, rank: int, host: str, store: dist.TCPStore | None = None) -> None:
-        self.route, self.rank = route, rank
-        timeout = timedelta(seconds=route.timeout_s)
-        self._timeout = timeout
+
+class Group:
+    """One epoch's process group: the trainer at rank 0 and a fixed set of receivers."""
+
+    def __init__(
+        self, route: CollectiveRoute, epoch: int, rank: int, host: str, store: dist.TCPStore | None = None
+    ) -> None:
+        self.route, self.epoch, self.rank = route, epoch, rank
+        timeout = timedelta(seconds=route.stall_s)
         try:
             if store is None:
                 address, _, port = route.store.rpartition(":")
                 store = dist.TCPStore(
                     address, int(port), world_size=None, is_master=False, timeout=timeout, wait_for_workers=False
                 )
-            prefix = dist.PrefixStore(f"epoch-{route.epoch}", store)
+            prefix = dist.PrefixStore(f"{route.type}-{epoch}", store)
+            prefix.set_timeout(timeout)
             world = len(route.ranks) + 1
-            if route.backend == "gloo":
+            if route.type == "gloo":
                 options = dist.ProcessGroupGloo._Options()
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
                 options._timeout = timeout
@@ -45,20 +64,112 @@ class Group:
                 options._timeout = timeout
                 self._group = dist.ProcessGroupNCCL(prefix, rank, world, options)
         except RuntimeError as error:
-            raise CollectiveError(f"epoch {route.epoch}, rank {rank}: the group did not meet: {error}") from None
+            raise CollectiveError(
+                f"epoch {epoch}, rank {rank}: the group did not meet within {route.stall_s:g} s; members: "
+                f"{self._members()}: {_first_line(error)}"
+            ) from None
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+        self._options.rootTensor = 0
+        self._sent: list[_Sent] = []
+        self.bytes_sent = 0
 
-    def broadcast(self, manifest: Manifest, buffer: torch.Tensor) -> None:
-        """Sends (rank 0) or receives every bucket of ``buffer`` (uint8 ``[bytes]``). Raises `CollectiveError`."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        for index, (start, end) in enumerate(buckets(manifest.nbytes, manifest.bucket_bytes)):
-            try:
-                self._group.broadcast([buffer[start:end]], options).wait(self._timeout)
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-                raise CollectiveError(
-                    f"epoch {self.route.epoch}, rank {self.rank}: bucket {index} was not broadcast: {reason}"
-                ) from None
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)
+    def send(self, index: int, bucket: torch.Tensor, changes: bytes | None = None) -> None:
+        """Starts to send bucket ``index`` (uint8 ``[bytes]``), or the ``changes`` that make it. Returns at once."""
+        tensors = [bucket]
+        if self.route.sparse_from:
+            payload = bucket if changes is None else torch.frombuffer(bytearray(changes), dtype=torch.uint8)
+            kind = _WHOLE if changes is None else _CHANGES
+            tensors = [torch.tensor([kind, payload.numel()]), payload]
+        self.bytes_sent += tensors[-1].numel()
+        try:
+            works = [self._group.broadcast([tensor], self._options) for tensor in tensors]
+        except RuntimeError as error:
+            raise self._failure(index, _first_line(error)) from None
+        self._sent.append(_Sent(index, works, tensors))
+
+    def finish(self, but: int = 0) -> None:
+        """Waits until all ``but`` the last few buckets are sent. Raises `CollectiveError`, naming the bucket and the
+        members."""
+        while len(self._sent) > but:
+            bucket = self._sent.pop(0)
+            for work in bucket.works:
+                self._wait(work, bucket.index, lambda: False)
+
+    def receive(
+        self,
+        layout: Layout,
+        shadow: torch.Tensor,
+        arrived: Callable[[int], None],
+        given_up: Callable[[], bool],
+    ) -> None:
+        """Receives every bucket into ``shadow`` (uint8 ``[bytes]``), which holds the version that buckets are changes
+        of, where the route says so. ``arrived`` is called with each bucket's number, while the next is on its way."""
+        if self.route.sparse_from:
+            self._receive_changes(layout, shadow, arrived, given_up)
+            return
+        before: int | None = None
+        for index, (start, end) in enumerate(layout.spans):
+            work = self._broadcast(index, shadow[start:end])
+            if before is not None:
+                arrived(before)
+            self._wait(work, index, given_up)
+            before = index
+        if before is not None:
+            arrived(before)
+
+    def _receive_changes(
+        self,
+        layout: Layout,
+        shadow: torch.Tensor,
+        arrived: Callable[[int], None],
+        given_up: Callable[[], bool],
+    ) -> None:
+        for index, (start, end) in enumerate(layout.spans):
+            head = torch.zeros(2, dtype=torch.int64)
+            self._wait(self._broadcast(index, head), index, given_up)
+            kind, nbytes = head.tolist()
+            if kind == _WHOLE and nbytes == end - start:
+                self._wait(self._broadcast(index, shadow[start:end]), index, given_up)
+            elif kind == _CHANGES and 0 < nbytes < end - start:
+                changes = torch.empty(nbytes, dtype=torch.uint8)
+                self._wait(self._broadcast(index, changes), index, given_up)
+                sparse.apply(memoryview(changes.numpy()), _numpy(shadow[start:end]))
+            else:
+                raise self._failure(index, f"{nbytes} bytes of kind {kind} were announced")
+            arrived(index)
+
+    def _broadcast(self, index: int, tensor: torch.Tensor) -> Any:
+        try:
+            return self._group.broadcast([tensor], self._options)
+        except RuntimeError as error:
+            raise self._failure(index, _first_line(error)) from None
+
+    def _wait(self, work: Any, index: int, given_up: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.route.stall_s
+        while not work.is_completed():
+            if given_up():
+                raise self._failure(index, "the epoch was given up")
+            if time.monotonic() > deadline:
+                raise self._failure(index, f"it did not move for {self.route.stall_s:g} s")
+            time.sleep(POLL_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure(index, _first_line(error)) from None
+
+    def _failure(self, index: int, reason: str) -> CollectiveError:
+        return CollectiveError(
+            f"epoch {self.epoch}, rank {self.rank}: bucket {index} was not broadcast among {self._members()}: {reason}"
+        )
+
+    def _members(self) -> str:
+        return ", ".join(f"rank {rank} ({identity})" for identity, rank in self.route.ranks.items())
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.numpy()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200]

@@ -6,18 +6,38 @@ from typing import Literal
 
 from pydantic import Field
 
+from protocols.weights import ALIGN
 from services.section import Section
 
 
 class WeightsConfig(Section):
-    """How weights travel from the trainer to the rollouts."""
+    """How weights travel from the trainer to the rollouts. See docs/weights.md."""
 
-    transport: Literal["shm", "gloo", "nccl"] = "shm"
-    """``shm``: shared memory, for rollouts on the trainer's host. ``gloo``: broadcast between CPUs across hosts.
-    ``nccl``: broadcast between GPUs."""
+    transport: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc", "snapshot"] = "auto"
+    """``auto`` chooses for each rollout, by where it is: ``cuda_ipc`` on the trainer's own GPU, ``shm`` where both see
+    the same shared memory, ``nccl`` between GPUs, else ``gloo``. ``snapshot``: the rollout asks for the weights over
+    ZeroMQ, for peers that no collective reaches. A rollout that the named one does not reach gets ``snapshot``."""
     host: str = "127.0.0.1"
-    """This host's address on the weight network (gloo and nccl)."""
+    """This host's address on the weight network."""
     deadline_s: float = Field(60.0, gt=0)
-    """A receiver that has not loaded a version after this long is reported, and offered it again."""
-    bucket_mb: float = Field(32.0, gt=0)
+    """A rollout that has not loaded a version after this long is voted out, and invited again."""
+    stall_s: float = Field(10.0, gt=0)
+    """A bucket that has not moved for this long breaks its epoch; what is missing then comes from the snapshot."""
+    bucket_mb: float = Field(8.0, ge=0.001, le=256)
     """Unit of transfer and of verification."""
+    sparse: Literal["auto", "off"] = "auto"
+    """``auto``: over networks, 16-bit weights are sent as what changed since the version before, where that is
+    smaller."""
+    full_every: int = Field(50, ge=1)
+    """Every so many versions are sent whole."""
+    canary_tokens: int = Field(32, ge=0)
+    """Length of the sequence that a rollout scores before it serves a version; its log-probabilities must be the
+    trainer's. 0: none."""
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest mean difference of the canary's log-probabilities; None: 1e-3 for float32, 0.1 for 16-bit weights, which
+    the trainer holds in float32."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of a bucket, which ends where a weight may begin."""
+        return max(ALIGN, int(self.bucket_mb * (1 << 20)) // ALIGN * ALIGN)

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+import warnings
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from protocols.weights import Manifest, Weight, layout, make_manifest
+from protocols.weights import BUCKET_BYTES, Layout, Weight, layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Projections that engines compute as one matrix: side by side in the buffer, they are one without a copy."""
+_PROJECTION = re.compile(rf"(.*\.)({'|'.join(name for family in FUSED for name in family)})\.(weight|bias)")
 
-def place(named: Iterable[tuple[str, torch.Tensor]], dtype: str) -> tuple[tuple[Weight, ...], int]:
-    """The layout of ``named`` tensors sent as ``dtype``; with the buffer's size in bytes."""
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """``names`` with the weights, then the biases, of each family of `FUSED` side by side, at its first one's place."""
+    ordered: dict[str, list[str]] = {}
+    for name in names:
+        match = _PROJECTION.fullmatch(name)
+        key = name
+        if match:
+            family = next(index for index, family in enumerate(FUSED) if match[2] in family)
+            key = f"{match[1]}{family}.{match[3]}"
+        ordered.setdefault(key, []).append(name)
+
+    def place(name: str) -> int:
+        match = _PROJECTION.fullmatch(name)
+        return next(family.index(match[2]) for family in FUSED if match[2] in family) if match else 0
+
+    return [name for group in ordered.values() for name in sorted(group, key=place)]
+
+
+def place(shapes: dict[str, tuple[int, ...]], dtype: str, bucket_bytes: int = BUCKET_BYTES) -> Layout:
+    """The layout of tensors with these shapes, sent as ``dtype``."""
     size = DTYPES[dtype].itemsize
-    return layout((name, dtype, tuple(t.shape), t.numel() * size) for name, t in named)
-
-
-def write(named: Iterable[tuple[str, torch.Tensor]], weights: tuple[Weight, ...], buffer: torch.Tensor) -> None:
-    """Copies the tensors to their places in ``buffer`` (uint8 ``[bytes]``), casting to the declared dtype."""
-    for weight, (name, tensor) in zip(weights, named, strict=True):
-        assert weight.name == name
-        view(weight, buffer).copy_(tensor.detach())
-
-
-def manifest_of(named: Sequence[tuple[str, torch.Tensor]], dtype: str, bucket_bytes: int) -> Manifest:
-    """The manifest that publishing ``named`` as ``dtype`` would have."""
-    weights, nbytes = place(named, dtype)
-    buffer = torch.zeros(nbytes, dtype=torch.uint8)
-    write(named, weights, buffer)
-    return make_manifest(weights, as_memory(buffer), bucket_bytes)
+    weights = ((name, dtype, shapes[name], int(np.prod(shapes[name])) * size) for name in in_order(shapes))
+    return layout(weights, bucket_bytes)
 
 
 def view(weight: Weight, buffer: torch.Tensor) -> torch.Tensor:
@@ -38,9 +48,9 @@ def view(weight: Weight, buffer: torch.Tensor) -> torch.Tensor:
     return buffer[weight.offset : weight.offset + weight.nbytes].view(DTYPES[weight.dtype]).view(weight.shape)
 
 
-def views(manifest: Manifest, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+def views(where: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """All tensors of a version, by name, without a copy."""
-    return {weight.name: view(weight, buffer) for weight in manifest.weights}
+    return {weight.name: view(weight, buffer) for weight in where.weights}
 
 
 def as_memory(buffer: torch.Tensor) -> memoryview:
@@ -48,6 +58,13 @@ def as_memory(buffer: torch.Tensor) -> memoryview:
     return memoryview(buffer.numpy())
 
 
+def as_array(memory: memoryview) -> np.ndarray:
+    """uint8 over ``memory``, without a copy."""
+    return np.frombuffer(memory, np.uint8)
+
+
 def from_memory(memory: memoryview) -> torch.Tensor:
-    """A uint8 tensor over ``memory``, without a copy."""
-    return torch.from_numpy(np.frombuffer(memory, np.uint8))
+    """A uint8 tensor over ``memory``, without a copy; where that is read-only, writing to it ends the process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)

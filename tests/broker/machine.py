@@ -77,6 +77,8 @@ class World:
         self.checkpoint = 0
         self.published = 0
         self.taken: Step | None = None
+        self.pending: Step | None = None
+        """Trained, and not committed yet."""
         self.trained: dict[int, int] = {}
         """Group to the step that trained on it, on the present timeline."""
         self.tokens: dict[int, int] = {}
@@ -172,8 +174,8 @@ class World:
         return True
 
     def train(self) -> None:
-        """Trains on the step in hand; the theorems are about this moment."""
-        assert self.taken is not None and self.taken.step == self.trainer_version
+        """Trains on the step in hand; the theorems are about this moment. The step before is committed by its end."""
+        assert self.taken is not None and self.taken.step == self.trainer_version and self.pending is None
         for number in self.taken.groups:
             assert number in self.payloads, f"group {number} was freed before it was trained on"
             lag = self.trainer_version - self.tokens[number]
@@ -181,12 +183,14 @@ class World:
             before = self.trained.setdefault(number, self.taken.step)
             assert before == self.taken.step, f"group {number} was trained on in steps {before} and {self.taken.step}"
         self.trainer_version += 1
+        self.taken, self.pending = None, self.taken
 
     def commit(self) -> None:
-        assert self.taken is not None
-        self.books.ledger.commit(self.taken.step, f"digest-{self.taken.step}")
+        """Perhaps while the next step is taken already."""
+        assert self.pending is not None
+        self.books.ledger.commit(self.pending.step, f"digest-{self.pending.step}")
         self.journal.commit()
-        self.taken = None
+        self.pending = None
 
     def publish(self) -> None:
         if self.trainer_version >= self.books.ledger.committed:
@@ -200,7 +204,7 @@ class World:
     def restart_trainer(self) -> None:
         """Killed at any point of a step: back to the checkpoint."""
         self.trainer_version = self.checkpoint
-        self.taken = None
+        self.taken = self.pending = None
         self.crashes += 1
 
     # --- broker ------------------------------------------------------------------------------------------------------
@@ -214,7 +218,8 @@ class World:
 
     def torn(self, move: Callable[[], Any]) -> None:
         """Killed in the turn of ``move``, before it was durable: nobody heard of it."""
-        names = ("tokens", "payloads", "dropped", "trained", "trainer_version", "taken", "published", "checkpoint")
+        names = ("tokens", "payloads", "dropped", "trained", "trainer_version")
+        names += ("taken", "pending", "published", "checkpoint")
         before = {name: copy.deepcopy(getattr(self, name)) for name in names}
         holders = copy.deepcopy(self.holders)
         self.journal.torn = True
@@ -239,13 +244,13 @@ class World:
         for _ in range(40 * (self.steps + 2) * self.batch):
             if self.trainer_version >= self.steps:
                 return
-            if self.taken is None and self.take():
-                pass
-            if self.taken is not None:
-                if self.taken.step == self.trainer_version:
-                    self.train()
+            if self.taken is None:
+                self.take()
+            if self.pending is not None:
                 self.commit()
                 self.publish()
+            if self.taken is not None:
+                self.train()
                 self.check()
                 continue
             if self.trainer_version >= self.books.ledger.committed:

@@ -15,7 +15,7 @@ import redis
 from protocols import messages as m
 from protocols.experience import Group, Trajectory, as_bytes, pack_group
 from protocols.mailbox import FencedError, Mailbox, RefusedError
-from protocols.weights import SharedMemoryRoute, layout, make_manifest
+from protocols.weights import Digests
 from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from services.broker.desk import BrokerSettings
 from services.broker.service import Broker
@@ -125,13 +125,10 @@ class Stage:
 
     def load(self, peer: Peer, version: int) -> None:
         """Publishes ``version`` (once) and has ``peer`` load it."""
-        placed, size = layout([("w", "float32", (1,), 4)])
-        manifest = make_manifest(placed, memoryview(bytes([version] * size)))
+        digests = Digests(buckets=(), whole=f"digest-{version}")
         trainer = next((p for p in self.peers if p.hello.kind == "trainer"), None) or self.peer("trainer", "trainer")
-        trainer.box.ask(
-            m.Publish(version=version, manifest=manifest, route=SharedMemoryRoute(segment="s"), targets=[]), 5
-        )
-        peer.box.ask(m.Loaded(version=version, digest=manifest.digest, receive_s=0, verify_s=0, pause_s=0), 5)
+        trainer.box.ask(m.CommitVersion(targets=[], epoch=0, version=version, digests=digests), 5)
+        peer.box.ask(m.Loaded(epoch=0, version=version, digest=digests.whole, transport="shm"), 5)
 
     @property
     def trainer(self) -> Peer:

@@ -60,12 +60,14 @@ def transition(world: World, random: Any) -> None:
         moves.append((1, lambda: world.say_twice(random.choice(ready))))
     if world.taken is None:
         moves.append((8, world.take))
-    elif world.taken.step == world.trainer_version:
+    elif world.pending is None:
         moves.append((8, world.train))
-    else:
+    if world.pending is not None:
         moves.append((8, world.commit))
-    if world.taken is None and world.trainer_version:
-        moves += [(4, world.publish), (2, world.save)]
+    elif world.trainer_version:
+        moves.append((4, world.publish))
+        if world.taken is None:
+            moves.append((2, world.save))
     weights = [weight for weight, _ in moves]
     move = random.choices(moves, weights)[0][1]
     if random.random() < 0.03 and move not in (world.train, world.restart_broker, world.restart_trainer):
@@ -164,7 +166,7 @@ class TakeNotDurable(World):
             return False
         self.taken = taken
         self.takes += 1
-        if self.takes % 3 or taken.digest is not None:
+        if self.takes % 3 or taken.digest is not None or self.pending is not None:
             self.journal.commit()
             return True
         self.train()

@@ -25,7 +25,8 @@ from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.text import Text
 from services.trainer.batch import Step
 from services.trainer.learner import Learner
-from services.weights import flat
+from services.trainer.source import Source
+from services.trainer.world import World
 from tests.chaos.harness import SMALL
 from tests.e2e.runs import ROOT, Run, check_promises
 
@@ -118,7 +119,7 @@ def synchronous(config: Config, model_path: Path) -> list[str]:
             references += columns
         groups = np.repeat(np.array(numbers), sampling.n)
         learner.train(Step(trajectories, np.array(rewards, np.float32), groups, references))
-        bucket = int(config.weights.bucket_mb * (1 << 20))
-        found.append(flat.manifest_of(list(model.named_parameters()), "float32", bucket).digest)
+        source = Source(list(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu))
+        found.append(source.digest())
     torch.use_deterministic_algorithms(False)
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
 from protocols.experience import Finish, Sampling
 
@@ -47,8 +48,11 @@ class Completion:
 class Engine(Protocol):
     """A generator whose weights can be replaced between two decoding steps, with requests in flight.
 
-    `prepare` may run in another thread while `step` runs; everything else is called from one thread.
+    `prepare` and `score` may run in another thread while `step` runs; everything else is called from one thread.
     """
+
+    device: torch.device
+    """Where it computes."""
 
     version: int
     """The version it samples with; -1 before the first weights."""
@@ -69,7 +73,12 @@ class Engine(Protocol):
         """Continuations that are queued or running."""
 
     def prepare(self, weights: Mapping[str, Any]) -> Any:
-        """Turns verified tensors (transformers' names) into whatever `swap` takes. Copies what it keeps."""
+        """Turns verified tensors (transformers' names, on the host) into whatever `swap` takes. It may keep the tensors
+        as they are: they stay unchanged until another version was swapped in. It must not write to them."""
+
+    def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
+        """Log-probabilities (float32 ``[tokens - 1]``, temperature 1) of all ``tokens`` (int32) but the first, under
+        weights that are not swapped in yet: what is made of a version is checked before it serves."""
 
     def swap(self, prepared: Any, version: int) -> None:
         """From now on, samples with these weights."""

@@ -72,20 +72,20 @@ class TorchEngine:
         self.version = -1
         self.capacity = config.max_sequences
         self._config, self._decode = config, decode
-        self._device = device_of(config.device)
+        self.device = device_of(config.device)
         limit = getattr(model_config, "max_position_embeddings", None) or config.max_length
         self._length = min(config.max_length, limit)
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         kind = DTYPES[dtype]
         self._cache = SlotCache(
             model_config.num_hidden_layers, self.capacity, heads, self._length, native.head_dim(model_config), kind,
-            self._device,
+            self.device,
         )  # fmt: skip
         self._model: native.NativeModel | HostedModel
         if native.supports(model_config):
-            self._model = native.NativeModel(model_config, self._cache, self._length, kind, self._device)
+            self._model = native.NativeModel(model_config, self._cache, self._length, kind, self.device)
         else:
-            self._model = HostedModel(model_config, self._cache, kind, self._device)
+            self._model = HostedModel(model_config, self._cache, kind, self.device)
         self._vocabulary = model_config.vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._slots = _Slots.empty(self.capacity, self._length)
@@ -143,6 +143,13 @@ class TorchEngine:
             raise ModelError(f"the version does not fit the model: it has no {error.args[0]}") from None
 
     @torch.inference_mode()
+    def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
+        """See `base.Engine.score`."""
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
+        logits = self._model.logits(prepared, ids)[:-1]
+        return torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0].cpu().numpy()
+
+    @torch.inference_mode()
     def swap(self, prepared: Any, version: int) -> None:
         """See `base.Engine.swap`."""
         self._model.weights = prepared
@@ -183,7 +190,7 @@ class TorchEngine:
         for row, request in enumerate(chosen):
             tokens[row, : lengths[row]] = request.tokens
         logits = self._prefill(tokens, lengths, slots)
-        repeat = torch.tensor([len(mine) for mine in slots], device=self._device)
+        repeat = torch.tensor([len(mine) for mine in slots], device=self.device)
         self._extend(logits.repeat_interleave(repeat, 0), start, self._active)
         done += self._retire(self._active, start)
 
@@ -213,21 +220,19 @@ class TorchEngine:
                 end += 1
             rows = order[start:end]
             width = int(lengths[rows[-1]])
-            block = torch.from_numpy(tokens[rows, :width].astype(np.int64)).to(self._device)
-            sizes = torch.from_numpy(lengths[rows]).to(self._device)
-            logits.append(
-                self._model.prefill(block, sizes, [torch.tensor(slots[r], device=self._device) for r in rows])
-            )
+            block = torch.from_numpy(tokens[rows, :width].astype(np.int64)).to(self.device)
+            sizes = torch.from_numpy(lengths[rows]).to(self.device)
+            logits.append(self._model.prefill(block, sizes, [torch.tensor(slots[r], device=self.device) for r in rows]))
             start = end
-        return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self._device)]
+        return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self.device)]
 
     def _decode_step(self) -> None:
         s, active = self._slots, self._active
         positions = s.lengths[:active] - 1
         last = s.tokens[np.arange(active), positions].astype(np.int64)
         logits = self._model.decode(
-            torch.from_numpy(last).to(self._device),
-            torch.from_numpy(positions).to(self._device),
+            torch.from_numpy(last).to(self.device),
+            torch.from_numpy(positions).to(self.device),
             int(positions.max()) + 1,
         )
         self._extend(logits, 0, active)
@@ -241,14 +246,14 @@ class TorchEngine:
         truncating = (s.top_p[rows] < 1).any(), (s.top_k[rows] > 0).any()
 
         def put(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self._device)
+            return torch.from_numpy(array).to(self.device)
 
         tokens, logprobs = sample(
             logits,
             put(s.temperature[rows]),
             put(s.top_p[rows]) if truncating[0] else None,
             put(s.top_k[rows]) if truncating[1] else None,
-            uniform.to(self._device),
+            uniform.to(self.device),
         )
         slots = np.arange(start, end)
         s.tokens[slots, lengths] = tokens.cpu().numpy()
@@ -299,8 +304,6 @@ class TorchEngine:
         movers = np.setdiff1d(np.arange(remaining, self._active), finished)
         if holes.size:
             length = int(self._slots.lengths[movers].max())
-            self._cache.move(
-                torch.from_numpy(movers).to(self._device), torch.from_numpy(holes).to(self._device), length
-            )
+            self._cache.move(torch.from_numpy(movers).to(self.device), torch.from_numpy(holes).to(self.device), length)
             self._slots.move(movers, holes)
         self._active = remaining

@@ -78,6 +78,10 @@ class HostedModel:
         shadow.tie_weights()
         return shadow
 
+    def logits(self, weights: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """As `NativeModel.logits`."""
+        return weights(input_ids=tokens[None], use_cache=False).logits[0].float()
+
     def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         """As `NativeModel.prefill`."""
         steps = torch.arange(tokens.shape[1], device=tokens.device)

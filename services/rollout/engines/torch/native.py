@@ -71,18 +71,18 @@ class NativeModel:
         self._cos, self._sin = cos.to(dtype), sin.to(dtype)
 
     def prepare(self, named: Mapping[str, torch.Tensor]) -> Weights:
-        """Fuses a version's tensors; copies all of them, so that the source may be overwritten."""
+        """Fuses a version's tensors: side by side in memory they are one matrix already, else they are copied."""
         take = {name: tensor.to(self._device, self._dtype) for name, tensor in named.items()}
 
         def get(name: str) -> torch.Tensor:
-            return take[name].clone()
+            return take[name]
 
         def maybe(name: str) -> torch.Tensor | None:
-            return get(name) if name in take else None
+            return take.get(name)
 
         def fuse(names: list[str]) -> torch.Tensor | None:
             present = [take[name] for name in names if name in take]
-            return torch.cat(present) if present else None
+            return _joined(present) if present else None
 
         layers = []
         for index in range(self._config.num_hidden_layers):
@@ -124,10 +124,11 @@ class NativeModel:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads)
             return out.transpose(1, 2).flatten(2)
 
+        assert self.weights is not None
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        hidden = self._layers(tokens, positions, attend)
+        hidden = self._layers(self.weights, tokens, positions, attend)
         last = hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
-        return self._logits(last)
+        return self._logits(self.weights, last)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
         """One token (int64 ``[A]``) for each of the first A slots, at its position; ``span`` is the highest position
@@ -146,15 +147,28 @@ class NativeModel:
             out = F.scaled_dot_product_attention(q.view(shape), keys, values, attn_mask=mask)
             return out.reshape(count, 1, -1)
 
-        return self._logits(self._layers(tokens[:, None], positions[:, None], attend)[:, 0])
-
-    def _layers(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         assert self.weights is not None
+        hidden = self._layers(self.weights, tokens[:, None], positions[:, None], attend)
+        return self._logits(self.weights, hidden[:, 0])
+
+    def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits ``[T, vocabulary]`` after every one of ``tokens`` (int64 ``[T]``) under ``weights``, which need not be
+        those that serve; touches no slot."""
+
+        def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads)
+            return out.transpose(1, 2).flatten(2)
+
+        positions = torch.arange(len(tokens), device=tokens.device)[None]
+        return self._logits(weights, self._layers(weights, tokens[None], positions, attend)[0])
+
+    def _layers(self, weights: Weights, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         eps = self._config.rms_norm_eps
         heads, kv, dim = self._heads, self._kv_heads, self._dim
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
-        x = F.embedding(tokens, self.weights.embedding)
-        for index, w in enumerate(self.weights.layers):
+        x = F.embedding(tokens, weights.embedding)
+        for index, w in enumerate(weights.layers):
             fused = F.linear(_norm(x, w.norm, eps), w.qkv, w.qkv_bias)
             fused = fused.view(*tokens.shape, heads + 2 * kv, dim)
             qk, v = fused[:, :, : heads + kv], fused[:, :, heads + kv :]
@@ -168,9 +182,8 @@ class NativeModel:
             x = x + F.linear(F.silu(gate) * up, w.down, w.down_bias)
         return x
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.weights is not None
-        return F.linear(_norm(x, self.weights.norm, self._config.rms_norm_eps), self.weights.head).float()
+    def _logits(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(_norm(x, weights.norm, self._config.rms_norm_eps), weights.head).float()
 
 
 def head_dim(config: Any) -> int:
@@ -180,6 +193,19 @@ def head_dim(config: Any) -> int:
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """``parts`` as one tensor, without a copy where each begins where the one before ends."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end:
+            return torch.cat(parts)
+        end += part.numel() * part.element_size()
+    if len({part.untyped_storage().data_ptr() for part in parts}) > 1:
+        return torch.cat(parts)
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _rotate_half(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,66 @@
+"""One version as it is published: a host buffer, its digests, and what changed since the version before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from protocols.messages import Canary, PublishCost
+from protocols.weights import Digests, Layout
+from services.weights import flat, shm
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Filled bucket by bucket, complete once it has digests. Late rollouts are seeded from the latest one."""
+
+    version: int
+    layout: Layout
+    buffer: torch.Tensor
+    """uint8 ``[bytes]`` on the host."""
+    segment: shm.Segment | None
+    canary: Canary | None
+    base: str = ""
+    """Digest of the version that ``changes`` are against; empty where there are none."""
+    changes: dict[int, bytes] = field(default_factory=dict)
+    """Bucket to its changes (`services.weights.sparse`), where they are smaller than the bucket."""
+    digests: Digests | None = None
+    cost: PublishCost = field(default_factory=PublishCost)
+    on_gpu: torch.Tensor | None = None
+    """The same bytes on the trainer's GPU, where a rollout shares it."""
+
+    @property
+    def digest(self) -> str:
+        """Of the whole version."""
+        assert self.digests
+        return self.digests.whole
+
+    def bucket(self, index: int) -> memoryview:
+        """The bytes of one bucket."""
+        start, end = self.layout.spans[index]
+        return flat.as_memory(self.buffer)[start:end]
+
+
+class Buffers:
+    """Where snapshots lie: in shared memory where rollouts may be on this host, else in memory of this process."""
+
+    def __init__(self, run_key: str | None) -> None:
+        self._pool = shm.Pool(run_key) if run_key else None
+        self._own: list[torch.Tensor] = []
+
+    def take(self, version: int, nbytes: int, keep: Snapshot | None) -> tuple[torch.Tensor, shm.Segment | None]:
+        """A buffer to fill with ``version``, which is not ``keep``'s."""
+        if self._pool:
+            segment = self._pool.take(version, nbytes, keep.segment if keep else None)
+            return flat.from_memory(segment.memory), segment
+        for buffer in self._own:
+            if keep is None or buffer.data_ptr() != keep.buffer.data_ptr():
+                return buffer, None
+        self._own.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return self._own[-1], None
+
+    def close(self) -> None:
+        """Lets go of them."""
+        if self._pool:
+            self._pool.close()

@@ -1,0 +1,43 @@
+"""A flat buffer in GPU memory that another process of the same host maps. Not yet measured on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from protocols.weights import CudaIpcRoute
+
+
+def gpu_of(device: torch.device) -> str:
+    """The UUID of the GPU; empty for a CPU. Two processes may number the same GPU differently."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def share(buffer: torch.Tensor) -> CudaIpcRoute:
+    """How another process maps ``buffer`` (uint8 ``[bytes]`` on a GPU), which must live until it has let go."""
+    device, handle, size, offset, counter, counter_offset, event, event_sync = buffer.untyped_storage()._share_cuda_()
+    return CudaIpcRoute(
+        device=device,
+        handle=handle.hex(),
+        storage_bytes=size,
+        storage_offset=offset,
+        counter=counter.hex(),
+        counter_offset=counter_offset,
+        event=event.hex(),
+        event_sync=event_sync,
+    )
+
+
+def map_shared(route: CudaIpcRoute, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The sender's buffer, uint8 ``[nbytes]``, without a copy."""
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index or 0,
+        bytes.fromhex(route.handle),
+        route.storage_bytes,
+        route.storage_offset,
+        bytes.fromhex(route.counter),
+        route.counter_offset,
+        bytes.fromhex(route.event),
+        route.event_sync,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[:nbytes]
