@@ -57,8 +57,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     learner = Learner(model, config.trainer, config.model.dtype, config.rollout.sampling.temperature)
     if start:
         checkpoint.restore(learner, start)
-    named = list(learner.model.named_parameters())
-    source = Source(named, config.model.dtype, config.weights.bucket_bytes, World(learner.device))
+    source = Source(learner.parameters, config.model.dtype, config.weights.bucket_bytes, World(learner.device))
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")

@@ -35,9 +35,9 @@ def save(learner: Learner, tokenizer: Any, folder: Path, keep: int, ledger_tail:
     target = folder / f"step-{learner.version:06d}"
     if target.exists():
         return target
-    weights = {name: full(parameter.detach()) for name, parameter in learner.model.named_parameters()}
+    weights = {name: full(parameter.detach()) for name, parameter in learner.parameters.items()}
     tensors = {}
-    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in learner.parameters.items()}
     for parameter, state in learner.optimizer.state.items():
         for key, value in state.items():
             tensors[f"{names[id(parameter)]}/{key}"] = full(value).cpu().contiguous()
@@ -78,7 +78,7 @@ def restore(learner: Learner, path: Path) -> list[dict[str, Any]]:
     """Loads the trainer's own state; the model's weights were loaded from ``path`` already. Returns the ledger tail."""
     state = json.loads((path / "trainer" / "state.json").read_text())
     tensors = load_file(path / "trainer" / "optimizer.safetensors")
-    for name, parameter in learner.model.named_parameters():
+    for name, parameter in learner.parameters.items():
         mine = {
             key: tensors[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors
         }

@@ -55,7 +55,7 @@ def make_learner(place: Place, settings: TrainerSettings) -> tuple[World, Learne
     """The world, and in it the learner at the newest checkpoint or at the start; the tokenizer; the ledger's tail."""
     torch.set_num_threads(place.threads)
     device = local_device(device_of(settings.trainer.device))
-    world = World(device)
+    world = World.of_torchrun(device)
     if settings.deterministic:
         determinism.pin(place.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", place.threads)
     settings.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class Follower:
     def __init__(self, place: Place, settings: TrainerSettings) -> None:
         self._settings = settings
         self._world, self._learner, self._tokenizer, _ = make_learner(place, settings)
-        named = list(self._learner.model.named_parameters())
+        named = self._learner.parameters
         self._source = Source(named, settings.dtype, settings.weights.bucket_bytes, self._world)
         self._canary = settings.canary(self._learner.model.config)
         self._sending = threading.Thread()

@@ -16,7 +16,7 @@ from services.packing import Rows, plan_rows
 from services.trainer.algorithms.compose import Algorithm, Part, Totals
 from services.trainer.batch import Step
 from services.trainer.config import OptimizerConfig, TrainerConfig
-from services.trainer.parallel import forward, full
+from services.trainer.parallel import forward, full, let_go
 from services.trainer.world import World
 
 
@@ -30,6 +30,8 @@ class Learner:
         self, model: Any, config: TrainerConfig, dtype: str, temperature: float, world: World | None = None
     ) -> None:
         self.model, self._config, self._temperature = model, config, temperature
+        # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
+        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self.version = 0
         self.algorithm = Algorithm(config.algorithm)
         self.device = next(model.parameters()).device
@@ -37,8 +39,8 @@ class Learner:
         self.rank = self._world.rank
         self._bf16 = dtype == "bfloat16"
         optimizer = config.optimizer
-        decayed = [p for p in model.parameters() if p.ndim > 1]
-        plain = [p for p in model.parameters() if p.ndim <= 1]
+        decayed = [p for p in self.parameters.values() if p.ndim > 1]
+        plain = [p for p in self.parameters.values() if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
             groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
@@ -60,7 +62,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         loss, metrics = self.accumulate(step)
         bound = self._config.optimizer.max_grad_norm
-        norm = float(full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound)))
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)))
         before_update()
         if math.isfinite(norm) and math.isfinite(loss):
             self.optimizer.step()
@@ -130,6 +132,7 @@ class Learner:
         plan = plan_rows([sequence], np.zeros(1, np.int64), size, self.device, shares_prompts(self.model))
         with self._autocast():
             found = forward(self.model, next(iter(plan)), 1.0)
+        let_go(self.model)
         return found[0, : size - 1].float().cpu().tolist()
 
     def _advantages(self, step: Step, rewarded: np.ndarray) -> torch.Tensor:

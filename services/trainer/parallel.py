@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from services.model import logprobs
@@ -42,6 +42,12 @@ def forward(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
     """`services.model.logprobs`, for a model that may be cut."""
     own = getattr(model, "penstock_logprobs", None)
     return own(rows, temperature) if own else logprobs(model, rows, temperature)
+
+
+def let_go(model: Any) -> None:
+    """After a forward without a backward: the parameters that were gathered for it are cut again."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def full(value: torch.Tensor) -> torch.Tensor:

@@ -49,9 +49,7 @@ class Trainer:
         self._world, self._learner, self._tokenizer, tail = make_learner(place, settings)
         self._tail = [LedgerRow(**row) for row in tail]
         """The last committed steps, for a broker whose store has lost them."""
-        source = Source(
-            list(self._learner.model.named_parameters()), settings.dtype, settings.weights.bucket_bytes, self._world
-        )
+        source = Source(self._learner.parameters, settings.dtype, settings.weights.bucket_bytes, self._world)
         self._publisher = Publisher(settings.weights, source, settings.run_key, self.actor.mailbox, place.keys)
         self._job: Job | None = None
         self._canary = settings.canary(self._learner.model.config)

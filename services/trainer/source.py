@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,11 @@ class Source:
     model's size.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], dtype: str, bucket_bytes: int, world: World) -> None:
+    def __init__(self, named: Mapping[str, torch.Tensor], dtype: str, bucket_bytes: int, world: World) -> None:
         self._world = world
-        parameters = dict(named)
-        self.layout = flat.place({name: tuple(p.shape) for name, p in named}, dtype, bucket_bytes)
+        self.layout = flat.place({name: tuple(p.shape) for name, p in named.items()}, dtype, bucket_bytes)
         self._dtype = flat.DTYPES[dtype]
-        self._weights = [parameters[weight.name] for weight in self.layout.weights]
+        self._weights = [named[weight.name] for weight in self.layout.weights]
         self.device = self._weights[0].device
         """Of the model."""
         self._pieces = [self._cut(rank) for rank in range(world.size)]

@@ -20,9 +20,8 @@ DEADLINE = timedelta(minutes=10)
 class World:
     """Rank ``rank`` of ``size``. Rank 0 is the actor; the others do as it says."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.device = device
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size, self.device = rank, size, device
         self.mesh: DeviceMesh | None = None
         self.publish_group: Any = None
         """Of its own, so that gathering for a publish runs beside the training's collectives."""
@@ -30,6 +29,11 @@ class World:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
             self.mesh = init_device_mesh(device.type, (self.size,))
             self.publish_group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
+
+    @classmethod
+    def of_torchrun(cls, device: torch.device) -> World:
+        """The world that torchrun has put this process into, or one of its own."""
+        return cls(device, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
     def share(self, data: bytes | None = None) -> bytes:
         """Rank 0's ``data``, on every rank."""

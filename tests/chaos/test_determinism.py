@@ -119,7 +119,7 @@ def synchronous(config: Config, model_path: Path) -> list[str]:
             references += columns
         groups = np.repeat(np.array(numbers), sampling.n)
         learner.train(Step(trajectories, np.array(rewards, np.float32), groups, references))
-        source = Source(list(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu))
+        source = Source(dict(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu))
         found.append(source.digest())
     torch.use_deterministic_algorithms(False)
     return found

@@ -1,4 +1,4 @@
-"""Changes between two versions: lossless, small where few elements move; nothing else than a list of them is applied."""
+"""Changes between two versions: lossless, and small where few elements move; nothing but a list of them is applied."""
 
 from __future__ import annotations
 

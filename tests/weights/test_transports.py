@@ -1,216 +1,334 @@
-"""Trainer's publisher to rollouts' receivers, through real processes of the host's memory and of gloo."""
+"""Trainer's publisher to rollouts' receivers, by every way that exists on a CPU."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from protocols import messages as m
-from protocols.mailbox import Exchange, Mailbox
 from protocols.weights import DigestError
-from services.rollout.receiver import Prepared, Receiver
-from services.trainer.publisher import SEGMENTS, Publisher
-from services.weights import shm
-from services.weights.config import WeightsConfig
+from services.weights import flat, shm
+from tests.weights.channel import Channel, Holder, Named, score, until
 
 
-class Holder:
-    """The part of an engine that a receiver uses."""
-
-    version = -1
-
-    def prepare(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in weights.items()}
-
-
-class Routing:
-    """A broker that only routes weights: tells the trainer who is there, and passes offers and answers on."""
-
-    def __init__(self) -> None:
-        self.exchange = Exchange("tcp://127.0.0.1:0")
-        self.serves: dict[str, tuple[int, str]] = {}
-        self.muted: set[str] = set()
-        self.open = True
-        self.changed = True
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        trainer = None
-        while self.open:
-            for identity, request, message in self.exchange.receive(0.02):
-                if isinstance(message, m.Hello) and message.kind == "trainer":
-                    trainer, self.changed = identity, True
-                elif isinstance(message, m.Hello):
-                    self.serves[identity], self.changed = (-1, ""), True
-                elif isinstance(message, m.Bye):
-                    self.serves.pop(identity, None)
-                    self.changed = True
-                elif isinstance(message, m.Publish):
-                    for target in message.targets:
-                        if target not in self.muted:
-                            offer = m.Offer(version=message.version, manifest=message.manifest, route=message.route)
-                            self.exchange.send(target, offer)
-                elif isinstance(message, m.Loaded):
-                    self.serves[identity], self.changed = (message.version, message.digest), True
-                elif isinstance(message, m.LoadFailed) and trainer:
-                    report = m.ReceiverReport(receiver=identity, version=message.version, error=message.error)
-                    self.exchange.send(trainer, report)
-                self.exchange.send(identity, m.Noted(), request)
-            if self.changed and trainer:
-                self.changed = False
-                self.exchange.send(trainer, m.Receivers(serves=dict(self.serves)))
-            self.exchange.flush()
-
-
-class Rollout:
-    """A receiver with its mailbox; ``served`` is what it swapped in, by version."""
-
-    def __init__(self, address: str, name: str) -> None:
-        self.box = Mailbox(address, name)
-        self.box.ask(m.Hello(kind="rollout", name=name, host="", pid=1), 5)
-        self.receiver = Receiver(Holder(), self.box, name, "127.0.0.1")  # type: ignore[arg-type]
-        self.served: dict[int, dict[str, torch.Tensor]] = {}
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while True:
-            event = self.box.inbox.get()
-            if event is None:
-                return
-            if isinstance(event, m.Offer):
-                self.receiver.offer(event)
-            elif isinstance(event, Prepared):
-                self.served[event.version] = event.weights
-                event.swapped.set()
-                loaded = m.Loaded(version=event.version, digest=event.digest, receive_s=0, verify_s=0, pause_s=0)
-                self.box.ask_later(loaded, 5)
-
-    def wait(self, version: int, seconds: float = 20) -> dict[str, torch.Tensor]:
-        deadline = time.monotonic() + seconds
-        while version not in self.served and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self.served[version]
-
-    def close(self) -> None:
-        self.box.tell(m.Bye(reason="over"))
-        self.box.post(None)
-        self.receiver.close()
-        self.box.close()
-
-
-def weights(version: int) -> list[tuple[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(version)
+def weights(seed: int) -> Named:
+    generator = torch.Generator().manual_seed(seed)
     return [(f"w{i}", torch.randn(37 + i, 11, generator=generator)) for i in range(5)]
 
 
-class Channel:
-    def __init__(self, transport: str, dtype: str = "float32", deadline_s: float = 5) -> None:
-        self.routing = Routing()
-        self.box = Mailbox(self.routing.exchange.address, "trainer#1")
-        config = WeightsConfig.model_validate({"transport": transport, "deadline_s": deadline_s, "bucket_mb": 0.002})
-        self.publisher = Publisher(config, dtype, f"test-{id(self)}", self.box)
-        self.box.ask(m.Hello(kind="trainer", name="trainer", host="", pid=1), 5)
-        self.rollouts: list[Rollout] = []
-
-    def join(self) -> Rollout:
-        rollout = Rollout(self.routing.exchange.address, f"rollout-{len(self.rollouts)}#1")
-        self.rollouts.append(rollout)
-        return rollout
-
-    def publish(self, version: int) -> None:
-        self.publisher.publish(self.publisher.stage(version, weights(version)))
-
-    def close(self) -> None:
-        for rollout in self.rollouts:
-            rollout.close()
-        self.publisher.close()
-        self.box.close()
-        self.routing.open = False
-        self.routing.thread.join()
-        self.routing.exchange.close()
+def become(channel: Channel, seed: int) -> None:
+    for (_, mine), (_, other) in zip(channel.named, weights(seed), strict=True):
+        mine.copy_(other)
 
 
-@pytest.fixture(params=["shm", "gloo"])
+def same(found: dict[str, torch.Tensor], seed: int, dtype: torch.dtype = torch.float32) -> bool:
+    return all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in weights(seed))
+
+
+@pytest.fixture(params=["auto", "gloo", "snapshot"])
 def channel(request: pytest.FixtureRequest) -> Iterator[Channel]:
-    made = Channel(request.param)
+    made = Channel(weights(0), transport=request.param)
     yield made
     made.close()
 
 
-def same(found: dict[str, torch.Tensor], version: int, dtype: torch.dtype = torch.float32) -> bool:
-    return all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in weights(version))
+@pytest.fixture
+def shared() -> Iterator[Channel]:
+    made = Channel(weights(0))
+    yield made
+    made.close()
 
 
 def test_every_receiver_gets_every_bit_and_a_late_one_is_served_at_once(channel: Channel) -> None:
     first, second = channel.join(), channel.join()
     for version in (0, 1, 2):
+        become(channel, version)
         channel.publish(version)
         assert same(first.wait(version), version) and same(second.wait(version), version)
-    assert same(channel.join().wait(2), 2)
+    assert same(channel.join(ready=False).wait(2), 2)
+
+
+def test_the_model_may_change_as_soon_as_it_was_read(channel: Channel) -> None:
+    rollout = channel.join()
+    for version in range(6):
+        become(channel, version)
+        channel.publish(version)
+        become(channel, 99)
+    rollout.wait(5)
+    assert all(same(found, version) for version, found in rollout.served.items())
 
 
 def test_a_version_that_changes_nothing_is_a_version_all_the_same(channel: Channel) -> None:
     rollout = channel.join()
-    channel.publish(0)
-    rollout.wait(0)
-    channel.publisher.publish(channel.publisher.stage(1, weights(0)))
-    assert same(rollout.wait(1), 0)
+    for version in (0, 1):
+        channel.publish(version)
+        assert same(rollout.wait(version), 0)
 
 
 def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Channel) -> None:
     first, second = channel.join(), channel.join()
     channel.publish(0)
     first.wait(0), second.wait(0)
-    channel.routing.muted.add("rollout-1#1")
+    channel.routing.muted.add(second.name)
+    become(channel, 1)
+    started = time.monotonic()
     channel.publish(1)
-    time.sleep(0.2)
-    channel.routing.serves.pop("rollout-1#1")  # the broker finds it dead
-    channel.routing.changed = True
-    assert same(first.wait(1, 30), 1)
+    assert same(first.wait(1, 10), 1)
+    assert time.monotonic() - started < channel.config.stall_s + 2
+    become(channel, 2)
+    channel.publish(2)  # in an epoch without it
+    assert same(first.wait(2, 2), 2)
+    channel.routing.muted.clear()
+    assert same(second.wait(2, 20), 2), "voted out, invited again, and seeded"
+
+
+def test_mixed_receivers_in_one_epoch() -> None:
+    channel = Channel(weights(0), dtype="bfloat16")
+    rollouts = [channel.join(), channel.join(transport="gloo"), channel.join(transport="snapshot")]
+    rollouts.append(channel.join(transport="gloo"))
+    for version in range(4):
+        become(channel, version)
+        channel.publish(version)
+        for rollout in rollouts:
+            assert same(rollout.wait(version), version, torch.bfloat16)
+        channel.settled()
+    assert [rollout.loaded[3].transport for rollout in rollouts] == ["shm", "gloo", "snapshot", "gloo"]
+    assert len({rollout.loaded[3].epoch for rollout in rollouts}) == 1
+    assert rollouts[0].loaded[3].epoch == rollouts[0].loaded[2].epoch, "the same members are the same epoch"
+    channel.close()
+
+
+def test_the_version_serves_where_it_lies(shared: Channel) -> None:
+    rollout = shared.join()
+    shared.publish(0)
+    rollout.wait(0)
+    assert rollout.loaded[0].transport == "shm" and rollout.loaded[0].bytes_received == 0
+    kept = rollout.in_place
+    for version in range(1, 8):
+        become(shared, version)
+        shared.publish(version)
+        rollout.wait(version)
+        assert same(dict(rollout.in_place), version)
+    assert kept["w0"].data_ptr() != rollout.in_place["w0"].data_ptr()
+
+
+def test_no_segment_is_written_while_somebody_serves_from_it(shared: Channel) -> None:
+    """A receiver that was stopped for long still serves what it served."""
+    stopped, other = shared.join(), shared.join()
+    shared.publish(0)
+    stopped.wait(0), other.wait(0)
+    shared.routing.muted.add(stopped.name)
+    for version in range(1, 3 * shm.SEGMENTS):
+        become(shared, version)
+        shared.publish(version)
+        other.wait(version)
+    assert same(dict(stopped.in_place), 0)
+
+
+def test_segments_do_not_pile_up(shared: Channel) -> None:
+    rollout = shared.join()
+    for version in range(3 * shm.SEGMENTS):
+        shared.publish(version)
+        rollout.wait(version)
+    mine = f"{shm._prefix(f'test-{id(shared)}')}*"
+    assert len([p for p in shm.directory().glob(mine) if "probe" not in p.name]) <= shm.SEGMENTS
+    shared.publisher.close()
+    assert not [p for p in shm.directory().glob(mine) if "probe" not in p.name]
+
+
+def test_who_does_not_see_the_nonce_is_not_served_by_shared_memory(
+    shared: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "read_probe", lambda name: "")
+    rollout = shared.join()
+    shared.publish(0)
+    assert same(rollout.wait(0), 0) and rollout.loaded[0].transport == "gloo"
 
 
 def test_bf16_on_the_wire_is_the_cast_of_the_master_copy() -> None:
-    channel = Channel("shm", "bfloat16")
+    channel = Channel(weights(0), "bfloat16")
     rollout = channel.join()
     channel.publish(0)
     assert same(rollout.wait(0), 0, torch.bfloat16)
     channel.close()
 
 
-def test_a_corrupted_version_is_never_served_and_is_offered_again() -> None:
-    channel = Channel("shm")
+@pytest.mark.parametrize("transport", ["gloo", "snapshot"])
+def test_changes_are_sent_where_that_is_less_and_the_result_is_the_same(transport: str) -> None:
+    torch.manual_seed(0)
+    named = [("w", 0.02 * torch.randn(300, 200))]
+    channel = Channel(named, "bfloat16", transport=transport, full_every=5, bucket_mb=0.05)
     rollout = channel.join()
-    snapshot = channel.publisher.stage(0, weights(0))
-    good = snapshot.buffer[5].item()
-    snapshot.buffer[5] ^= 1
-    channel.publisher.publish(snapshot)
-    time.sleep(0.5)
-    assert not rollout.served
-    snapshot.buffer[5] = good
-    assert same(rollout.wait(0), 0)
-    channel.close()
-
-
-def test_segments_do_not_pile_up() -> None:
-    channel = Channel("shm")
-    rollout = channel.join()
-    for version in range(3 * SEGMENTS):
+    sizes = []
+    for version in range(1, 8):
+        named[0][1].add_(1e-6 * torch.randn(300, 200).sign())
         channel.publish(version)
-    rollout.wait(3 * SEGMENTS - 1)
-    mine = list(shm.directory().glob(f"{shm._prefix(channel.publisher._run_key)}*"))
-    assert len(mine) <= SEGMENTS
+        assert torch.equal(rollout.wait(version)["w"], named[0][1].bfloat16())
+        sizes.append(rollout.loaded[version].bytes_received)
+        channel.settled()
+    whole = channel.source.layout.nbytes
+    assert sizes[0] == sizes[4] == whole, "the first and every full_every-th are sent whole"
+    if transport == "gloo":
+        sizes = [channel.routing.costs[version].bytes_sent for version in range(1, 8)]
+    assert all(size < whole / 20 for index, size in enumerate(sizes) if index not in (0, 4)), sizes
+    assert 0 < channel.routing.costs[7].density < 0.1
     channel.close()
-    assert not list(shm.directory().glob(f"{shm._prefix(channel.publisher._run_key)}*"))
+
+
+def flip(channel: Channel, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Flips a bit of what arrives, ``times`` times; returns the list of buckets that were hit."""
+    from services.rollout import receiver as module
+
+    hit: list[int] = []
+    original = module.bucket_digest
+
+    def digest(data: memoryview) -> str:
+        if len(hit) < times:
+            hit.append(len(data))
+            damaged = bytearray(data)
+            damaged[0] ^= 1
+            return original(memoryview(damaged))
+        return original(data)
+
+    monkeypatch.setattr(module, "bucket_digest", digest)
+    return hit
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_corrupted_bucket_is_sent_again_and_never_served(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel(weights(0), transport=transport)
+    rollout = channel.join()
+    hit = flip(channel, monkeypatch, 2)
+    channel.publish(0)
+    assert same(rollout.wait(0), 0)
+    assert len(hit) == 2 and rollout.loaded[0].buckets_again == 2
+    channel.close()
+
+
+def test_a_version_that_stays_corrupted_is_never_served_and_is_offered_again(shared: Channel) -> None:
+    rollout = shared.join()
+    shared.publish(0)
+    rollout.wait(0)
+    become(shared, 1)
+    damage = Damage(shared)
+    shared.publish(1)
+    until(lambda: shared.routing.failures, 10, "a refusal")
+    assert 1 not in rollout.served and "buckets 0 are missing or wrong" in shared.routing.failures[0].error
+    damage.mend()
+    assert same(rollout.wait(1), 1)
+
+
+class Damage:
+    """Flips a bit of the segment after it was hashed and before its receivers look."""
+
+    def __init__(self, channel: Channel) -> None:
+        from services.trainer.snapshot import Snapshot
+
+        original = channel.publisher._finish
+        self.snapshot: Snapshot | None = None
+
+        def finish(snapshot: Snapshot, gathered: float) -> None:
+            self.snapshot = snapshot
+            snapshot.buffer[5] ^= 1
+            assert snapshot.segment
+            original(snapshot, gathered)
+
+        segment_filled = shm.Segment.filled
+
+        def filled(segment: shm.Segment, version: int, buckets: int) -> None:
+            pass  # receivers see the buckets only once they are damaged
+
+        def finish_and_fill(snapshot: Snapshot, gathered: float) -> None:
+            finish(snapshot, gathered)
+            shm.Segment.filled = segment_filled  # type: ignore[method-assign]
+            assert snapshot.segment
+            snapshot.segment.filled(snapshot.version, len(snapshot.layout.spans))
+
+        shm.Segment.filled = filled  # type: ignore[method-assign]
+        channel.publisher._finish = finish_and_fill  # type: ignore[method-assign]
+        self._channel, self._original = channel, original
+
+    def mend(self) -> None:
+        assert self.snapshot
+        self.snapshot.buffer[5] ^= 1
+        self._channel.publisher._finish = self._original  # type: ignore[method-assign]
+
+
+def test_an_engine_that_makes_something_else_of_right_bytes_does_not_serve_it(shared: Channel) -> None:
+    class Careless(Holder):
+        """Loses a part of a fused matrix, as engines do."""
+
+        careless = True
+
+        def prepare(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            made = {name: tensor.clone() for name, tensor in weights.items()}
+            if self.careless:
+                made["w1"][3:] = 0
+            return made
+
+    engine = Careless()
+    careless, sound = shared.join(engine=engine), shared.join()
+    tokens = [1, 2, 3]
+    canary = m.Canary(tokens=tokens, logprobs=score(dict(weights(0)), tokens).tolist(), tolerance=1e-4)
+    shared.publish(0, canary)
+    assert same(sound.wait(0), 0)
+    until(lambda: shared.routing.failures, 10, "a refusal")
+    assert 0 not in careless.served and "canary's log-probabilities differ" in shared.routing.failures[0].error
+    engine.careless = False
+    assert same(careless.wait(0), 0)
+
+
+def test_a_late_joiner_waits_for_nobody_and_takes_part_from_the_next_epoch(channel: Channel) -> None:
+    first = channel.join()
+    channel.publish(0)
+    first.wait(0)
+    second, third = channel.join(ready=False), channel.join(ready=False)
+    second.wait(0), third.wait(0)
+    channel.settled()
+    become(channel, 1)
+    channel.publish(1)
+    for rollout in channel.rollouts:
+        assert same(rollout.wait(1), 1)
+    assert len({rollout.loaded[1].epoch for rollout in channel.rollouts}) == 1
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "other-thing", f"{shm.PREFIX}missing"])
-def test_foreign_segments_are_refused(name: str, tmp_path: Path) -> None:
+def test_foreign_segments_are_refused(name: str) -> None:
     with pytest.raises(DigestError):
-        shm.attach(name, 10)
+        shm.Attachments().attach(name, 10)
+
+
+def test_a_segment_that_is_read_is_not_begun_and_one_of_another_version_is_refused() -> None:
+    segment = shm.Segment("test-locks", 4096)
+    assert segment.begin(1)
+    segment.filled(1, 3)
+    reader = shm.Attachments().attach(segment.name, 4096)
+    assert reader.filled(1) == 3
+    with pytest.raises(DigestError, match="holds version 1, not 2"):
+        reader.filled(2)
+    assert not segment.begin(2)
+    reader.release()
+    assert segment.begin(2)
+    segment.unlink()
+
+
+def test_families_of_projections_lie_side_by_side() -> None:
+    shapes: dict[str, Any] = {}
+    for part in ("q_proj", "k_proj", "v_proj"):
+        shapes |= {f"l.self_attn.{part}.weight": (8, 32), f"l.self_attn.{part}.bias": (8,)}
+    shapes |= {"l.mlp.up_proj.weight": (16, 32), "l.mlp.gate_proj.weight": (16, 32), "norm": (32,)}
+    names = [weight.name for weight in flat.place(shapes, "float32").weights]
+    assert names[:3] == [f"l.self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj")]
+    assert names.index("l.mlp.gate_proj.weight") + 1 == names.index("l.mlp.up_proj.weight")
+    assert sorted(names) == sorted(shapes)
+
+
+def test_a_read_only_buffer_makes_no_noise() -> None:
+    data = bytes(range(64))
+    assert flat.from_memory(memoryview(data)).tolist() == list(data)
+    assert np.array_equal(flat.as_array(memoryview(data)), np.arange(64))

@@ -1,0 +1,347 @@
+"""The weight channel's protocol where messages are lost, repeated, reordered and damaged, and processes die: nobody
+ever serves bytes that are not a committed version's, and everybody who lives ends at the latest one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from protocols.channel import BucketError, Intake, Sender
+from protocols.weights import DigestError, Digests, digests_of, layout
+
+EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "1000")) // 2
+LAYOUT = layout([("w", "float32", (48,), 192)], 64)
+BUCKETS = len(LAYOUT.spans)
+DEADLINE_S = 10.0
+
+
+@dataclass
+class Version:
+    number: int
+    content: bytes
+    digests: Digests
+
+
+@dataclass
+class Receiver:
+    """What `services.rollout.receiver` does around an `Intake`, without threads."""
+
+    identity: str
+    world: World
+    newest: tuple[int, int] | None = None
+    intake: Intake | None = None
+    shadow: bytearray = field(default_factory=lambda: bytearray(LAYOUT.nbytes))
+    commits: dict[tuple[int, int], Digests] = field(default_factory=dict)
+    serving: tuple[int, str, bytes] | None = None
+    opened_at: float = 0.0
+
+    def propose(self, epoch: int, version: int) -> None:
+        if self.newest is not None and (epoch, version) <= self.newest:
+            return
+        self.newest, self.opened_at = (epoch, version), self.world.now
+        self.intake, self.shadow = Intake(epoch, version, LAYOUT), bytearray(LAYOUT.nbytes)
+        self.settle()
+
+    def bucket(self, epoch: int, version: int, index: int, data: bytes) -> None:
+        if self.intake is None:
+            return
+        try:
+            self.accept(epoch, version, index, data)
+        except BucketError:
+            return
+        start, end = LAYOUT.spans[index]
+        self.shadow[start:end] = data
+        self.settle()
+
+    def accept(self, epoch: int, version: int, index: int, data: bytes) -> None:
+        assert self.intake
+        self.intake.bucket(epoch, version, index, memoryview(data))
+
+    def commit(self, epoch: int, version: int, digests: Digests) -> None:
+        self.commits[epoch, version] = digests
+        self.settle()
+
+    def settle(self) -> None:
+        intake = self.intake
+        if intake is None or (intake.epoch, intake.version) not in self.commits:
+            return
+        if intake.expected is None:
+            try:
+                intake.commit(intake.epoch, intake.version, self.commits[intake.epoch, intake.version])
+            except DigestError:
+                self.fail()
+                return
+        if self.complete(intake):
+            assert intake.expected
+            self.serving = intake.version, intake.expected.whole, bytes(self.shadow)
+            self.world.say("loaded", self.identity, intake.epoch, intake.version, intake.expected.whole)
+            self.intake = None
+
+    def complete(self, intake: Intake) -> bool:
+        return intake.whole() is not None
+
+    def ask_again(self) -> None:
+        """For what is missing, from the snapshot."""
+        if self.intake and self.intake.expected:
+            for index in self.intake.missing:
+                self.world.say("fetch", self.identity, self.intake.epoch, self.intake.version, index)
+
+    def fail(self) -> None:
+        if self.intake:
+            self.world.say("failed", self.identity, self.intake.epoch, self.intake.version)
+            self.intake = None
+
+    def late(self) -> None:
+        if self.intake and self.world.now - self.opened_at > DEADLINE_S:
+            self.fail()
+
+
+class World:
+    """A trainer, a broker that knows who lives, receivers, and a network that keeps no promises."""
+
+    receiver: type[Receiver] = Receiver
+
+    def __init__(self, random: Any, receivers: int) -> None:
+        self.random, self.now, self.started = random, 0.0, 0
+        self.network: list[tuple[Any, ...]] = []
+        self.lossy = True
+        self.committed: set[tuple[int, str]] = set()
+        self.version = 0
+        self.receivers: dict[str, Receiver] = {}
+        self.start_trainer()
+        for _ in range(receivers):
+            self.join()
+
+    def say(self, *message: Any) -> None:
+        self.network.append(message)
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def start_trainer(self) -> None:
+        """Also again, from a checkpoint: versions are made anew, with other bytes."""
+        self.started += 1
+        self.sender = Sender(1000 * self.started, DEADLINE_S)
+        self.snapshot: Version | None = None
+        self.version = max(0, self.version - self.random.randrange(3))
+        self.network = [message for message in self.network if message[0] not in ("fetch", "loaded", "failed")]
+
+    def join(self) -> None:
+        identity = f"rollout#{len(self.committed)}-{self.random.random()}"
+        self.receivers[identity] = self.receiver(identity, self)
+
+    def die(self) -> None:
+        if len(self.receivers) > 1:
+            del self.receivers[self.random.choice(sorted(self.receivers))]
+
+    # --- trainer -----------------------------------------------------------------------------------------------------
+
+    def hear_who_lives(self) -> None:
+        """From the broker, which knows what each has acknowledged."""
+        latest = {(v.number, v.digests.whole) for v in [self.snapshot] if v}
+        serves = {}
+        for identity, receiver in self.receivers.items():
+            served = receiver.serving[:2] if receiver.serving else (-1, "")
+            serves[identity] = served if served in latest else (-1, "")
+        self.sender.present(serves)
+
+    def invite(self) -> None:
+        for identity in self.sender.invitations(self.now):
+            self.say("invite", identity)
+
+    def publish(self) -> None:
+        content = self.random.randbytes(LAYOUT.nbytes)
+        version = Version(self.version, content, digests_of(LAYOUT, memoryview(content)))
+        self.version += 1
+        epoch = self.sender.open(version.number, self.now)
+        for identity in epoch.members:
+            self.say("propose", identity, epoch.number, version.number)
+            for index in range(BUCKETS):
+                self.send_bucket(identity, epoch.number, version, index)
+        if self.random.random() < 0.1:  # dies before the version is committed: it never existed
+            self.start_trainer()
+            return
+        self.snapshot = version
+        self.committed.add((version.number, version.digests.whole))
+        self.sender.committed(version.number, version.digests.whole)
+        for identity in epoch.members:
+            self.say("commit", identity, epoch.number, version.number, version.digests)
+
+    def seed(self) -> None:
+        for identity, epoch, _ in self.sender.seeds(self.now):
+            assert self.snapshot
+            self.say("propose", identity, epoch, self.snapshot.number)
+            self.say("commit", identity, epoch, self.snapshot.number, self.snapshot.digests)
+
+    def send_bucket(self, identity: str, epoch: int, version: Version, index: int) -> None:
+        start, end = LAYOUT.spans[index]
+        data = bytearray(version.content[start:end])
+        if self.lossy and self.random.random() < 0.1:
+            data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+        self.say("bucket", identity, epoch, version.number, index, bytes(data))
+
+    # --- network -----------------------------------------------------------------------------------------------------
+
+    def deliver(self) -> None:
+        if not self.network:
+            return
+        place = self.random.randrange(len(self.network)) if self.lossy else 0
+        message = self.network[place]
+        fate = self.random.random() if self.lossy else 1.0
+        if fate > 0.1:  # else it comes again later
+            del self.network[place]
+        if 0.1 < fate < 0.2:
+            return  # lost
+        self.arrive(*message)
+
+    def arrive(self, kind: str, identity: str, *rest: Any) -> None:
+        receiver = self.receivers.get(identity)
+        if kind == "invite" and receiver:
+            self.say("reach", identity)
+        elif kind == "reach":
+            self.sender.reached(identity, "gloo")
+        elif kind == "loaded":
+            self.sender.loaded(identity, *rest)
+        elif kind == "failed":
+            self.sender.failed(identity, *rest, self.now)
+        elif kind == "fetch":
+            epoch, version, index = rest
+            if self.snapshot and self.snapshot.number == version:
+                self.send_bucket(identity, epoch, self.snapshot, index)
+        elif receiver:
+            getattr(receiver, kind)(*rest)
+
+    def pass_time(self) -> None:
+        self.now += self.random.choice((0.05, 1.0, DEADLINE_S / 2))
+        self.sender.late(self.now)
+        for receiver in self.receivers.values():
+            receiver.late()
+
+    # --- what must hold ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        for receiver in self.receivers.values():
+            if receiver.serving:
+                version, digest, content = receiver.serving
+                assert digests_of(LAYOUT, memoryview(content)).whole == digest, "unverified bytes are served"
+                assert (version, digest) in self.committed, "a version that never was is served"
+
+    def converge(self) -> None:
+        """From now on the network delivers: everybody ends at the latest version."""
+        self.lossy = False
+        if self.snapshot is None:
+            self.publish()
+        while self.snapshot is None:
+            self.publish()
+        for _ in range(200):
+            self.hear_who_lives()
+            wanted = self.snapshot.number, self.snapshot.digests.whole
+            if all(r.serving and r.serving[:2] == wanted for r in self.receivers.values()):
+                return
+            self.invite()
+            self.seed()
+            while self.network:
+                self.deliver()
+                self.check()
+            for receiver in self.receivers.values():
+                receiver.ask_again()
+            self.pass_time()
+        raise AssertionError("somebody never came to the latest version")
+
+
+def play(kind: type[World], random: Any, receivers: int) -> None:
+    world = kind(random, receivers)
+    moves = [
+        (30, world.deliver), (8, world.hear_who_lives), (8, world.invite), (3, world.publish), (8, world.seed),
+        (4, world.pass_time), (1, world.join), (1, world.die), (0.3, world.start_trainer),
+        (6, lambda: random.choice(list(world.receivers.values())).ask_again()),
+    ]  # fmt: skip
+    weights = [weight for weight, _ in moves]
+    for _ in range(150):
+        random.choices(moves, weights)[0][1]()
+        world.check()
+    world.converge()
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(random=st.randoms(use_true_random=True), receivers=st.integers(1, 4))
+def test_nobody_serves_what_was_not_published_and_all_converge(random: Any, receivers: int) -> None:
+    play(World, random, receivers)
+
+
+class Trusting(Receiver):
+    """Takes a version for whole once all buckets are here."""
+
+    def accept(self, epoch: int, version: int, index: int, data: bytes) -> None:
+        assert self.intake
+        self.intake.found[index] = ""
+
+    def settle(self) -> None:
+        if self.intake:
+            self.intake.expected = self.commits.get((self.intake.epoch, self.intake.version))
+        super().settle()
+
+    def complete(self, intake: Intake) -> bool:
+        return not intake.missing
+
+
+class Hasty(Receiver):
+    """Serves before the commit."""
+
+    def settle(self) -> None:
+        if self.intake and not self.intake.missing:
+            content = bytes(self.shadow)
+            self.serving = self.intake.version, digests_of(LAYOUT, memoryview(content)).whole, content
+            self.world.say("loaded", self.identity, self.intake.epoch, self.intake.version, self.serving[1])
+            self.intake = None
+
+
+class Stubborn(Receiver):
+    """Gives up without a word."""
+
+    def fail(self) -> None:
+        self.intake = None
+
+
+class Forgetful(Sender):
+    """Never votes out who is late."""
+
+    def late(self, now: float) -> list[Any]:
+        return []
+
+
+class ForgetfulWorld(World):
+    receiver = Stubborn
+
+    def start_trainer(self) -> None:
+        super().start_trainer()
+        self.sender = Forgetful(1000 * self.started, DEADLINE_S)
+
+
+def world_of(kind: type[Receiver]) -> type[World]:
+    return type("Mutation", (World,), {"receiver": kind})
+
+
+@pytest.mark.parametrize(
+    ("mutation", "reason"),
+    [
+        (world_of(Trusting), "unverified bytes are served"),
+        (world_of(Hasty), "a version that never was is served"),
+        (ForgetfulWorld, "somebody never came"),
+    ],
+)
+def test_every_rule_is_needed(mutation: type[World], reason: str) -> None:
+    @settings(
+        max_examples=300, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(random=st.randoms(use_true_random=True), receivers=st.integers(1, 4))
+    def broken(random: Any, receivers: int) -> None:
+        play(mutation, random, receivers)
+
+    with pytest.raises(AssertionError, match=reason):
+        broken()

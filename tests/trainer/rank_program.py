@@ -1,0 +1,102 @@
+"""Run under torchrun by test_ranks.py: trains a few steps, beside one process that trains the same, and publishes each
+version. Arguments: broker address, folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from protocols.mailbox import Mailbox
+from protocols.messages import Hello
+from services.trainer import checkpoint
+from services.trainer.batch import Step
+from services.trainer.config import TrainerConfig
+from services.trainer.learner import Learner
+from services.trainer.parallel import full, shard
+from services.trainer.publisher import Job, Publisher
+from services.trainer.source import Source
+from services.trainer.world import World
+from services.weights.config import WeightsConfig
+from tests.conftest import TINY, make_group
+
+VERSIONS = 4
+CPU = torch.device("cpu")
+CONFIG = {"optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60}
+ALGORITHM = {"algorithm": {"correction": {"type": "truncated", "normalize": True}}}
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def a_step(seed: int) -> Step:
+    random = np.random.default_rng(seed)
+    groups = [make_group(random, number) for number in range(3)]
+    trajectories = [t for group in groups for t in group.trajectories]
+    return Step(trajectories, random.random(12).astype(np.float32), np.repeat(np.arange(3), 4), None)
+
+
+def a_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**TINY))
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(12)[None] % TINY["vocab_size"]
+
+
+def main(address: str, folder: Path) -> None:
+    world = World.of_torchrun(CPU)
+    model = a_model()
+    shard(model, world)
+    config = TrainerConfig.model_validate(CONFIG | ALGORITHM)
+    learner = Learner(model, config, "float32", 1.0, world)
+    plain = Learner(a_model(), config, "float32", 1.0, World(CPU))
+    source = Source(learner.parameters, "float32", 4096, world)
+    staging = sum(b.numel() for b in (source._staging, source._arrivals) if b is not None)
+    assert staging <= 2 * source.layout.bucket_bytes, "two buckets, whatever the size of the model"
+    publisher = None
+    if world.rank == 0:
+        box = Mailbox(address, "trainer#1")
+        weights = WeightsConfig.model_validate({"deadline_s": 20, "stall_s": 10, "bucket_mb": 0.00390625})
+        publisher = Publisher(weights, source, "test-ranks", box)
+        box.ask(Hello(kind="trainer", name="trainer", host="", pid=1), 10)
+    for version in range(1, VERSIONS + 1):
+        mine, other = learner.train(a_step(version)), plain.train(a_step(version))
+        for key in ("loss", "grad_norm", "surprise"):
+            assert abs(mine[key] - other[key]) <= 1e-5 * max(1, abs(other[key])), (key, mine[key], other[key])
+        for (name, cut), whole in zip(learner.parameters.items(), plain.parameters.values(), strict=True):
+            torch.testing.assert_close(full(cut.detach()), whole.detach(), rtol=1e-4, atol=1e-6, msg=name)
+        with torch.no_grad():
+            logits = model(tokens()).logits[0]
+        if publisher:
+            np.save(folder / f"logits-{version}.npy", logits.numpy())
+            publisher.wait(publisher.publish(Job(version)).done)
+        else:
+            for _ in source.buckets(None):
+                pass
+        world.share(b"next" if world.rank == 0 else None)
+    path = checkpoint.save(learner, Tokenizer(), folder / "checkpoints", keep=1)
+    world.share(b"saved" if world.rank == 0 else None)
+    restored = a_model()
+    shard(restored, world)
+    again = Learner(restored, config, "float32", 1.0, world)
+    checkpoint.restore(again, path)
+    for name, parameter in learner.parameters.items():
+        one, two = learner.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]
+        assert torch.equal(full(one["exp_avg"]), full(two["exp_avg"])), name
+    if publisher:
+        while not (folder / "seen").exists() and not publisher.stopped.wait(0.05):
+            pass
+        publisher.close()
+    world.share(b"end" if world.rank == 0 else None)
+    world.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,194 @@
+"""A trainer's publisher and rollouts' receivers over real sockets, shared memory and gloo. Only engine and broker are
+small: one holds what it was given, the other passes messages on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from protocols import messages as m
+from protocols.mailbox import Exchange, Mailbox
+from services.rollout.receiver import Prepared, Receiver
+from services.trainer.publisher import Job, Publisher
+from services.trainer.source import Source
+from services.trainer.world import World
+from services.weights.config import WeightsConfig
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+class Holder:
+    """The part of an engine that a receiver uses. Its score depends on the weights, so a canary means something."""
+
+    device = torch.device("cpu")
+
+    def prepare(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(weights)
+
+    def score(self, prepared: Mapping[str, torch.Tensor], tokens: np.ndarray) -> np.ndarray:
+        return score(prepared, tokens.tolist())
+
+
+def score(weights: Mapping[str, torch.Tensor], tokens: list[int]) -> np.ndarray:
+    total = float(sum(w.double().abs().mean() for w in weights.values()))
+    return np.array([-total / (1 + token) for token in tokens[1:]], np.float32)
+
+
+class Routing:
+    """A broker that only routes weights: tells the trainer who is there, and passes offers and answers on."""
+
+    def __init__(self) -> None:
+        self.exchange = Exchange("tcp://127.0.0.1:0")
+        self.serves: dict[str, tuple[int, str]] = {}
+        self.muted: set[str] = set()
+        self.failures: list[m.LoadFailed] = []
+        self.loads: list[m.Loaded] = []
+        self.costs: dict[int, m.PublishCost] = {}
+        self.open = True
+        self.changed = True
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def die(self, identity: str) -> None:
+        """The broker finds a rollout dead."""
+        self.serves.pop(identity)
+        self.changed = True
+
+    def _run(self) -> None:
+        trainer = None
+        while self.open:
+            for identity, request, message in self.exchange.receive(0.02):
+                reply: m.Message = m.Noted()
+                if isinstance(message, m.Hello) and message.kind == "trainer":
+                    trainer, self.changed = identity, True
+                elif isinstance(message, m.Hello):
+                    self.serves[identity], self.changed = (-1, ""), True
+                elif isinstance(message, m.Bye):
+                    self.serves.pop(identity, None)
+                    self.changed = True
+                elif isinstance(message, m.Invite | m.Propose | m.CommitVersion):
+                    if isinstance(message, m.CommitVersion) and message.cost:
+                        self.costs[message.version] = message.cost
+                    for target in set(message.targets) & self.serves.keys() - self.muted:
+                        self.exchange.send(target, message)
+                    reply = m.Relayed(absent=[t for t in message.targets if t not in self.serves])
+                elif isinstance(message, m.Reach | m.Loaded | m.LoadFailed) and trainer:
+                    report = message.model_copy(update={"receiver": identity})
+                    if isinstance(report, m.Loaded):
+                        self.loads.append(report)
+                        if identity in self.serves:
+                            self.serves[identity], self.changed = (report.version, report.digest), True
+                    elif isinstance(report, m.LoadFailed):
+                        self.failures.append(report)
+                    self.exchange.send(trainer, report)
+                self.exchange.send(identity, reply, request)
+            if self.changed and trainer:
+                self.changed = False
+                self.exchange.send(trainer, m.Receivers(serves=dict(self.serves)))
+            self.exchange.flush()
+
+
+class Rollout:
+    """A receiver with its mailbox; ``served`` are copies of what it swapped in, by version."""
+
+    def __init__(self, address: str, name: str, config: WeightsConfig, engine: Any = None, verify: bool = True) -> None:
+        self.name = name
+        self.box = Mailbox(address, name)
+        self.engine = engine or Holder()
+        self.receiver = Receiver(self.engine, self.box, config, verify=verify)
+        self.served: dict[int, dict[str, torch.Tensor]] = {}
+        self.in_place: dict[str, torch.Tensor] = {}
+        """What serves, as it lies."""
+        self.loaded: dict[int, m.Loaded] = {}
+        self.box.ask(m.Hello(kind="rollout", name=name, host="", pid=1), 5)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            event = self.box.inbox.get()
+            if event is None:
+                return
+            if isinstance(event, m.Invite | m.Propose | m.CommitVersion):
+                self.receiver.handle(event)
+            elif isinstance(event, Prepared):
+                version = event.loaded.version
+                self.in_place = event.weights
+                self.served[version] = {name: tensor.clone() for name, tensor in event.weights.items()}
+                self.loaded[version] = event.loaded
+                event.swapped.set()
+                self.box.ask_later(event.loaded, 5)
+
+    def wait(self, version: int, seconds: float = 20) -> dict[str, torch.Tensor]:
+        until(lambda: version in self.served, seconds, f"{self.name} to serve version {version}; {sorted(self.served)}")
+        return self.served[version]
+
+    def close(self) -> None:
+        self.box.tell(m.Bye(reason="over"))
+        self.box.post(None)
+        self.receiver.close()
+        self.box.close()
+
+
+class Channel:
+    """A trainer whose model has ``named`` weights, and rollouts that join when asked to."""
+
+    def __init__(self, named: Named, dtype: str = "float32", verify: bool = True, **config: Any) -> None:
+        self.routing = Routing()
+        self.verify = verify
+        self.box = Mailbox(self.routing.exchange.address, "trainer#1")
+        config = {"deadline_s": 5, "stall_s": 3, "bucket_mb": 0.002, **config}
+        self.config = WeightsConfig.model_validate(config)
+        self.named = named
+        self.source = Source(dict(named), dtype, self.config.bucket_bytes, World(torch.device("cpu")))
+        self.publisher = Publisher(self.config, self.source, f"test-{id(self)}", self.box, verify=verify)
+        self.box.ask(m.Hello(kind="trainer", name="trainer", host="", pid=1), 5)
+        self.rollouts: list[Rollout] = []
+
+    def join(self, ready: bool = True, engine: Any = None, **config: Any) -> Rollout:
+        """A rollout with ``config`` of its own; with ``ready``, one that takes part in the next epoch."""
+        mine = WeightsConfig.model_validate({**self.config.model_dump(), **config})
+        rollout = Rollout(
+            self.routing.exchange.address, f"rollout-{len(self.rollouts)}#1", mine, engine, verify=self.verify
+        )
+        self.rollouts.append(rollout)
+        if ready:
+            until(
+                lambda: self.peer(rollout) is not None and self.peer(rollout).transport, 5, "the rollout to be reached"
+            )
+        return rollout
+
+    def peer(self, rollout: Rollout) -> Any:
+        return self.publisher._sender.peers.get(rollout.name)
+
+    def publish(self, version: int, canary: m.Canary | None = None) -> Job:
+        """Publishes what the weights are now, and waits until they may change."""
+        job = self.publisher.publish(Job(version, canary))
+        self.publisher.wait(job.read)
+        return job
+
+    def settled(self) -> None:
+        """Waits until the trainer has everybody's answer."""
+        until(lambda: all(p.loading is None for p in self.publisher._sender.peers.values()), 10, "the answers")
+
+    def close(self) -> None:
+        for rollout in self.rollouts:
+            rollout.close()
+        self.publisher.close()
+        self.box.close()
+        self.routing.open = False
+        self.routing.thread.join()
+        self.routing.exchange.close()
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    """Waits for ``condition``; fails by naming ``what`` was waited for."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.005)
