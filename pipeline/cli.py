@@ -247,6 +247,27 @@ def bench_broker(
     run_bench(Console(), [int(count) for count in rollouts.split(",")], groups, tokens)
 
 
+@bench.command("weights")
+def bench_weights(
+    sizes: Annotated[str, typer.Option(help="Million parameters: 10, 50, 130, 500, 1000.")] = "10,130,1000",
+    receivers: Annotated[str, typer.Option(help="Receivers, each a process.")] = "1,2,4",
+    transports: Annotated[str, typer.Option(help="shm and gloo.")] = "shm,gloo",
+    parts: Annotated[
+        str, typer.Option(help="transfer: GB/s; pause: what generation feels; elastic: joins and deaths; sparse.")
+    ] = "transfer,pause,elastic,sparse",
+    threads: Annotated[int, typer.Option(help="Compute threads of the trainer, and of memcpy.")] = 2,
+) -> None:
+    """GB/s of the weight channel beside memcpy (shm) and a bare broadcast (gloo), and what rollouts feel of it."""
+    from pipeline.bench.weights import SHAPES
+    from pipeline.bench.weights import bench as run_bench
+
+    asked = [int(size) for size in sizes.split(",")]
+    if unknown := [size for size in asked if size not in SHAPES]:
+        raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(map(str, SHAPES))}")
+    counts = [int(count) for count in receivers.split(",")]
+    run_bench(Console(), asked, counts, transports.split(","), threads, set(parts.split(",")))
+
+
 @bench.command("soak")
 def bench_soak(
     steps: Annotated[int, typer.Option(help="Tiny training steps.")] = 5000,

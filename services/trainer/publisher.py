@@ -22,7 +22,7 @@ import structlog
 import torch
 
 from protocols import messages as m
-from protocols.channel import Epoch, Sender
+from protocols.channel import Epoch, Peer, Sender
 from protocols.keys import ClientKeys
 from protocols.mailbox import FencedError, Mailbox
 from protocols.weights import (
@@ -111,6 +111,11 @@ class Publisher:
         self._closed = False
         self._thread = threading.Thread(target=self._run_thread, name="publisher", daemon=True)
         self._thread.start()
+
+    @property
+    def peers(self) -> dict[str, Peer]:
+        """The rollouts, and how each stands."""
+        return self._sender.peers
 
     def publish(self, job: Job) -> Job:
         """Hands ``job`` over to the thread."""
@@ -218,7 +223,7 @@ class Publisher:
                 self._find_changes(snapshot, index)
             digest_s += time.monotonic() - before
             if segment:
-                segment.filled(job.version, index + 1)
+                segment.filled(index + 1)
             if snapshot.on_gpu is not None:
                 start, end = layout.spans[index]
                 snapshot.on_gpu[start:end].copy_(on_device)

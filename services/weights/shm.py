@@ -13,7 +13,6 @@ import hashlib
 import mmap
 import os
 import secrets
-import struct
 import tempfile
 import weakref
 from pathlib import Path
@@ -24,8 +23,10 @@ from services.section import SetupError
 
 PREFIX = "penstock-"
 HEADER_BYTES = 4096
-_HEADER = struct.Struct("<16sqq")
 _MAGIC = b"penstock-weights"
+_VERSION, _FILLED = 0, 1
+"""Places of the header's two 64-bit numbers after the magic, each written in one store: a reader sees the old number or
+the new one, never something in between."""
 NONCE_BYTES = 16
 SEGMENTS = 4
 """Segments that have a name at once; where all are in use, the oldest loses its name and lives on with its readers."""
@@ -60,6 +61,7 @@ class Segment:
             ) from None
         self._map = mmap.mmap(self._file.fileno(), size)
         self.memory = memoryview(self._map)[HEADER_BYTES:]
+        self._numbers = _numbers(self._map)
 
     def begin(self, version: int) -> bool:
         """Makes it ready to be filled with ``version``. False where a receiver still holds it."""
@@ -67,13 +69,14 @@ class Segment:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        _HEADER.pack_into(self._map, 0, _MAGIC, version, 0)
+        self._map[: len(_MAGIC)] = _MAGIC
+        self._numbers[_VERSION], self._numbers[_FILLED] = version, 0
         fcntl.flock(self._file, fcntl.LOCK_UN)
         return True
 
-    def filled(self, version: int, buckets: int) -> None:
+    def filled(self, buckets: int) -> None:
         """The first ``buckets`` buckets are written."""
-        _HEADER.pack_into(self._map, 0, _MAGIC, version, buckets)
+        self._numbers[_FILLED] = buckets
 
     def unlink(self) -> None:
         """Removes the name; the memory goes when the last mapping does."""
@@ -125,11 +128,12 @@ class Attached:
             self.release()
             raise DigestError(f"segment {mapping.path.name} is being made ready for another version") from None
         self.memory = memoryview(mapping.map)[HEADER_BYTES : HEADER_BYTES + nbytes]
+        self._numbers = _numbers(mapping.map)
 
     def filled(self, version: int) -> int:
         """How many buckets of ``version`` are written. Raises `DigestError` where it holds another version by now."""
-        magic, found, buckets = _HEADER.unpack_from(self._mapping.map, 0)
-        if magic != _MAGIC or found != version:
+        found, buckets = self._numbers
+        if self._mapping.map[: len(_MAGIC)] != _MAGIC or found != version:
             raise DigestError(f"segment {self._mapping.path.name} holds version {found}, not {version}")
         return buckets
 
@@ -138,6 +142,10 @@ class Attached:
         if self._lock:
             self._lock.close()
             self._lock = None
+
+
+def _numbers(mapped: mmap.mmap) -> memoryview:
+    return memoryview(mapped)[len(_MAGIC) : len(_MAGIC) + 16].cast("q")
 
 
 class _Mapping:

@@ -293,6 +293,8 @@ class Hasty(Receiver):
     """Serves before the commit."""
 
     def settle(self) -> None:
+        if self.intake:
+            self.intake.expected = self.commits.get((self.intake.epoch, self.intake.version))
         if self.intake and not self.intake.missing:
             content = bytes(self.shadow)
             self.serving = self.intake.version, digests_of(LAYOUT, memoryview(content)).whole, content

@@ -11,18 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.bench.relay import Relay
 from services.rollout.config import TorchEngineConfig
 from services.rollout.engines.torch.engine import TorchEngine
 from services.trainer.parallel import rows_of
 from services.weights.config import WeightsConfig
 from tests.e2e.runs import ROOT, SHORT, Run, check_promises
 from tests.trainer.rank_program import VERSIONS, a_model, tokens
-from tests.weights.channel import Rollout, Routing, until
+from tests.weights.channel import Rollout, until
 
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) -> None:
-    routing = Routing()
+    relay = Relay()
     rollouts: list[Rollout] = []
     found: dict[tuple[str, int], np.ndarray] = {}
 
@@ -42,9 +43,9 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) ->
     for index, transport in enumerate(("auto", "gloo", "snapshot")):
         config = WeightsConfig.model_validate({"transport": transport, "deadline_s": 20})
         name = f"rollout-{index}#1"
-        rollouts.append(Rollout(routing.exchange.address, name, config, Engine(name)))
+        rollouts.append(Rollout(relay.address, name, config, Engine(name)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.trainer.rank_program", routing.exchange.address, str(tmp_path)]
+    command += ["-m", "tests.trainer.rank_program", relay.address, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         until(lambda: process.poll() is not None or all(VERSIONS in r.served for r in rollouts), 120, "all versions")
@@ -59,9 +60,7 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) ->
             np.testing.assert_allclose(found[rollout.name, place], wanted, rtol=0, atol=1e-5)
         assert VERSIONS in rollout.served
         rollout.close()
-    routing.open = False
-    routing.thread.join()
-    routing.exchange.close()
+    relay.close()
     (saved,) = (tmp_path / "checkpoints").iterdir()
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert type(model).__name__ == "Qwen3ForCausalLM"

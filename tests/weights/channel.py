@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.bench.relay import Relay
 from protocols import messages as m
-from protocols.mailbox import Exchange, Mailbox
+from protocols.mailbox import Mailbox
 from services.rollout.receiver import Prepared, Receiver
 from services.trainer.publisher import Job, Publisher
 from services.trainer.source import Source
@@ -37,60 +38,6 @@ class Holder:
 def score(weights: Mapping[str, torch.Tensor], tokens: list[int]) -> np.ndarray:
     total = float(sum(w.double().abs().mean() for w in weights.values()))
     return np.array([-total / (1 + token) for token in tokens[1:]], np.float32)
-
-
-class Routing:
-    """A broker that only routes weights: tells the trainer who is there, and passes offers and answers on."""
-
-    def __init__(self) -> None:
-        self.exchange = Exchange("tcp://127.0.0.1:0")
-        self.serves: dict[str, tuple[int, str]] = {}
-        self.muted: set[str] = set()
-        self.failures: list[m.LoadFailed] = []
-        self.loads: list[m.Loaded] = []
-        self.costs: dict[int, m.PublishCost] = {}
-        self.open = True
-        self.changed = True
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def die(self, identity: str) -> None:
-        """The broker finds a rollout dead."""
-        self.serves.pop(identity)
-        self.changed = True
-
-    def _run(self) -> None:
-        trainer = None
-        while self.open:
-            for identity, request, message in self.exchange.receive(0.02):
-                reply: m.Message = m.Noted()
-                if isinstance(message, m.Hello) and message.kind == "trainer":
-                    trainer, self.changed = identity, True
-                elif isinstance(message, m.Hello):
-                    self.serves[identity], self.changed = (-1, ""), True
-                elif isinstance(message, m.Bye):
-                    self.serves.pop(identity, None)
-                    self.changed = True
-                elif isinstance(message, m.Invite | m.Propose | m.CommitVersion):
-                    if isinstance(message, m.CommitVersion) and message.cost:
-                        self.costs[message.version] = message.cost
-                    for target in set(message.targets) & self.serves.keys() - self.muted:
-                        self.exchange.send(target, message)
-                    reply = m.Relayed(absent=[t for t in message.targets if t not in self.serves])
-                elif isinstance(message, m.Reach | m.Loaded | m.LoadFailed) and trainer:
-                    report = message.model_copy(update={"receiver": identity})
-                    if isinstance(report, m.Loaded):
-                        self.loads.append(report)
-                        if identity in self.serves:
-                            self.serves[identity], self.changed = (report.version, report.digest), True
-                    elif isinstance(report, m.LoadFailed):
-                        self.failures.append(report)
-                    self.exchange.send(trainer, report)
-                self.exchange.send(identity, reply, request)
-            if self.changed and trainer:
-                self.changed = False
-                self.exchange.send(trainer, m.Receivers(serves=dict(self.serves)))
-            self.exchange.flush()
 
 
 class Rollout:
@@ -139,9 +86,9 @@ class Channel:
     """A trainer whose model has ``named`` weights, and rollouts that join when asked to."""
 
     def __init__(self, named: Named, dtype: str = "float32", verify: bool = True, **config: Any) -> None:
-        self.routing = Routing()
+        self.relay = Relay()
         self.verify = verify
-        self.box = Mailbox(self.routing.exchange.address, "trainer#1")
+        self.box = Mailbox(self.relay.address, "trainer#1")
         config = {"deadline_s": 5, "stall_s": 3, "bucket_mb": 0.002, **config}
         self.config = WeightsConfig.model_validate(config)
         self.named = named
@@ -153,9 +100,7 @@ class Channel:
     def join(self, ready: bool = True, engine: Any = None, **config: Any) -> Rollout:
         """A rollout with ``config`` of its own; with ``ready``, one that takes part in the next epoch."""
         mine = WeightsConfig.model_validate({**self.config.model_dump(), **config})
-        rollout = Rollout(
-            self.routing.exchange.address, f"rollout-{len(self.rollouts)}#1", mine, engine, verify=self.verify
-        )
+        rollout = Rollout(self.relay.address, f"rollout-{len(self.rollouts)}#1", mine, engine, verify=self.verify)
         self.rollouts.append(rollout)
         if ready:
             until(
@@ -164,7 +109,7 @@ class Channel:
         return rollout
 
     def peer(self, rollout: Rollout) -> Any:
-        return self.publisher._sender.peers.get(rollout.name)
+        return self.publisher.peers.get(rollout.name)
 
     def publish(self, version: int, canary: m.Canary | None = None) -> Job:
         """Publishes what the weights are now, and waits until they may change."""
@@ -174,16 +119,14 @@ class Channel:
 
     def settled(self) -> None:
         """Waits until the trainer has everybody's answer."""
-        until(lambda: all(p.loading is None for p in self.publisher._sender.peers.values()), 10, "the answers")
+        until(lambda: all(p.loading is None for p in self.publisher.peers.values()), 10, "the answers")
 
     def close(self) -> None:
         for rollout in self.rollouts:
             rollout.close()
         self.publisher.close()
         self.box.close()
-        self.routing.open = False
-        self.routing.thread.join()
-        self.routing.exchange.close()
+        self.relay.close()
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> None:

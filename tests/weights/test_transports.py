@@ -74,7 +74,7 @@ def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Chan
     first, second = channel.join(), channel.join()
     channel.publish(0)
     first.wait(0), second.wait(0)
-    channel.routing.muted.add(second.name)
+    channel.relay.muted.add(second.name)
     become(channel, 1)
     started = time.monotonic()
     channel.publish(1)
@@ -83,7 +83,7 @@ def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Chan
     become(channel, 2)
     channel.publish(2)  # in an epoch without it
     assert same(first.wait(2, 2), 2)
-    channel.routing.muted.clear()
+    channel.relay.muted.clear()
     assert same(second.wait(2, 20), 2), "voted out, invited again, and seeded"
 
 
@@ -122,7 +122,7 @@ def test_no_segment_is_written_while_somebody_serves_from_it(shared: Channel) ->
     stopped, other = shared.join(), shared.join()
     shared.publish(0)
     stopped.wait(0), other.wait(0)
-    shared.routing.muted.add(stopped.name)
+    shared.relay.muted.add(stopped.name)
     for version in range(1, 3 * shm.SEGMENTS):
         become(shared, version)
         shared.publish(version)
@@ -174,9 +174,9 @@ def test_changes_are_sent_where_that_is_less_and_the_result_is_the_same(transpor
     whole = channel.source.layout.nbytes
     assert sizes[0] == sizes[4] == whole, "the first and every full_every-th are sent whole"
     if transport == "gloo":
-        sizes = [channel.routing.costs[version].bytes_sent for version in range(1, 8)]
+        sizes = [channel.relay.costs[version].bytes_sent for version in range(1, 8)]
     assert all(size < whole / 20 for index, size in enumerate(sizes) if index not in (0, 4)), sizes
-    assert 0 < channel.routing.costs[7].density < 0.1
+    assert 0 < channel.relay.costs[7].density < 0.1
     channel.close()
 
 
@@ -217,8 +217,8 @@ def test_a_version_that_stays_corrupted_is_never_served_and_is_offered_again(sha
     become(shared, 1)
     damage = Damage(shared)
     shared.publish(1)
-    until(lambda: shared.routing.failures, 10, "a refusal")
-    assert 1 not in rollout.served and "buckets 0 are missing or wrong" in shared.routing.failures[0].error
+    until(lambda: shared.relay.failures, 10, "a refusal")
+    assert 1 not in rollout.served and "buckets 0 are missing or wrong" in shared.relay.failures[0].error
     damage.mend()
     assert same(rollout.wait(1), 1)
 
@@ -240,14 +240,14 @@ class Damage:
 
         segment_filled = shm.Segment.filled
 
-        def filled(segment: shm.Segment, version: int, buckets: int) -> None:
+        def filled(segment: shm.Segment, buckets: int) -> None:
             pass  # receivers see the buckets only once they are damaged
 
         def finish_and_fill(snapshot: Snapshot, gathered: float) -> None:
             finish(snapshot, gathered)
             shm.Segment.filled = segment_filled  # type: ignore[method-assign]
             assert snapshot.segment
-            snapshot.segment.filled(snapshot.version, len(snapshot.layout.spans))
+            snapshot.segment.filled(len(snapshot.layout.spans))
 
         shm.Segment.filled = filled  # type: ignore[method-assign]
         channel.publisher._finish = finish_and_fill  # type: ignore[method-assign]
@@ -277,8 +277,8 @@ def test_an_engine_that_makes_something_else_of_right_bytes_does_not_serve_it(sh
     canary = m.Canary(tokens=tokens, logprobs=score(dict(weights(0)), tokens).tolist(), tolerance=1e-4)
     shared.publish(0, canary)
     assert same(sound.wait(0), 0)
-    until(lambda: shared.routing.failures, 10, "a refusal")
-    assert 0 not in careless.served and "canary's log-probabilities differ" in shared.routing.failures[0].error
+    until(lambda: shared.relay.failures, 10, "a refusal")
+    assert 0 not in careless.served and "canary's log-probabilities differ" in shared.relay.failures[0].error
     engine.careless = False
     assert same(careless.wait(0), 0)
 
@@ -306,7 +306,7 @@ def test_foreign_segments_are_refused(name: str) -> None:
 def test_a_segment_that_is_read_is_not_begun_and_one_of_another_version_is_refused() -> None:
     segment = shm.Segment("test-locks", 4096)
     assert segment.begin(1)
-    segment.filled(1, 3)
+    segment.filled(3)
     reader = shm.Attachments().attach(segment.name, 4096)
     assert reader.filled(1) == 3
     with pytest.raises(DigestError, match="holds version 1, not 2"):

@@ -1,0 +1,374 @@
+"""`penstock bench weights`: the weight channel beside memcpy and beside a bare broadcast, in the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.bench.machine import describe
+from pipeline.bench.relay import Relay
+from protocols.mailbox import Mailbox
+from protocols.messages import Bye, Hello
+from protocols.weights import CollectiveRoute, Layout
+from services.trainer.publisher import Job, Publisher
+from services.trainer.source import Source
+from services.trainer.world import World
+from services.weights import flat, sparse
+from services.weights.collective import Group, serve_store
+from services.weights.config import WeightsConfig
+
+CPU = torch.device("cpu")
+DEADLINE_S = 180.0
+REPEATS = 5
+SHAPES = {10: (256, 6), 50: (512, 10), 130: (768, 16), 500: (1536, 15), 1000: (2048, 17)}
+"""Million parameters, about, to hidden size and layers."""
+VOCABULARY = 16384
+
+
+def model_config(millions: int) -> Any:
+    """A Qwen3 of about that size."""
+    from transformers import Qwen3Config
+
+    hidden, layers = SHAPES[millions]
+    return Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, head_dim=64, max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def weights_of(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random weights with the model's names and shapes."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(0)
+    return {name: torch.empty(p.shape, dtype=dtype).normal_(0, 0.02) for name, p in model.named_parameters()}
+
+
+class Fleet:
+    """A publisher of ``named`` in this process, and receivers in processes of their own."""
+
+    def __init__(
+        self, named: dict[str, torch.Tensor], transport: str, verify: bool, threads: int, model: str = "", **more: Any
+    ) -> None:
+        dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
+        self.config = WeightsConfig.model_validate(
+            {"transport": transport, "deadline_s": DEADLINE_S, "stall_s": 30.0, "sparse": "off", **more}
+        )
+        self.source = Source(named, dtype, self.config.bucket_bytes, World(CPU))
+        self.relay = Relay()
+        self._options = {
+            "weights": self.config.model_dump(), "verify": verify, "threads": max(1, threads // 2), "model": model
+        }  # fmt: skip
+        self._mailbox = Mailbox(self.relay.address, "trainer#1")
+        self.publisher = Publisher(self.config, self.source, f"bench-{os.getpid()}", self._mailbox, verify=verify)
+        self._mailbox.ask(Hello(kind="trainer", name="trainer", host="", pid=os.getpid()), 30)
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.rows: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.version = -1
+
+    def join(self, wait: bool = True) -> str:
+        """Starts a receiver; with ``wait``, until it can take part."""
+        name = f"rollout-{len(self.processes)}#1"
+        command = [sys.executable, "-m", "pipeline.bench.weights_receiver", self.relay.address, name]
+        process = subprocess.Popen(
+            [*command, json.dumps(self._options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.processes[name] = process
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        deadline = time.monotonic() + DEADLINE_S
+        while wait and not (name in self.publisher.peers and self.publisher.peers[name].transport):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise RuntimeError(f"{name} did not join within {DEADLINE_S:.0f} s")
+            time.sleep(0.02)
+        return name
+
+    def publish(self) -> float:
+        """A new version, handed to the publisher; returns when."""
+        self.version += 1
+        started = time.monotonic()
+        self.publisher.publish(Job(self.version))
+        return started
+
+    def loaded(self, count: int) -> list[dict[str, Any]]:
+        """What ``count`` receivers say of the version published last."""
+        rows: list[dict[str, Any]] = []
+        while len(rows) < count:
+            row = self.rows.get(timeout=DEADLINE_S)
+            if row.get("version") == self.version:
+                rows.append(row)
+        deadline = time.monotonic() + DEADLINE_S
+        while any(peer.loading for peer in self.publisher.peers.values()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return rows
+
+    def bare(self, repeats: int) -> float:
+        """GB/s of broadcasting the same bytes in the same buckets, and nothing else."""
+        store, address = serve_store("127.0.0.1")
+        ranks = {name: rank for rank, name in enumerate(sorted(self.processes), 1)}
+        where = self.source.layout
+        command = {"store": address, "ranks": ranks, "epoch": self.version, "nbytes": where.nbytes, "repeats": repeats}
+        for process in self.processes.values():
+            assert process.stdin
+            process.stdin.write(json.dumps({"bare": {**command, "bucket_bytes": where.bucket_bytes}}) + "\n")
+            process.stdin.flush()
+        route = CollectiveRoute(type="gloo", store=address, ranks=ranks, stall_s=120)
+        group = Group(route, self.version, 0, "127.0.0.1", store)
+        buffer = torch.ones(where.nbytes, dtype=torch.uint8)
+        times = []
+        for _ in range(repeats):
+            started = time.monotonic()
+            for index, (start, end) in enumerate(where.spans):
+                group.send(index, buffer[start:end])
+            group.finish()
+            ends: list[float] = []
+            while len(ends) < len(self.processes):
+                row = self.rows.get(timeout=DEADLINE_S)
+                if "bare" in row:
+                    ends.append(row["bare"])
+            times.append(max(ends) - started)
+        return where.nbytes / statistics.median(times) / 1e9
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for process in self.processes.values():
+            assert process.stdin
+            process.stdin.close()
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self._mailbox.tell(Bye(reason="measured"))
+        self.publisher.close()
+        self._mailbox.close()
+        self.relay.close()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout
+        for line in process.stdout:
+            self.rows.put(json.loads(line))
+
+
+def memcpy(nbytes: int) -> float:
+    """GB/s of copying as many bytes from one warm buffer to another."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    times = []
+    for _ in range(REPEATS + 2):
+        started = time.monotonic()
+        target.copy_(source)
+        times.append(time.monotonic() - started)
+    return nbytes / statistics.median(times[2:]) / 1e9
+
+
+def transfer(named: dict[str, torch.Tensor], transport: str, receivers: int, verify: bool, threads: int) -> list[float]:
+    """GB/s from the start of a publish until every receiver has the version, checked, in its shadow; and the limit's:
+    of memcpy for shared memory, of a bare broadcast for gloo. Both measured in turns."""
+    fleet = Fleet(named, transport, verify, threads)
+    try:
+        for _ in range(receivers):
+            fleet.join()
+        rates, limits = [], []
+        nbytes = fleet.source.layout.nbytes
+        for turn in range(REPEATS + 2):
+            started = fleet.publish()
+            rows = fleet.loaded(receivers)
+            if turn >= 2:  # both buffers are warm
+                rates.append(nbytes / (max(row["at"] for row in rows) - started) / 1e9)
+                limits.append(memcpy(nbytes) if transport == "shm" else fleet.bare(1))
+        return [statistics.median(rates), statistics.median(limits)]
+    finally:
+        fleet.close()
+
+
+def pause(named: dict[str, torch.Tensor], config: Any, threads: int) -> dict[str, float]:
+    """What a torch engine that generates all the time feels of a publish."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        fleet = Fleet(named, "shm", True, threads, model=folder)
+        try:
+            fleet.join()
+            pauses, publishes, between, around = [], [], [], []
+            for _turn in range(REPEATS + 1):
+                time.sleep(3.0 if fleet.version >= 0 else 0.0)
+                started = fleet.publish()
+                (row,) = fleet.loaded(1)
+                gaps = [b - a for a, b in zip(row["steps"], row["steps"][1:], strict=False)]
+                if fleet.version and gaps:
+                    ends = row["steps"][1:]
+                    around += [gap for gap, end in zip(gaps, ends, strict=True) if end >= started]
+                    between += [gap for gap, end in zip(gaps, ends, strict=True) if end < started]
+                    pauses.append(row["pause_s"])
+                    publishes.append(row["at"] - started)
+            step = statistics.median(between)
+            return {
+                "publish_s": statistics.median(publishes),
+                "pause_s": statistics.median(pauses),
+                "pause_share": statistics.median(pauses) / statistics.median(publishes),
+                "pause_steps": statistics.median(pauses) / step,
+                "step_s": step,
+                "step_during_publish_s": statistics.median(around) if around else step,
+            }
+        finally:
+            fleet.close()
+
+
+def elastic(named: dict[str, torch.Tensor], threads: int) -> dict[str, float]:
+    """Seconds until a rollout that joins late serves, over shared memory and over the snapshot port; and until the
+    others serve a version in whose gloo broadcast a receiver was killed."""
+    found: dict[str, float] = {}
+    for transport in ("shm", "snapshot"):
+        fleet = Fleet(named, transport, True, threads)
+        try:
+            fleet.join()
+            fleet.publish()
+            fleet.loaded(1)
+            fleet.join(wait=False)
+            row = fleet.loaded(1)[0]
+            found[f"join_{transport}_s"] = row["at"] - row["joined"]
+        finally:
+            fleet.close()
+    fleet = Fleet(named, "gloo", True, threads)
+    try:
+        names = [fleet.join() for _ in range(3)]
+        fleet.publish()
+        fleet.loaded(3)
+        victim = fleet.processes[names[1]]
+        started = fleet.publish()
+        time.sleep(0.05)
+        victim.send_signal(signal.SIGKILL)
+        fleet.relay.bury(names[1])
+        rows = fleet.loaded(2)
+        found["killed_receiver_s"] = max(row["at"] for row in rows) - started
+        started = fleet.publish()
+        rows = fleet.loaded(2)
+        found["next_publish_s"] = max(row["at"] for row in rows) - started
+    finally:
+        fleet.close()
+    return found
+
+
+def changes(millions: int, steps: int, rate: float, threads: int, console: Console) -> dict[str, float]:
+    """Bytes of a version as changes, beside the whole, after real AdamW steps of a language model from a warm start."""
+    from rich.progress import track
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(millions), dtype=torch.float32)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    source = Source(named, "bfloat16", WeightsConfig().bucket_bytes, World(CPU))
+    dice = torch.Generator().manual_seed(1)
+    old = torch.zeros(source.layout.nbytes, dtype=torch.uint8)
+    new = torch.zeros_like(old)
+    rows = []
+    for step in track(range(steps + 5), description="AdamW steps", console=console, transient=True):
+        start = torch.randint(0, VOCABULARY, (2, 1), generator=dice)
+        tokens = (start + 7 * torch.arange(64)) % VOCABULARY  # a language of counting, which can be learnt
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < steps - 1:
+            continue
+        old, new = new, old
+        for _ in source.buckets(new):
+            pass
+        if step >= steps:
+            rows.append(_changes_of(source.layout, old, new))
+    middle: dict[str, float] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    return middle
+
+
+def _changes_of(where: Layout, old: torch.Tensor, new: torch.Tensor) -> dict[str, float]:
+    size = elements = 0
+    before, after = old.numpy(), new.numpy()
+    for start, end in where.spans:
+        encoded = sparse.encode(before[start:end], after[start:end])
+        if encoded is None:
+            size, elements = size + end - start, elements + (end - start) // 2
+            continue
+        rebuilt = before[start:end].copy()
+        sparse.apply(encoded, rebuilt)
+        if flat.as_memory(torch.from_numpy(rebuilt)) != flat.as_memory(new[start:end]):
+            raise RuntimeError("the encoding lost something")
+        size, elements = size + len(encoded), elements + sparse.changes_in(encoded)
+    return {
+        "density": elements / (where.nbytes / 2),
+        "bytes_per_change": size / max(1, elements),
+        "times_smaller": where.nbytes / size,
+    }
+
+
+def bench(
+    console: Console, sizes: list[int], receivers: list[int], transports: list[str], threads: int, parts: set[str]
+) -> None:
+    """Prints the tables that ``parts`` names."""
+    torch.set_num_threads(threads)
+    console.print(f"{describe()}, torch {torch.__version__}, {threads} threads", highlight=False)
+    if "transfer" in parts:
+        _print_transfers(console, sizes, receivers, transports, threads)
+    if "pause" in parts:
+        config = model_config(130)
+        row = pause(weights_of(config, torch.bfloat16), config, threads)
+        _print_row(console, "generation during a publish (130 M, shm, verified; 8 sequences)", row)
+    if "elastic" in parts:
+        _print_row(
+            console, "joining and dying (130 M)", elastic(weights_of(model_config(130), torch.bfloat16), threads)
+        )
+    if "sparse" in parts:
+        row = changes(10, 50, 1e-6, threads, console)
+        _print_row(console, "a bf16 version as changes, after 50 AdamW steps at 1e-6 (10 M)", row)
+
+
+def _print_transfers(
+    console: Console, sizes: list[int], receivers: list[int], transports: list[str], threads: int
+) -> None:
+    table = Table("transport", "parameters", "bf16 MB", "receivers", "limit GB/s", "unverified", "", "verified", "")
+    for millions in sizes:
+        named = weights_of(model_config(millions), torch.bfloat16)
+        nbytes = sum(2 * tensor.numel() for tensor in named.values())
+        for transport in transports:
+            for count in receivers:
+                # Source, two snapshots and the limit's buffers here; two buffers in each receiver of a broadcast.
+                needed = nbytes * (5 + (3 * count if transport == "gloo" else 0))
+                if needed > 0.9 * psutil.virtual_memory().available:
+                    table.add_row(transport, f"{millions} M", f"{nbytes / 1e6:.0f}", str(count), "no room")
+                    continue
+                cells = []
+                for verify in (False, True):
+                    ours, limit = transfer(named, transport, count, verify, threads)
+                    cells += [f"{ours:.2f}", f"{100 * ours / limit:.0f} %"]
+                    limit_cell = f"{limit:.2f}"
+                    console.print(
+                        f"{transport} {millions} M to {count}, {'verified' if verify else 'unverified'}: {ours:.2f} of "
+                        f"{limit:.2f} GB/s", style="dim", highlight=False,
+                    )  # fmt: skip
+                table.add_row(transport, f"{millions} M", f"{nbytes / 1e6:.0f}", str(count), limit_cell, *cells)
+    console.print("the limit: memcpy for shm, a bare broadcast of the same buckets for gloo", highlight=False)
+    console.print(table)
+
+
+def _print_row(console: Console, title: str, row: dict[str, float]) -> None:
+    table = Table(title=title, title_justify="left")
+    for key in row:
+        table.add_column(key)
+    table.add_row(*(f"{value:.4g}" for value in row.values()))
+    console.print(table)

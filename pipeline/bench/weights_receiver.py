@@ -1,0 +1,137 @@
+"""One receiver of `penstock bench weights`, in a process of its own; started by it, not by hand.
+
+Reads commands as JSON lines from stdin: ``{"bare": …}`` takes part in a bare broadcast. Writes a JSON line for
+everything that happens; times are of the system-wide monotonic clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from protocols.experience import Sampling
+from protocols.mailbox import Mailbox
+from protocols.messages import Bye, CommitVersion, Hello, Invite, Propose
+from protocols.weights import CollectiveRoute, Layout
+from services.rollout.config import TorchEngineConfig
+from services.rollout.engines.base import Request
+from services.rollout.engines.torch.engine import TorchEngine
+from services.rollout.receiver import Prepared, Receiver
+from services.weights.collective import Group
+from services.weights.config import WeightsConfig
+
+NEW_TOKENS = 200
+SEQUENCES = 8
+
+
+class Plain:
+    """Serves by holding on to what it was given."""
+
+    device = torch.device("cpu")
+    version = -1
+
+    def prepare(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """As it is."""
+        return weights
+
+    def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
+        """Nothing to compute with."""
+        return np.zeros(len(tokens) - 1, np.float32)
+
+    def swap(self, prepared: Any, version: int) -> None:
+        """A pointer."""
+        self.version = version
+
+    def step(self) -> None:
+        """Nothing to generate."""
+
+
+def say(**row: Any) -> None:
+    """One line to the benchmark."""
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+def listen(mailbox: Mailbox) -> None:
+    """Commands from stdin, until it is closed."""
+    for line in sys.stdin:
+        mailbox.post(json.loads(line))
+    mailbox.post(None)
+
+
+def bare_broadcast(command: dict[str, Any], name: str) -> None:
+    """Receives as plain gloo does: the same buckets, nothing else."""
+    route = CollectiveRoute(type="gloo", store=command["store"], ranks=command["ranks"], stall_s=120)
+    where = Layout(weights=(), nbytes=command["nbytes"], bucket_bytes=command["bucket_bytes"])
+    group = Group(route, command["epoch"], command["ranks"][name], "127.0.0.1")
+    buffer = torch.zeros(command["nbytes"], dtype=torch.uint8)
+    for _ in range(command["repeats"]):
+        group.receive(where, buffer, lambda index: None, lambda: False)
+        say(bare=time.monotonic())
+
+
+def generating(model: str) -> TorchEngine:
+    """An engine that is kept busy with sequences of like length."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    limits = TorchEngineConfig(max_sequences=SEQUENCES, max_length=16 + NEW_TOKENS)
+    return TorchEngine(limits, config, "bfloat16", set(), str)
+
+
+def main() -> None:
+    """Joins the relay at argv[1] as argv[2], with the config argv[3] (JSON)."""
+    address, name, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    torch.set_num_threads(options["threads"])
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    mailbox = Mailbox(address, name)
+    engine: Any = generating(options["model"]) if options.get("model") else Plain()
+    receiver = Receiver(engine, mailbox, WeightsConfig.model_validate(options["weights"]), verify=options["verify"])
+    joined = time.monotonic()
+    mailbox.ask(Hello(kind="rollout", name=name, host="", pid=os.getpid()), 30)
+    threading.Thread(target=listen, args=(mailbox,), daemon=True).start()
+    steps: list[float] = []
+    number = 0
+    while True:
+        idle = engine.version < 0 or isinstance(engine, Plain)
+        if not idle:
+            while engine.pending() < SEQUENCES:
+                number += 1
+                prompt = np.arange(8, dtype=np.int32)
+                engine.submit(Request(number, 0, prompt, Sampling(n=1, max_new_tokens=NEW_TOKENS)))
+            engine.step()
+            steps.append(time.monotonic())
+        while idle or not mailbox.inbox.empty():
+            event = mailbox.inbox.get()
+            if event is None:
+                mailbox.tell(Bye(reason="measured"))
+                receiver.close()
+                mailbox.close()
+                return
+            if isinstance(event, Invite | Propose | CommitVersion):
+                receiver.handle(event)
+            elif isinstance(event, Prepared):
+                ready = time.monotonic()
+                engine.swap(event.weights, event.loaded.version)
+                event.swapped.set()
+                pause = time.monotonic() - ready
+                mailbox.ask_later(event.loaded.model_copy(update={"pause_s": pause}), 30)
+                said = event.loaded.model_dump() | {"pause_s": pause, "name": name, "at": ready, "joined": joined}
+                say(**said, steps=steps)
+                steps = []
+                break
+            elif isinstance(event, dict) and "bare" in event:
+                bare_broadcast(event["bare"], name)
+
+
+if __name__ == "__main__":
+    main()
