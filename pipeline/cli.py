@@ -255,7 +255,7 @@ def bench_weights(
     parts: Annotated[
         str, typer.Option(help="transfer: GB/s; pause: what generation feels; elastic: joins and deaths; sparse.")
     ] = "transfer,pause,elastic,sparse",
-    threads: Annotated[int, typer.Option(help="Compute threads of the trainer, and of memcpy.")] = 2,
+    threads: Annotated[int, typer.Option(help="Compute threads of the trainer, and of memcpy.")] = 1,
 ) -> None:
     """GB/s of the weight channel beside memcpy (shm) and a bare broadcast (gloo), and what rollouts feel of it."""
     from pipeline.bench.weights import SHAPES

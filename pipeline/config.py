@@ -115,6 +115,11 @@ class Config(Section):
                     f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
                     f"rollout.engine.max_length={engine.max_length}"
                 )
+            if self.weights.canary_tokens > engine.max_length:
+                raise ValueError(
+                    f"weights.canary_tokens={self.weights.canary_tokens} exceeds "
+                    f"rollout.engine.max_length={engine.max_length}"
+                )
         if algorithm.advantage.type == "grpo" and sampling.n < 2:
             raise ValueError("rollout.sampling.n must be at least 2: GRPO compares the trajectories of a group")
         if sampling.temperature == 0:

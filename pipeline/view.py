@@ -90,7 +90,7 @@ class View:
         for name, value in shown.items():
             facts.add_row(Text(name, style="dim"), value)
         actors = Table(expand=True, box=None, header_style="dim")
-        for column in ("actor", "state", "version", "busy", ""):
+        for column in ("actor", "state", "version", "pause", "busy", ""):
             actors.add_column(column)
         for name, member in sorted(state["members"].items()):
             late = member["silent_s"] > 3
@@ -98,11 +98,12 @@ class View:
             busy = f"{member.get('busy', 0) * 100:3.0f} %"
             rate = f"{member['tokens_per_s']:,.0f} tok/s" if member.get("tokens_per_s") else ""
             version = str(member["version"]) if member["version"] >= 0 else "-"
-            actors.add_row(name, health, version, busy, rate)
+            pause = f"{member['pause_s'] * 1000:.1f} ms" if member.get("pause_s") is not None else ""
+            actors.add_row(name, health, version, pause, busy, rate)
         if state["stall"]:
             facts.add_row(Text("stall", style="red"), Text(state["stall"], "red"))
         for name, how in state["lost"].items():
-            actors.add_row(name, Text(f"lost: {how}", "red"), "-", "", "")
+            actors.add_row(name, Text(f"lost: {how}", "red"), "-", "", "", "")
         title = f"{self._title}  ·  version {max(0, state['version'])}  ·  restarts {restarts}"
         return Panel(Group(self._progress, facts, actors), title=title, title_align="left")
 

@@ -337,8 +337,9 @@ class PublishCost(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     gather_s: float = 0.0
-    """Gathering, casting and copying."""
+    """Gathering, casting and copying; finding what changed."""
     digest_s: float = 0.0
+    """Hashing what was gathered last; the rest is hashed meanwhile."""
     transfer_s: float = 0.0
     """From the first broadcast until the last was done; 0 where nothing was broadcast."""
     bytes_sent: int = 0

@@ -1,6 +1,8 @@
 """Dying at a chosen point, to prove that it does no harm: ``PENSTOCK_KILL_AT="trained:3,committed:7"``.
 
-Points of the trainer: taken, trained, committed, published, each of a step; checkpointing, of a version.
+Points of the trainer: taken, trained, committed, published, each of a step; publishing (a bucket is out), of a version.
+Points of a rollout, each of a version: receiver-proposed, receiver-received, receiver-verified, receiver-swapped,
+receiver-acknowledged. The first rollout that comes by dies.
 """
 
 from __future__ import annotations

@@ -33,10 +33,14 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
     beats = read_lines(folder / "actors.jsonl")
     beats = beats[:: max(1, len(beats) // BEATS)]
     samples = read_lines(folder / "samples.jsonl")
+    loads = read_lines(folder / "weights.jsonl")
     figures = {}
     if steps:
         figures["Reward"] = plots.reward(steps, evaluations)
         figures["Lag of the trained tokens"] = plots.lag(steps, config.gate.max_lag)
+    if loads:
+        figures["Pause of generation for each version"] = plots.pauses(loads)
+        figures["Where a version's time goes"] = plots.phases(loads)
     if beats:
         figures["Throughput"] = plots.throughput(beats)
         figures["Busy and idle"] = plots.busy(beats)

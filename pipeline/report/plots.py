@@ -53,6 +53,36 @@ def lag(steps: Rows, bound: int) -> str:
     return _figure(draw)
 
 
+def pauses(loads: Rows) -> str:
+    """How long each rollout stood still for each version, milliseconds."""
+
+    def draw(axes: Any) -> None:
+        for name in sorted({row["receiver"] for row in loads}):
+            mine = [row for row in loads if row["receiver"] == name]
+            axes.plot([r["version"] for r in mine], [1000 * r["pause_s"] for r in mine], ".", ms=3, label=name)
+        axes.set(xlabel="version", ylabel="pause, ms", yscale="log")
+        axes.legend(frameon=False)
+
+    return _figure(draw)
+
+
+def phases(loads: Rows) -> str:
+    """Milliseconds of each phase of a version, mean over the rollouts; all but the pause run beside other work."""
+
+    def draw(axes: Any) -> None:
+        versions = sorted({row["version"] for row in loads})
+        for phase in ("gather_s", "transfer_s", "receive_s", "verify_s", "prepare_s", "pause_s"):
+            points = []
+            for version in versions:
+                found = [row[phase] for row in loads if row["version"] == version and phase in row]
+                points.append(1000 * float(np.mean(found)) if found else float("nan"))
+            axes.plot(versions, points, lw=1, label=phase.removesuffix("_s"))
+        axes.set(xlabel="version", ylabel="ms", yscale="symlog")
+        axes.legend(frameon=False, ncols=3)
+
+    return _figure(draw)
+
+
 def throughput(beats: Rows) -> str:
     """Generated tokens a second, all rollouts together."""
     start = beats[0]["time"] if beats else 0.0

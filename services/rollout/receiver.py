@@ -144,7 +144,8 @@ class Receiver:
             except Exception as error:  # whatever went wrong, the version is not served and the sender hears why
                 log.warning("version not loaded", epoch=proposal.epoch, version=proposal.version, error=str(error))
                 reason = f"{type(error).__name__}: {error}"
-                self._mailbox.tell(LoadFailed(epoch=proposal.epoch, version=proposal.version, error=reason))
+                failed = LoadFailed(epoch=proposal.epoch, version=proposal.version, error=reason)
+                self._mailbox.ask_later(failed, self._config.deadline_s)
         if self._snapshots:
             self._snapshots.close()
 

@@ -14,9 +14,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import structlog
 import torch
@@ -26,7 +25,6 @@ from protocols.channel import Epoch, Peer, Sender
 from protocols.keys import ClientKeys
 from protocols.mailbox import FencedError, Mailbox
 from protocols.weights import (
-    CollectiveRoute,
     Digests,
     Route,
     SharedMemoryRoute,
@@ -37,10 +35,10 @@ from protocols.weights import (
 )
 from services import failpoint
 from services.section import SetupError
+from services.trainer.broadcast import Broadcast
 from services.trainer.snapshot import Buffers, Snapshot
 from services.trainer.source import Source
 from services.weights import cuda_ipc, flat, shm, sparse
-from services.weights.collective import CollectiveError, Group, serve_store
 from services.weights.config import WeightsConfig
 from services.weights.snapshots import SnapshotServer, bucket_reply
 
@@ -48,7 +46,6 @@ log = structlog.get_logger()
 
 SAY_DEADLINE_S = 60.0
 POLL_S = 0.2
-BACKENDS: tuple[Literal["gloo", "nccl"], ...] = ("gloo", "nccl")
 
 
 @dataclass
@@ -101,12 +98,8 @@ class Publisher:
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = Sender(time.time_ns() // 1_000_000, config.deadline_s)
         self._snapshots = SnapshotServer(config.host, keys, self._answer_fetch)
-        self._store: Any = None
-        self._store_address = ""
-        self._groups: dict[str, Group] = {}
-        """Backend to the group of the present epoch."""
-        self._broken = False
-        """A group of the present epoch broke."""
+        self._broadcast = Broadcast(config)
+        self._hasher = ThreadPoolExecutor(1, "hasher")
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run_thread, name="publisher", daemon=True)
@@ -137,6 +130,9 @@ class Publisher:
         self._thread.join(self._config.stall_s + 5)
         self._snapshots.close()
         self._buffers.close()
+        self._hasher.shutdown()
+        if self._probe:
+            self._probe.unlink()
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -187,11 +183,10 @@ class Publisher:
         """Invites strangers, seeds who is behind, votes out who is late."""
         now = time.monotonic()
         for late in self._sender.late(now):
-            ranks = [group.route.ranks.get(late.identity) for group in self._groups.values()]
             log.error(
                 "receiver is late: voted out",
                 receiver=late.identity,
-                rank=next((rank for rank in ranks if rank), None),
+                rank=self._broadcast.rank_of(late.identity),
                 epoch=late.epoch,
                 version=late.version,
                 waited_s=round(late.waited_s, 1),
@@ -213,31 +208,28 @@ class Publisher:
         snapshot = Snapshot(job.version, layout, buffer, segment, job.canary)
         epoch = Epoch(-1, {}) if job.quiet else self._sender.open(job.version, time.monotonic())
         self._announce(snapshot, epoch)
-        found: list[str] = []
-        digest_s = 0.0
+        hashing: list[Future[str]] = []
         for index, on_device in self._source.buckets(buffer):
-            before = time.monotonic()
-            if self._verify:
-                found.append(bucket_digest(snapshot.bucket(index)))
+            if self._verify:  # while the next bucket is gathered
+                hashing.append(self._hasher.submit(bucket_digest, snapshot.bucket(index)))
             if snapshot.base:
                 self._find_changes(snapshot, index)
-            digest_s += time.monotonic() - before
             if segment:
                 segment.filled(index + 1)
             if snapshot.on_gpu is not None:
                 start, end = layout.spans[index]
                 snapshot.on_gpu[start:end].copy_(on_device)
-            for group in list(self._groups.values()):
-                self._send(group, index, snapshot, on_device)
+            self._broadcast.send(index, snapshot, on_device)
+            failpoint.reach("publishing", job.version)
         job.read.set()
         gathered = time.monotonic()
-        found = found or [""] * len(layout.spans)
+        found = [digest.result() for digest in hashing] or [""] * len(layout.spans)
         whole = whole_digest(layout, found) if self._verify else f"unverified-{job.version}"
         snapshot.digests = Digests(buckets=tuple(found), whole=whole)
-        snapshot.cost.gather_s, snapshot.cost.digest_s = gathered - started - digest_s, digest_s
+        snapshot.cost.gather_s, snapshot.cost.digest_s = gathered - started, time.monotonic() - gathered
         job.commit(snapshot)
         job.done.set()
-        self._finish(snapshot, gathered)
+        self._finish(snapshot)
         with self._lock:
             self.latest = snapshot
         if job.quiet:
@@ -248,7 +240,6 @@ class Publisher:
 
     def _announce(self, snapshot: Snapshot, epoch: Epoch) -> None:
         """Proposes the version to all members, by their routes, and meets the groups that buckets are broadcast to."""
-        self._broken = False
         self._choose_base(snapshot, epoch.by("gloo"))
         if on_gpu := epoch.by("cuda_ipc"):
             snapshot.on_gpu = torch.empty(snapshot.layout.nbytes, dtype=torch.uint8, device=self._source.device)
@@ -257,36 +248,9 @@ class Publisher:
             self._propose(sharing, epoch.number, snapshot, SharedMemoryRoute(segment=snapshot.segment.name))
         if asking := epoch.by("snapshot"):
             self._propose(asking, epoch.number, snapshot, SnapshotRoute())
-        before, self._groups = self._groups, {}
-        for backend in BACKENDS:
-            if members := epoch.by(backend):
-                self._meet(backend, members, snapshot, epoch, before.get(backend))
-
-    def _meet(
-        self,
-        backend: Literal["gloo", "nccl"],
-        members: list[str],
-        snapshot: Snapshot,
-        epoch: Epoch,
-        known: Group | None,
-    ) -> None:
-        route = CollectiveRoute(
-            type=backend,
-            store=self._serve_store(),
-            ranks={identity: rank for rank, identity in enumerate(members, 1)},
-            stall_s=self._config.stall_s,
-            sparse_from=snapshot.base if backend == "gloo" else "",
+        self._broadcast.meet(
+            epoch, snapshot, lambda targets, route: self._propose(targets, epoch.number, snapshot, route)
         )
-        self._propose(members, epoch.number, snapshot, route)
-        failpoint.reach("proposed", snapshot.version)
-        try:
-            if known and known.epoch == epoch.number:
-                known.route = route
-            else:
-                known = Group(route, epoch.number, 0, self._config.host, self._store)
-            self._groups[backend] = known
-        except CollectiveError as error:
-            self._broke(backend, error, snapshot)
 
     def _choose_base(self, snapshot: Snapshot, collective: list[str]) -> None:
         """Whether changes are sent: everybody who takes part must have what they are changes of."""
@@ -307,18 +271,7 @@ class Publisher:
         if changes is not None:
             snapshot.changes[index] = changes
 
-    def _send(self, group: Group, index: int, snapshot: Snapshot, on_device: torch.Tensor) -> None:
-        start, end = snapshot.layout.spans[index]
-        nccl = group.route.type == "nccl"
-        try:
-            changes = snapshot.changes.get(index) if group.route.sparse_from else None
-            group.send(index, on_device if nccl else snapshot.buffer[start:end], changes)
-            if nccl:  # its bucket's memory is written again after the next one
-                group.finish(but=1)
-        except CollectiveError as error:
-            self._broke(group.route.type, error, snapshot)
-
-    def _finish(self, snapshot: Snapshot, gathered: float) -> None:
+    def _finish(self, snapshot: Snapshot) -> None:
         if snapshot.base:
             elements = snapshot.layout.nbytes // 2
             whole = sum(
@@ -328,19 +281,9 @@ class Publisher:
             )
             changed = sum(sparse.changes_in(changes) for changes in snapshot.changes.values())
             snapshot.cost.density = (changed + whole) / max(1, elements)
-        for backend, group in list(self._groups.items()):
-            try:
-                group.finish()
-            except CollectiveError as error:
-                self._broke(backend, error, snapshot)
-            snapshot.cost.transfer_s = time.monotonic() - gathered
-            snapshot.cost.bytes_sent, group.bytes_sent = max(snapshot.cost.bytes_sent, group.bytes_sent), 0
-
-    def _broke(self, backend: str, error: CollectiveError, snapshot: Snapshot) -> None:
-        log.error("the epoch broke; receivers ask for the rest", version=snapshot.version, error=str(error))
-        self._groups.pop(backend, None)
-        self._broken = True
-        self._sender.broken()
+        self._broadcast.finish(snapshot)
+        if self._broadcast.broken:
+            self._sender.broken()
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -365,7 +308,7 @@ class Publisher:
                 version=snapshot.version,
                 digests=snapshot.digests,
                 canary=snapshot.canary,
-                broken=first and self._broken,
+                broken=first and self._broadcast.broken,
                 cost=snapshot.cost if first else None,
             )
         )
@@ -413,11 +356,6 @@ class Publisher:
                 "weights.transport does not reach this rollout: snapshot", transport=named, **reach.model_dump()
             )
         return named if fits else "snapshot"
-
-    def _serve_store(self) -> str:
-        if self._store is None:
-            self._store, self._store_address = serve_store(self._config.host)
-        return self._store_address
 
     def _answer_fetch(self, fetch: m.Fetch) -> m.Message:
         """Called from the snapshot server's thread."""

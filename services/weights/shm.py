@@ -14,7 +14,6 @@ import mmap
 import os
 import secrets
 import tempfile
-import weakref
 from pathlib import Path
 from typing import IO
 
@@ -191,7 +190,10 @@ class Probe:
         self.name = self._path.name
         self._path.touch(0o600, exist_ok=False)
         self._path.write_text(self.nonce)
-        weakref.finalize(self, self._path.unlink, missing_ok=True)
+
+    def unlink(self) -> None:
+        """Removes it."""
+        self._path.unlink(missing_ok=True)
 
 
 def read_probe(name: str) -> str:

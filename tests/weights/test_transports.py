@@ -232,19 +232,19 @@ class Damage:
         original = channel.publisher._finish
         self.snapshot: Snapshot | None = None
 
-        def finish(snapshot: Snapshot, gathered: float) -> None:
+        def finish(snapshot: Snapshot) -> None:
             self.snapshot = snapshot
             snapshot.buffer[5] ^= 1
             assert snapshot.segment
-            original(snapshot, gathered)
+            original(snapshot)
 
         segment_filled = shm.Segment.filled
 
         def filled(segment: shm.Segment, buckets: int) -> None:
             pass  # receivers see the buckets only once they are damaged
 
-        def finish_and_fill(snapshot: Snapshot, gathered: float) -> None:
-            finish(snapshot, gathered)
+        def finish_and_fill(snapshot: Snapshot) -> None:
+            finish(snapshot)
             shm.Segment.filled = segment_filled  # type: ignore[method-assign]
             assert snapshot.segment
             snapshot.segment.filled(len(snapshot.layout.spans))

@@ -1,0 +1,107 @@
+"""Rollouts and the trainer die, stop and join in the middle of publishing: the version comes whole to whoever lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.failpoint import VARIABLE
+from tests.chaos.harness import COMMON, SMALL
+from tests.e2e.runs import ROOT, Run, check_promises
+
+PHASES = ("proposed", "received", "verified", "swapped", "acknowledged")
+BUCKETS = ["weights.bucket_mb=0.25", "weights.stall_s=3", "weights.deadline_s=5"]
+
+
+def loads(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "weights.jsonl").read_text().splitlines()]
+
+
+def events(run: Run, actor: str, event: str) -> list[dict[str, Any]]:
+    lines = (run.folder / "logs" / f"{actor}.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["event"] == event]
+
+
+def check_versions(run: Run, steps: int) -> None:
+    """Whatever was served had the digest that the ledger has for it."""
+    ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    committed = {(row["step"] + 1, row["digest"]) for row in ledger}
+    served = {(row["version"], row["digest"]) for row in loads(run) if row["version"]}
+    assert served <= committed
+    assert max(version for version, _ in served) == steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_a_receiver_dies_in_every_phase_and_the_trainer_in_the_middle(tmp_path: Path, transport: str) -> None:
+    points = [f"receiver-{phase}:{version}" for version, phase in zip(range(2, 12, 2), PHASES, strict=True)]
+    points.append("publishing:13")
+    log = tmp_path / "reached"
+    os.environ[VARIABLE], os.environ["PENSTOCK_KILL_LOG"] = ",".join(points), str(log)
+    try:
+        overrides = [*COMMON, *SMALL, *BUCKETS, "trainer.steps=16", "rollout.count=3", f"weights.transport={transport}"]
+        run = Run(tmp_path, overrides)
+    finally:
+        del os.environ[VARIABLE], os.environ["PENSTOCK_KILL_LOG"]
+    summary = run.wait()
+    check_promises(summary)
+    assert set(log.read_text().split()) == set(points)
+    assert summary["steps"] == 16
+    check_versions(run, 16)
+    if transport == "gloo":
+        broken = events(run, "trainer", "the epoch broke; receivers ask for the rest")
+        assert broken and all("rank 1 (rollout-" in row["error"] for row in broken), "the ranks are named"
+
+
+@pytest.mark.slow
+def test_one_stops_past_the_deadline_and_two_join_while_versions_are_published(tmp_path: Path) -> None:
+    overrides = [*COMMON, *SMALL, *BUCKETS, "trainer.steps=60", "rollout.count=2", "weights.transport=gloo"]
+    run = Run(tmp_path, [*overrides, "broker.dead_after_s=60"])
+    run.wait_for_step(3)
+    stopped = run.actors()["rollout-1"]
+    line = stopped.cmdline()
+    joined = []
+    for name in ("late-0", "late-1"):
+        command = [
+            sys.executable,
+            "-m",
+            "pipeline.cli",
+            "serve",
+            "rollout",
+            "--config",
+            str(run.folder / "config.yaml"),
+        ]
+        command += ["--folder", str(run.folder), "--name", name, "--broker", line[line.index("--broker") + 1]]
+        joined.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL))
+    stopped.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    while not events(run, "trainer", "receiver is late: voted out"):
+        assert time.monotonic() - started < 20, "nobody noticed that a receiver has stopped"
+        time.sleep(0.1)
+    stopped.send_signal(signal.SIGCONT)
+    summary = run.wait()
+    check_promises(summary)
+    check_versions(run, 60)
+    out = events(run, "trainer", "receiver is late: voted out")
+    assert out[0]["receiver"].startswith("rollout-1#") and 5 <= out[0]["waited_s"] < 10
+    for process in joined:
+        assert process.wait(30) == 0
+    by = {row["receiver"] for row in loads(run)}
+    assert {"rollout-0", "rollout-1", "late-0", "late-1"} <= by
+    seeded = next(row for row in loads(run) if row["receiver"] == "late-0")
+    assert seeded["transport"] in ("snapshot", "gloo")
+    together: dict[int, set[str]] = {}
+    for row in loads(run):
+        if row["transport"] == "gloo":
+            together.setdefault(row["epoch"], set()).add(row["receiver"])
+    assert any({"late-0", "late-1", "rollout-0"} <= members for members in together.values()), "they share an epoch"
+    assert not psutil.pid_exists(stopped.pid)
