@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 ALIGN = 64
-BUCKET_BYTES = 8 << 20
+BUCKET_BYTES = 4 << 20
 MAX_BUCKET_BYTES = 256 << 20
 """A bucket must fit a frame of the wire."""
 

@@ -75,7 +75,7 @@ def bare_broadcast(command: dict[str, Any], name: str) -> None:
     group = Group(route, command["epoch"], command["ranks"][name], "127.0.0.1")
     buffer = torch.zeros(command["nbytes"], dtype=torch.uint8)
     for _ in range(command["repeats"]):
-        group.receive(where, buffer, lambda index: None, lambda: False)
+        group.receive(where, buffer, lambda index: None)
         say(bare=time.monotonic())
 
 

@@ -216,7 +216,7 @@ class Receiver:
 
         route = proposal.route
         if isinstance(route, CollectiveRoute):
-            self._receive_broadcast(proposal, route, shadow, arrived)
+            self._receive_broadcast(proposal, route, shadow, arrived, costs)
         elif isinstance(route, SharedMemoryRoute) and self._verify:
             assert shadow.attached
             self._follow(proposal, shadow.attached, arrived)
@@ -225,10 +225,6 @@ class Receiver:
             shadow.tensor.copy_(cuda_ipc.map_shared(route, proposal.layout.nbytes, self._engine.device))
             for index in range(len(proposal.layout.spans)):
                 arrived(index)
-        if not isinstance(route, SharedMemoryRoute):
-            costs.bytes_received += sum(
-                end - start for index, (start, end) in enumerate(proposal.layout.spans) if index in intake.found
-            )
 
     def _follow(self, proposal: Propose, attached: shm.Attached, arrived: Callable[[int], None]) -> None:
         """Hashes the buckets of a segment while the sender writes the next ones."""
@@ -248,7 +244,12 @@ class Receiver:
             index = max(index, filled)
 
     def _receive_broadcast(
-        self, proposal: Propose, route: CollectiveRoute, shadow: _Shadow, arrived: Callable[[int], None]
+        self,
+        proposal: Propose,
+        route: CollectiveRoute,
+        shadow: _Shadow,
+        arrived: Callable[[int], None],
+        costs: _Costs,
     ) -> None:
         identity = self._mailbox.identity
         if identity not in route.ranks:
@@ -265,7 +266,9 @@ class Receiver:
             if route.type == "nccl":
                 target = torch.empty(shadow.tensor.numel(), dtype=torch.uint8, device=self._engine.device)
             copied = self._copier(proposal, target, shadow.tensor, arrived)
-            self._group.receive(proposal.layout, target, copied, lambda: self._given_up(proposal))
+            self._group.bytes_received = 0
+            self._group.receive(proposal.layout, target, copied)
+            costs.bytes_received += self._group.bytes_received
         except CollectiveError as error:
             self._group = None
             log.warning("broadcast broke", version=proposal.version, error=str(error))

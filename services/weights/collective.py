@@ -72,7 +72,7 @@ class Group:
         self._options.rootRank = 0
         self._options.rootTensor = 0
         self._sent: list[_Sent] = []
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
 
     def send(self, index: int, bucket: torch.Tensor, changes: bytes | None = None) -> None:
         """Starts to send bucket ``index`` (uint8 ``[bytes]``), or the ``changes`` that make it. Returns at once."""
@@ -94,26 +94,25 @@ class Group:
         while len(self._sent) > but:
             bucket = self._sent.pop(0)
             for work in bucket.works:
-                self._wait(work, bucket.index, lambda: False)
+                self._wait(work, bucket.index)
 
     def receive(
         self,
         layout: Layout,
         shadow: torch.Tensor,
         arrived: Callable[[int], None],
-        given_up: Callable[[], bool],
     ) -> None:
         """Receives every bucket into ``shadow`` (uint8 ``[bytes]``), which holds the version that buckets are changes
         of, where the route says so. ``arrived`` is called with each bucket's number, while the next is on its way."""
         if self.route.sparse_from:
-            self._receive_changes(layout, shadow, arrived, given_up)
+            self._receive_changes(layout, shadow, arrived)
             return
         before: int | None = None
         for index, (start, end) in enumerate(layout.spans):
             work = self._broadcast(index, shadow[start:end])
             if before is not None:
                 arrived(before)
-            self._wait(work, index, given_up)
+            self._wait(work, index)
             before = index
         if before is not None:
             arrived(before)
@@ -123,33 +122,32 @@ class Group:
         layout: Layout,
         shadow: torch.Tensor,
         arrived: Callable[[int], None],
-        given_up: Callable[[], bool],
     ) -> None:
         for index, (start, end) in enumerate(layout.spans):
             head = torch.zeros(2, dtype=torch.int64)
-            self._wait(self._broadcast(index, head), index, given_up)
+            self._wait(self._broadcast(index, head), index)
             kind, nbytes = head.tolist()
             if kind == _WHOLE and nbytes == end - start:
-                self._wait(self._broadcast(index, shadow[start:end]), index, given_up)
+                self._wait(self._broadcast(index, shadow[start:end]), index)
             elif kind == _CHANGES and 0 < nbytes < end - start:
                 changes = torch.empty(nbytes, dtype=torch.uint8)
-                self._wait(self._broadcast(index, changes), index, given_up)
+                self._wait(self._broadcast(index, changes), index)
                 sparse.apply(memoryview(changes.numpy()), _numpy(shadow[start:end]))
             else:
                 raise self._failure(index, f"{nbytes} bytes of kind {kind} were announced")
             arrived(index)
 
     def _broadcast(self, index: int, tensor: torch.Tensor) -> Any:
+        self.bytes_received += tensor.numel() * tensor.element_size()
         try:
             return self._group.broadcast([tensor], self._options)
         except RuntimeError as error:
             raise self._failure(index, _first_line(error)) from None
 
-    def _wait(self, work: Any, index: int, given_up: Callable[[], bool]) -> None:
+    def _wait(self, work: Any, index: int) -> None:
+        """gloo waits by itself, at most for the group's timeout; NCCL would only have its stream wait."""
         deadline = time.monotonic() + self.route.stall_s
-        while not work.is_completed():
-            if given_up():
-                raise self._failure(index, "the epoch was given up")
+        while self.route.type == "nccl" and not work.is_completed():
             if time.monotonic() > deadline:
                 raise self._failure(index, f"it did not move for {self.route.stall_s:g} s")
             time.sleep(POLL_S)

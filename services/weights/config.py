@@ -23,7 +23,7 @@ class WeightsConfig(Section):
     """A rollout that has not loaded a version after this long is voted out, and invited again."""
     stall_s: float = Field(10.0, gt=0)
     """A bucket that has not moved for this long breaks its epoch; what is missing then comes from the snapshot."""
-    bucket_mb: float = Field(8.0, ge=0.001, le=256)
+    bucket_mb: float = Field(4.0, ge=0.001, le=256)
     """Unit of transfer and of verification."""
     sparse: Literal["auto", "off"] = "auto"
     """``auto``: over networks, 16-bit weights are sent as what changed since the version before, where that is

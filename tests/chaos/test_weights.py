@@ -40,8 +40,9 @@ def check_versions(run: Run, steps: int) -> None:
     assert max(version for version, _ in served) == steps
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["gloo", "auto"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("gloo", marks=pytest.mark.slow), pytest.param("auto", marks=pytest.mark.chaos)]
+)
 def test_a_receiver_dies_in_every_phase_and_the_trainer_in_the_middle(tmp_path: Path, transport: str) -> None:
     points = [f"receiver-{phase}:{version}" for version, phase in zip(range(2, 12, 2), PHASES, strict=True)]
     points.append("publishing:13")
