@@ -130,7 +130,8 @@ def _make(kind: ActorName, config: Config, place: Place) -> Any:
         from services.reference.service import Reference
 
         return Reference(place, config.reference, path, dtype, temperature, deterministic)
-    from services.trainer.follower import Follower, TrainerSettings
+    from services.trainer.follower import Follower
+    from services.trainer.rank import TrainerSettings
     from services.trainer.service import Trainer
 
     settings = TrainerSettings(

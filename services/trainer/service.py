@@ -24,10 +24,11 @@ from protocols.messages import (
 from services import failpoint
 from services.actor import Actor, Place
 from services.trainer import checkpoint
-from services.trainer.follower import Order, TrainerSettings, make_learner, train
 from services.trainer.publisher import Job, Publisher
+from services.trainer.rank import TrainerSettings, make_learner, train
 from services.trainer.snapshot import Snapshot
 from services.trainer.source import Source
+from services.trainer.world import Order
 
 log = structlog.get_logger()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from protocols import wire
 from protocols.messages import Batch
+
+Order = Literal["publish", "train", "save", "wait", "end"]
+"""What rank 0 tells the others to do."""
 
 DEADLINE = timedelta(minutes=10)
 """For anything that one rank waits for from another; rank 0 speaks more often than that, also when it has no work."""
@@ -56,11 +59,11 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
-    def order(self, what: str, batch: Batch | None = None) -> None:
+    def order(self, what: Order, batch: Batch | None = None) -> None:
         """Rank 0 tells the others what comes next."""
         self.share(wire.pack({"what": what, "batch": batch.model_dump() if batch else None}))
 
-    def obey(self) -> tuple[str, Batch | None]:
+    def obey(self) -> tuple[Order, Batch | None]:
         """What rank 0 has told."""
         said = wire.unpack(self.share())
         return said["what"], Batch.model_validate(said["batch"]) if said["batch"] else None

@@ -1,0 +1,75 @@
+"""What every rank of the trainer has: its settings, the learner in its world, and a step on a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from protocols.messages import Batch
+from services import determinism
+from services.actor import Place
+from services.model import device_of, load_model, load_tokenizer
+from services.trainer import checkpoint
+from services.trainer.batch import open_batch
+from services.trainer.config import TrainerConfig
+from services.trainer.learner import Learner
+from services.trainer.parallel import shard
+from services.trainer.world import World, local_device
+from services.weights.config import WeightsConfig
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Everything a rank of the trainer needs to know beside its place."""
+
+    trainer: TrainerConfig
+    weights: WeightsConfig
+    model_path: str
+    dtype: str
+    temperature: float
+    max_lag: int
+    run_key: str
+    checkpoints: Path
+    deterministic: bool = False
+
+    def canary(self, model_config: Any) -> list[int]:
+        """The sequence that every version is checked with: the same for a run's life, of any ids."""
+        text = model_config.get_text_config()
+        length = min(self.weights.canary_tokens, getattr(text, "max_position_embeddings", None) or 1 << 20)
+        return np.random.default_rng(0).integers(0, text.vocab_size, length).tolist() if length > 1 else []
+
+
+def make_learner(place: Place, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:
+    """The world, and in it the learner at the newest checkpoint or at the start; the tokenizer; the ledger's tail."""
+    torch.set_num_threads(place.threads)
+    device = local_device(device_of(settings.trainer.device))
+    world = World.of_torchrun(device)
+    if settings.deterministic:
+        determinism.pin(place.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", place.threads)
+    settings.checkpoints.mkdir(parents=True, exist_ok=True)
+    start = checkpoint.latest(settings.checkpoints)
+    # The master copy is fp32 whatever the rollouts serve: small updates would vanish in bf16.
+    model = load_model(str(start or settings.model_path), "float32", device)
+    shard(model, world)
+    learner = Learner(model, settings.trainer, settings.dtype, settings.temperature or 1.0, world)
+    tail = []
+    if start:
+        tail = checkpoint.restore(learner, start)
+        log.info("resumed", version=learner.version, path=str(start))
+    return world, learner, load_tokenizer(settings.model_path), tail
+
+
+def train(
+    learner: Learner, batch: Batch, settings: TrainerSettings, before_update: Callable[[], None]
+) -> dict[str, float]:
+    """One step on ``batch``, the same on every rank."""
+    torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
+    return learner.train(open_batch(batch, settings.max_lag), before_update)
