@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
-from pathlib import Path
+
+from services.section import SetupError
+
+_OURS = "PENSTOCK_RANK"
+_PR_SET_PDEATHSIG = 1
 
 
 def launched() -> bool:
@@ -17,7 +23,17 @@ def mine() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def launch(count: int, logs: Path) -> int:
+def join(count: int) -> None:
+    """This process is one of ``count`` ranks, or alone. Raises `SetupError` where torchrun has started another number;
+    one that our own torchrun started dies with it, whatever state it is in (Linux)."""
+    found = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1 and found != count:
+        raise SetupError(f"trainer.ranks: {count}, but torchrun has started {found}; make them equal")
+    if os.environ.get(_OURS) and sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def launch(count: int) -> int:
     """Runs this very command as ``count`` ranks; returns the exit code of the rank that failed first, or 0. Where one
     dies, torchrun ends the others."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,6 +48,7 @@ def launch(count: int, logs: Path) -> int:
         max_restarts=0,  # the supervisor starts all of it again
         monitor_interval=0.5,
     )
+    os.environ[_OURS] = "1"
     command = [sys.executable, "-m", "pipeline.cli", *sys.argv[1:]]
     try:
         elastic_launch(config, command[0])(*command[1:])

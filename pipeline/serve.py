@@ -47,14 +47,16 @@ def serve(
     ready_fd: int | None = None,
 ) -> int:
     """Runs one actor until the run is over; returns the process's exit code. Errors go to log and stderr."""
-    rank = ranks.mine()
+    rank = ranks.mine() if kind == "trainer" else 0
     name = f"{place.name}-rank{rank}" if rank else place.name
     logs.configure(place.run, name, place.folder / "logs" / f"{name}.jsonl", config.run.log_level)
     try:
         if kind == "broker":
             return _serve_broker(config, place, store, supervised, ready_fd)
         if kind == "trainer" and config.trainer.ranks > 1 and not ranks.launched():
-            return ranks.launch(config.trainer.ranks, place.folder / "logs")
+            return ranks.launch(config.trainer.ranks)
+        if kind == "trainer":
+            ranks.join(config.trainer.ranks)
         actor = _make(kind, config, place)
         if rank:
             on_stop(lambda reason: log.info("rank 0 decides when to stop", reason=reason), supervised)

@@ -133,6 +133,8 @@ class Sender:
             if peer.serves == self.latest or not self._ready(peer, now):
                 continue
             peer.loading, peer.since = (self._number(), self.latest[0]), now
+            if peer.identity in self._epoch.members:  # it has seen a higher number than its epoch's by now
+                self._broken = True
             assert peer.transport
             chosen.append((peer.identity, peer.loading[0], peer.transport))
         return chosen

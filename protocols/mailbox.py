@@ -117,12 +117,15 @@ class Mailbox:
         except TimeoutError:
             raise DeadlineError(f"the mailbox thread did not answer for {type(message).__name__}") from None
 
-    def ask_later(self, message: Message, deadline_s: float) -> Future[Message]:
-        """As `ask`, answered through a future."""
+    def ask_later(self, message: Message, deadline_s: float, again: bool = True) -> Future[Message]:
+        """As `ask`, answered through a future. Without ``again`` it is sent once: for answers so large that a second
+        would stand in the way of the first."""
         now = time.monotonic()
         request_id = next(self._ids)
         frames = wire.encode(to_envelope(message, id=request_id))
-        request = _Request(frames, type(message).__name__, Future(), now + deadline_s, now + RESEND_S)
+        request = _Request(
+            frames, type(message).__name__, Future(), now + deadline_s, now + (RESEND_S if again else deadline_s)
+        )
         request.future.set_running_or_notify_cancel()
         request.future.penstock_id = request_id  # type: ignore[attr-defined]
         self._send(request)

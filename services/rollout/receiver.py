@@ -112,7 +112,8 @@ class Receiver:
             only = None if self._config.transport == "auto" else self._config.transport
             gpu = cuda_ipc.gpu_of(self._engine.device)
             nonce = shm.read_probe(message.probe)
-            self._mailbox.tell(Reach(nonce=nonce, host=self._config.host, gpu=gpu, only=only))
+            reach = Reach(nonce=nonce, host=self._config.host, gpu=gpu, only=only)
+            self._mailbox.ask_later(reach, self._config.deadline_s)
             return
         with self._changed:
             at = message.epoch, message.version
@@ -150,6 +151,8 @@ class Receiver:
             self._snapshots.close()
 
     def _load(self, proposal: Propose) -> None:
+        if self._newest != (proposal.epoch, proposal.version):
+            raise DigestError("a newer version was proposed")
         failpoint.reach("receiver-proposed", proposal.version)
         intake, costs = Intake(proposal.epoch, proposal.version, proposal.layout), _Costs()
         shadow, transport = self._open(proposal), proposal.route.type

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from services.section import SetupError
 from services.trainer.learner import Learner
 from services.trainer.parallel import full, like
+from services.trainer.world import World
 
 log = structlog.get_logger()
 
@@ -33,15 +34,19 @@ def save(learner: Learner, tokenizer: Any, folder: Path, keep: int, ledger_tail:
     """Writes version ``learner.version`` below ``folder`` and removes all but the newest ``keep``. Returns its path.
     All ranks call it; rank 0 gathers the model on its host, and writes."""
     target = folder / f"step-{learner.version:06d}"
-    if target.exists():
+    world = learner.world
+    if world.share(b"is there" if target.exists() else b"") == b"is there":  # rank 0 says so for all
         return target
-    weights = {name: full(parameter.detach()) for name, parameter in learner.parameters.items()}
-    tensors = {}
-    names = {id(parameter): name for name, parameter in learner.parameters.items()}
-    for parameter, state in learner.optimizer.state.items():
-        for key, value in state.items():
-            tensors[f"{names[id(parameter)]}/{key}"] = full(value).cpu().contiguous()
-    if learner.rank:
+    weights, tensors = {}, {}
+    for name, parameter in learner.parameters.items():
+        for key, value in {"": parameter.detach(), **learner.optimizer.state.get(parameter, {})}.items():
+            whole = full(value)  # one at a time: no device ever holds them all
+            if world.rank == 0 and key:
+                tensors[f"{name}/{key}"] = whole.cpu().contiguous()
+            elif world.rank == 0:
+                weights[name] = whole.cpu()
+            del whole
+    if world.rank:
         return target
     aside = folder / f".{target.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
@@ -66,6 +71,15 @@ def versions(folder: Path) -> list[int]:
     """The versions with a checkpoint below ``folder``, ascending."""
     matches = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match)
+
+
+def agreed(folder: Path, world: World) -> Path | None:
+    """The newest checkpoint that rank 0 sees, for all ranks. Raises `CheckpointError` on one that does not see it."""
+    mine = latest(folder) if world.rank == 0 else None
+    name = world.share(mine.name.encode() if mine else b"").decode()
+    if name and not (folder / name).is_dir():
+        raise CheckpointError(f"{folder / name}: rank 0 resumes from it, and rank {world.rank} does not see it")
+    return folder / name if name else None
 
 
 def latest(folder: Path) -> Path | None:

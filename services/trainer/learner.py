@@ -35,8 +35,7 @@ class Learner:
         self.version = 0
         self.algorithm = Algorithm(config.algorithm)
         self.device = next(model.parameters()).device
-        self._world = world or World(self.device)
-        self.rank = self._world.rank
+        self.world = world or World(self.device)
         self._bf16 = dtype == "bfloat16"
         optimizer = config.optimizer
         decayed = [p for p in self.parameters.values() if p.ndim > 1]
@@ -86,8 +85,8 @@ class Learner:
         budget, shared = self._config.tokens_per_micro_batch, shares_prompts(self.model)
         everyone = list(plan_rows(trajectories, step.groups[rewarded], budget, self.device, shared))
         # Each rank has its share; where that is one short, another's counts nothing, since all must take part.
-        rounds = -(-len(everyone) // self._world.size)
-        mine = [self._world.rank + turn * self._world.size for turn in range(rounds)]
+        rounds = -(-len(everyone) // self.world.size)
+        mine = [self.world.rank + turn * self.world.size for turn in range(rounds)]
         plan = [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
 
         def parts() -> Iterator[Part]:
@@ -116,7 +115,7 @@ class Learner:
             found["surprise"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
-        total, *means = self._world.sum([total, *sums.values()])
+        total, *means = self.world.sum([total, *sums.values()])
         return total, dict(zip(sums, means, strict=True))
 
     @torch.no_grad()
@@ -148,7 +147,7 @@ class Learner:
             if weights is not None:
                 total += counts_once * float(weights.sum())
                 count += counts_once * float(part.mask.sum())
-        total, count = self._world.sum([total, count])
+        total, count = self.world.sum([total, count])
         return total / count if count else 1.0
 
     def _autocast(self) -> Any:

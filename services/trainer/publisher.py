@@ -144,6 +144,8 @@ class Publisher:
                 except queue.Empty:
                     event = None
                 self._handle(event)
+                while not self._mailbox.inbox.empty():  # who has answered is not late
+                    self._handle(self._mailbox.inbox.get())
                 if not self.stopped.is_set():
                     self._look_after()
         except Exception as error:  # the trainer must hear of it: without this thread nothing reaches it any more
@@ -168,6 +170,8 @@ class Publisher:
                 log.info("receiver reached", receiver=event.receiver, transport=transport, host=event.host)
         elif isinstance(event, m.Loaded):
             sender.loaded(event.receiver, event.epoch, event.version, event.digest)
+            if event.buckets_again and event.transport in ("gloo", "nccl"):  # its end of the group broke
+                sender.broken()
         elif isinstance(event, m.LoadFailed):
             failed = sender.failed(event.receiver, event.epoch, event.version, now)
             log.warning(

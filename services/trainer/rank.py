@@ -55,9 +55,10 @@ def make_learner(place: Place, settings: TrainerSettings) -> tuple[World, Learne
     if settings.deterministic:
         determinism.pin(place.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", place.threads)
     settings.checkpoints.mkdir(parents=True, exist_ok=True)
-    start = checkpoint.latest(settings.checkpoints)
+    start = checkpoint.agreed(settings.checkpoints, world)
     # The master copy is fp32 whatever the rollouts serve: small updates would vanish in bf16.
-    model = load_model(str(start or settings.model_path), "float32", device)
+    whole = device if world.size == 1 else torch.device("cpu")  # a model that is cut need not fit the device
+    model = load_model(str(start or settings.model_path), "float32", whole)
     shard(model, world)
     learner = Learner(model, settings.trainer, settings.dtype, settings.temperature or 1.0, world)
     tail = []

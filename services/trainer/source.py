@@ -59,6 +59,8 @@ class Source:
         for index, (start, end) in enumerate(self.layout.spans):
             following = self._post(index + 1)
             target = buffer[start:end] if self._on_host else self._stage(index)[: end - start]
+            if not self._on_host:
+                target.zero_()  # between two weights lies padding, which the digest covers
             for piece in self._pieces[0][index]:
                 self._view(target, piece.start, piece.count).copy_(self._elements(parts, piece))
             for rank, (work, received) in coming.items():

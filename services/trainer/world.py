@@ -38,15 +38,14 @@ class World:
         """The world that torchrun has put this process into, or one of its own."""
         return cls(device, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
-    def share(self, data: bytes | None = None) -> bytes:
+    def share(self, data: bytes = b"") -> bytes:
         """Rank 0's ``data``, on every rank."""
         if self.size == 1:
-            assert data is not None
             return data
-        size = torch.tensor([len(data) if data is not None else 0])
+        size = torch.tensor([len(data)])
         dist.broadcast(size, 0)
         buffer = torch.empty(int(size), dtype=torch.uint8)
-        if data is not None:
+        if self.rank == 0 and data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(buffer, 0)
         return buffer.numpy().tobytes()

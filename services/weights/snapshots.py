@@ -80,7 +80,7 @@ class SnapshotClient:
         for index in missing[:WINDOW]:
             futures.append(self._ask(version, digest, index, held, deadline_s))
         for place in range(len(missing)):
-            reply = futures[place].result(deadline_s + 5)
+            reply = futures[place].result(WINDOW * deadline_s + 5)
             if place + WINDOW < len(missing):
                 futures.append(self._ask(version, digest, missing[place + WINDOW], held, deadline_s))
             assert isinstance(reply, Bucket)
@@ -99,11 +99,13 @@ class SnapshotClient:
         self._mailbox.close(0.5)
 
     def _ask(self, version: int, digest: str, index: int, held: str, deadline_s: float) -> Future[Message]:
-        return self._mailbox.ask_later(Fetch(version=version, digest=digest, index=index, held=held), deadline_s)
+        fetch = Fetch(version=version, digest=digest, index=index, held=held)
+        return self._mailbox.ask_later(fetch, WINDOW * deadline_s, again=False)  # behind those asked for before
 
 
 def bucket_reply(version: int, index: int, whole: memoryview, changes: bytes | None) -> Bucket:
     """The answer to a `Fetch`."""
     if changes is not None:
         return Bucket(version=version, index=index, encoding="gap-ulp", data=as_bytes(changes))
-    return Bucket(version=version, index=index, encoding="whole", data=as_bytes(whole))
+    # A copy: ZeroMQ may send it long after the snapshot's buffer was filled with another version.
+    return Bucket(version=version, index=index, encoding="whole", data=as_bytes(bytes(whole)))

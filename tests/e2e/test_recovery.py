@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from pipeline.summary import steps_of
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
 
@@ -35,6 +37,21 @@ def test_an_interrupted_run_goes_on_with_another_bound_and_batch(tmp_path: Path)
     assert again.returncode == 0, again.stdout + again.stderr  # complete already: says so and ends
     refused = resume(run, ["run.seed=7"])
     assert refused.returncode == 2 and "run.seed: 7, but the run began with 0" in refused.stderr
+
+
+def test_a_run_whose_machine_went_down_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, "trainer.steps=100000", "trainer.checkpoint.every=4"])
+    run.wait_for_step(6)
+    everybody = run.actors()
+    for process in [*everybody.values(), run.process]:
+        process.send_signal(signal.SIGKILL)
+    run.process.wait(10)
+    psutil.wait_procs(list(everybody.values()), 10)
+    done = resume(run, ["trainer.steps=30", "trainer.checkpoint.every=4"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run.folder / "summary.json").read_text())
+    check_promises(summary)
+    assert summary["steps"] == 30 and summary["groups_trained"] == 30 * 8
 
 
 def test_a_process_that_is_asked_to_leave_is_started_again(tmp_path: Path) -> None:

@@ -215,6 +215,11 @@ class World:
         elif receiver:
             getattr(receiver, kind)(*rest)
 
+    def forget(self) -> None:
+        """The broker was started again, and has not heard of everybody yet."""
+        known = sorted(self.receivers)[1:]
+        self.sender.present({identity: (-1, "") for identity in known})
+
     def pass_time(self) -> None:
         self.now += self.random.choice((0.05, 1.0, DEADLINE_S / 2))
         self.sender.late(self.now)
@@ -257,7 +262,7 @@ def play(kind: type[World], random: Any, receivers: int) -> None:
     world = kind(random, receivers)
     moves = [
         (30, world.deliver), (8, world.hear_who_lives), (8, world.invite), (3, world.publish), (8, world.seed),
-        (4, world.pass_time), (1, world.join), (1, world.die), (0.3, world.start_trainer),
+        (4, world.pass_time), (1, world.join), (1, world.die), (1, world.forget), (0.3, world.start_trainer),
         (6, lambda: random.choice(list(world.receivers.values())).ask_again()),
     ]  # fmt: skip
     weights = [weight for weight, _ in moves]
@@ -271,6 +276,24 @@ def play(kind: type[World], random: Any, receivers: int) -> None:
 @given(random=st.randoms(use_true_random=True), receivers=st.integers(1, 4))
 def test_nobody_serves_what_was_not_published_and_all_converge(random: Any, receivers: int) -> None:
     play(World, random, receivers)
+
+
+def test_epochs_only_rise_for_a_rollout_that_was_forgotten_and_is_back() -> None:
+    sender = Sender(100, DEADLINE_S)
+    here = {"a": (-1, ""), "b": (-1, "")}
+    sender.present(here)
+    sender.invitations(0.0)
+    assert sender.reached("a", "gloo") and sender.reached("b", "gloo")
+    first = sender.open(5, 0.0)
+    sender.committed(5, "five")
+    sender.loaded("b", first.number, 5, "five")
+    sender.present({"b": (5, "five")})  # a broker that was started again has not seen a yet
+    sender.present({"a": (-1, ""), "b": (5, "five")})
+    assert sender.invitations(1.0) == ["a"] and sender.reached("a", "gloo")
+    ((identity, seeded, _),) = sender.seeds(1.0)
+    assert identity == "a" and seeded > first.number
+    sender.loaded("a", seeded, 5, "five")
+    assert sender.open(6, 2.0).number > seeded
 
 
 class Trusting(Receiver):

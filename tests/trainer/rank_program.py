@@ -80,9 +80,9 @@ def main(address: str, folder: Path) -> None:
         else:
             for _ in source.buckets(None):
                 pass
-        world.share(b"next" if world.rank == 0 else None)
+        world.share(b"next")
     path = checkpoint.save(learner, Tokenizer(), folder / "checkpoints", keep=1)
-    world.share(b"saved" if world.rank == 0 else None)
+    world.share(b"saved")
     restored = a_model()
     shard(restored, world)
     again = Learner(restored, config, "float32", 1.0, world)
@@ -94,7 +94,7 @@ def main(address: str, folder: Path) -> None:
         while not (folder / "seen").exists() and not publisher.stopped.wait(0.05):
             pass
         publisher.close()
-    world.share(b"end" if world.rank == 0 else None)
+    world.share(b"end")
     world.close()
 
 
