@@ -131,6 +131,7 @@ class Answers:
         """A trainer that holds an older version than the last one committed redoes the steps in between. Without
         determinism that is another timeline: what rollouts hold of the old one is not leased to any more."""
         committed = self._desk.experience.ledger.committed
+        self._desk.progress.redoing = hello.version < committed
         if hello.version < committed and not self._desk.settings.deterministic:
             log.warning("redo", from_version=hello.version, to_version=committed)
             self._desk.versions.abandon(hello.version)

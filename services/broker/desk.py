@@ -75,6 +75,8 @@ class Progress:
     stop_reason: str | None = None
     error: str | None = None
     stall: str | None = None
+    redoing: bool = False
+    """The trainer came with an older version than the last one committed."""
     observed_end: bool = False
     """An observer has read all it wants."""
     last_metrics: dict[str, Any] = field(default_factory=dict)

@@ -168,8 +168,8 @@ class Broker:
         desk, progress = self._desk, self._desk.progress
         exact = bool(desk.evaluation.size)
         committed = desk.experience.ledger.committed
-        # A run that goes on does not wait for weights: its trainer publishes none before it has redone its steps.
-        serving = committed > 0 or any(r.version >= 0 for r in desk.members.of_kind("rollout"))
+        # A trainer that redoes steps publishes nothing before it is through, so nobody may wait for weights first.
+        serving = progress.redoing or any(r.version >= 0 for r in desk.members.of_kind("rollout"))
         if progress.phase == "starting" and serving:
             if exact and committed == 0 and "before" not in desk.evaluation.results:
                 desk.evaluation.start("before", 0, exact=0)

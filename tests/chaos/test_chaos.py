@@ -9,8 +9,7 @@ import pytest
 from tests.chaos.harness import SMALL, carry_out, schedule
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.chaos)])
 def test_a_short_run_survives(tmp_path: Path, seed: int) -> None:
     plan = schedule(seed, steps=24, count=4)
     assert plan.kills >= 6

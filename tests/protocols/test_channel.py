@@ -218,7 +218,7 @@ class World:
     def forget(self) -> None:
         """The broker was started again, and has not heard of everybody yet."""
         known = sorted(self.receivers)[1:]
-        self.sender.present({identity: (-1, "") for identity in known})
+        self.sender.present(dict.fromkeys(known, (-1, "")))
 
     def pass_time(self) -> None:
         self.now += self.random.choice((0.05, 1.0, DEADLINE_S / 2))
