@@ -194,10 +194,6 @@ class Intake:
     expected: Digests | None = None
     """None until the commit."""
 
-    def newer_than(self, other: tuple[int, int] | None) -> bool:
-        """This proposal came after the one with that epoch and version."""
-        return other is None or (self.epoch, self.version) > other
-
     def bucket(self, epoch: int, version: int, index: int, data: memoryview, digest: str | None = None) -> None:
         """Bucket ``index`` has arrived in the shadow. Raises `BucketError` where it is not one that is wanted: then its
         place counts as empty, or, for a repeated one, as it was."""

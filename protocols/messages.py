@@ -357,8 +357,6 @@ class CommitVersion(Message):
     version: int
     digests: Digests
     canary: Canary | None = None
-    broken: bool = False
-    """The epoch's group broke: what is missing comes from the snapshot."""
     cost: PublishCost | None = None
     """With a version's first commit."""
 

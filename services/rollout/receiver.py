@@ -291,17 +291,15 @@ class Receiver:
         return copied
 
     def _given_up(self, proposal: Propose) -> bool:
-        """The sender has moved on: its group broke, or it proposed something newer."""
-        at = proposal.epoch, proposal.version
-        commit = self._commits.get(at)
-        return self._closing or self._newest != at or (commit is not None and commit.broken)
+        """The sender has proposed something newer, or this rollout leaves."""
+        return self._closing or self._newest != (proposal.epoch, proposal.version)
 
     def _await_commit(self, proposal: Propose) -> CommitVersion:
         at, deadline = (proposal.epoch, proposal.version), time.monotonic() + self._config.deadline_s
         with self._changed:
             while at not in self._commits:
                 left = deadline - time.monotonic()
-                if self._closing or self._newest != at:
+                if self._given_up(proposal):
                     raise DigestError(f"version {proposal.version} was given up: a newer one was proposed")
                 if left <= 0:
                     raise DigestError(

@@ -312,7 +312,6 @@ class Publisher:
                 version=snapshot.version,
                 digests=snapshot.digests,
                 canary=snapshot.canary,
-                broken=first and self._broadcast.broken,
                 cost=snapshot.cost if first else None,
             )
         )

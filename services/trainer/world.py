@@ -24,7 +24,7 @@ class World:
     """Rank ``rank`` of ``size``. Rank 0 is the actor; the others do as it says."""
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        self.rank, self.size = rank, size
         self.mesh: DeviceMesh | None = None
         self.publish_group: Any = None
         """Of its own, so that gathering for a publish runs beside the training's collectives."""

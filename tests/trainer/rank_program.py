@@ -13,7 +13,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from protocols.mailbox import Mailbox
 from protocols.messages import Hello
 from services.trainer import checkpoint
-from services.trainer.batch import Step
 from services.trainer.config import TrainerConfig
 from services.trainer.learner import Learner
 from services.trainer.parallel import full, shard
@@ -21,24 +20,13 @@ from services.trainer.publisher import Job, Publisher
 from services.trainer.source import Source
 from services.trainer.world import World
 from services.weights.config import WeightsConfig
-from tests.conftest import TINY, make_group
+from tests.conftest import TINY
+from tests.trainer.steps import Tokenizer, a_step
 
 VERSIONS = 4
 CPU = torch.device("cpu")
 CONFIG = {"optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60}
 ALGORITHM = {"algorithm": {"correction": {"type": "truncated", "normalize": True}}}
-
-
-class Tokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-
-
-def a_step(seed: int) -> Step:
-    random = np.random.default_rng(seed)
-    groups = [make_group(random, number) for number in range(3)]
-    trajectories = [t for group in groups for t in group.trajectories]
-    return Step(trajectories, random.random(12).astype(np.float32), np.repeat(np.arange(3), 4), None)
 
 
 def a_model() -> Qwen3ForCausalLM:

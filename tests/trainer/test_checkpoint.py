@@ -13,22 +13,11 @@ from protocols.experience import as_bytes, pack_group
 from protocols.messages import Batch, TakenGroup
 from services.model import load_model
 from services.trainer import checkpoint
-from services.trainer.batch import BatchError, Step, open_batch
+from services.trainer.batch import BatchError, open_batch
 from services.trainer.config import TrainerConfig
 from services.trainer.learner import Learner
 from tests.conftest import TINY, make_group
-
-
-class Tokenizer:
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text("{}")
-
-
-def a_step(seed: int) -> Step:
-    random = np.random.default_rng(seed)
-    groups = [make_group(random, number) for number in range(3)]
-    trajectories = [t for group in groups for t in group.trajectories]
-    return Step(trajectories, random.random(12).astype(np.float32), np.repeat(np.arange(3), 4), None)
+from tests.trainer.steps import Tokenizer, a_step
 
 
 def a_learner(model: object) -> Learner:
