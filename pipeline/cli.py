@@ -12,6 +12,7 @@ from typing import Annotated, Any, Optional
 import typer
 from rich.console import Console
 
+from pipeline.bench.cli import bench
 from pipeline.config import Config, ConfigError, TinyModel, dump, load
 from protocols.keys import KeysError
 from services.section import SetupError
@@ -24,8 +25,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Benchmarks, each beside a peer or a physical limit.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+doctor = typer.Typer(invoke_without_command=True)
+app.add_typer(doctor, name="doctor")
 
 FILE = Annotated[Path, typer.Argument(help="The run's config, e.g. configs/quickstart.yaml.", show_default=False)]
 OVERRIDES = Annotated[
@@ -48,7 +50,9 @@ def main() -> None:
 def run(
     file: FILE,
     overrides: OVERRIDES = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the resolved config and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Print the resolved config and what it needs of GPUs, and stop.")
+    ] = False,
     resume: Annotated[
         Optional[Path], typer.Option(help="Go on with the run in this folder.", show_default=False)  # noqa: UP045
     ] = None,
@@ -59,11 +63,19 @@ def run(
     checkpoints/ in the run's folder. Ctrl-C drains, saves a checkpoint and stops; --resume goes on from there, with the
     same model and data; steps, bounds and rates may be others.
     """
+    from pipeline.plan import plan
+
     config = load(file, overrides)
+    found = plan(config)
     if dry_run:
         typer.echo(dump(config), nl=False)
+        for line in found.lines:
+            typer.echo(f"# {line}")
+    found.check()
+    if dry_run:
         return
-    from pipeline.launch import RunError, new_folder, resumed_folder
+    from pipeline.folder import new_folder, resumed_folder
+    from pipeline.launch import RunError
     from pipeline.launch import run as launch
 
     console = Console()
@@ -108,7 +120,7 @@ def serve(
     from pipeline.serve import keys_folder, threads_of
     from pipeline.serve import serve as serve_actor
     from protocols.keys import load_client
-    from services.actor import Place
+    from services.actor import Place, end
 
     kinds = ("broker", "rollout", "reward", "reference", "trainer")
     if actor not in kinds:
@@ -121,7 +133,7 @@ def serve(
     mine = load_client(client) if actor != "broker" and (keys or client.is_file()) else None
     kind: Any = actor
     place = Place(
-        name or f"{actor}-{socket.gethostname()}-{os.getpid()}",
+        name or default_name(actor),
         folder.name,
         folder,
         broker or "",
@@ -129,7 +141,13 @@ def serve(
         mine,
     )
     store = os.environ.pop("PENSTOCK_STORE", None)
-    raise typer.Exit(serve_actor(kind, resolved, place, store, supervised, ready_fd))
+    end(serve_actor(kind, resolved, place, store, supervised, ready_fd))
+
+
+def default_name(actor: str) -> str:
+    """Of an actor alone on its host, as in a container, the same whenever it is started again."""
+    host = f"{actor}-{socket.gethostname()}"
+    return host if os.environ.get("PENSTOCK_ONE_PER_HOST") else f"{host}-{os.getpid()}"
 
 
 @app.command()
@@ -138,12 +156,18 @@ def prepare(
     overrides: OVERRIDES = None,
     folder: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/served"),
 ) -> None:
-    """Make the tiny model of a config, with its warm start, in FOLDER/model. `penstock run` does this by itself."""
+    """Make FOLDER ready for actors that are started one by one: its config.yaml, and a tiny model with its warm start.
+
+    Said again, it makes a stopped or failed run ready to go on; for one that is complete it says so, and exits with 2.
+    `penstock run` does all of this by itself.
+    """
+    from pipeline.folder import open_folder
+
     config = load(file, overrides)
-    if not isinstance(config.model, TinyModel):
-        typer.echo("nothing to prepare: model.type is pretrained")
-        return
-    make_tiny(config, folder)
+    open_folder(config, folder)
+    if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():
+        make_tiny(config, folder)
+    typer.echo(f"ready: {folder}")
 
 
 def make_tiny(config: Config, folder: Path) -> None:
@@ -165,6 +189,59 @@ def make_tiny(config: Config, folder: Path) -> None:
 
 
 RUN = Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)]
+SOME_RUN = Annotated[Optional[Path], typer.Argument(help="A run's folder.", show_default=False)]  # noqa: UP045
+BROKER = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Instead of RUN: the broker's address, e.g. tcp://127.0.0.1:5555.", show_default=False),
+]
+KEYS = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(help="The run's keys/client.json, for a broker that is not on the loopback.", show_default=False),
+]
+
+
+@app.command()
+def status(
+    run: SOME_RUN = None,
+    broker: BROKER = None,
+    keys: KEYS = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
+) -> None:
+    """Print how a run stands: phase, steps, reward, lag, queues, every actor. Of a run that is over, the summary."""
+    from pipeline.folder import summary_of
+    from pipeline.observe import find_broker, state, watching
+    from pipeline.view import View
+
+    console = Console()
+    over = summary_of(run) if run and broker is None else None
+    if run and over:
+        if as_json:
+            typer.echo(json.dumps(over))
+        else:
+            _print_summary(console, over, run)
+        return
+    with watching(*find_broker(run, broker, keys)) as mailbox:
+        now = state(mailbox)
+    if as_json:
+        typer.echo(json.dumps(now))
+    else:
+        console.print(View(console, f"penstock {now['run']}").render(now, now["restarts"]))
+
+
+@app.command()
+def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
+    """Watch a run live until it is over. Ctrl-C ends the watching, not the run."""
+    from pipeline.folder import summary_of
+    from pipeline.observe import find_broker, follow
+
+    console = Console()
+    if run and broker is None and summary_of(run):
+        status(run)
+        return
+    try:
+        follow(console, *find_broker(run, broker, keys))
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
 
 
 @app.command()
@@ -189,99 +266,29 @@ def replay(
     raise typer.Exit(0 if run_replay(Console(), run, step) else 1)
 
 
-@app.command()
-def doctor() -> None:
-    """Say what this machine has, and what it lacks."""
-    from pipeline.doctor import examine
+@doctor.callback()
+def doctor_machine(context: typer.Context) -> None:
+    """Say what this machine has, and what it lacks; or, with a command, look closer at one thing."""
+    if context.invoked_subcommand is None:
+        from pipeline.doctor import examine
 
-    raise typer.Exit(0 if examine(Console()) else 1)
+        raise typer.Exit(0 if examine(Console()) else 1)
 
 
-@bench.command("generate")
-def bench_generate(
-    model: Annotated[
-        str | None,
-        typer.Option(help="A model folder or hub name; by default the quickstart's size.", show_default=False),
-    ] = None,
-    requests: Annotated[int, typer.Option(help="Requests, each with a prompt and an answer of random length.")] = 512,
-    batch: Annotated[int, typer.Option(help="Sequences decoded at once, by both.")] = 128,
-    threads: Annotated[int, typer.Option(help="Compute threads, for both.")] = 2,
-    repeats: Annotated[int, typer.Option(help="Runs of each, in turns; the median counts.")] = 3,
-    seed: int = 0,
+@doctor.command("engine")
+def doctor_engine(
+    file: FILE,
+    overrides: OVERRIDES = None,
+    prompts: Annotated[int, typer.Option(help="Of the run's prompts, answered under each version.")] = 16,
 ) -> None:
-    """Tokens/s of the torch engine beside plain model.generate, on a mix of prompt and answer lengths."""
-    from pipeline.bench.generate import bench as run_bench
+    """Check FILE's model on FILE's engine before a run spends money on it.
 
-    run_bench(Console(), model, requests, batch, threads, repeats, seed)
-
-
-@bench.command("peers")
-def bench_peers(
-    peer: Annotated[
-        str, typer.Option(help="The other trainer: trl (installed into this environment on demand).")
-    ] = "trl",
-    config: Annotated[Path, typer.Option(help="The task.")] = Path("configs/quickstart.yaml"),
-    folder: Annotated[Path, typer.Option(help="Where both runs go.")] = Path("runs/bench-peers"),
-    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 120,
-    seeds: Annotated[int, typer.Option(help="Pairs of runs.")] = 3,
-    threads: Annotated[int, typer.Option(help="Compute threads of the other trainer.")] = 2,
-) -> None:
-    """Wall-clock to a 5-step mean reward above 0.9, and tokens/s, beside another trainer on the same task."""
-    from pipeline.bench.peers import bench_trl, check
-
-    if peer != "trl":
-        raise ConfigError(f"--peer: {peer!r} is not one of: trl")
-    check(config)
-    bench_trl(Console(), config, folder, steps, list(range(seeds)), threads)
-
-
-@bench.command("broker")
-def bench_broker(
-    rollouts: Annotated[str, typer.Option(help="Simulated rollouts, comma-separated.")] = "1,16,256",
-    groups: Annotated[int, typer.Option(help="Groups in each measurement.")] = 3000,
-    tokens: Annotated[int, typer.Option(help="Tokens of each of a group's 8 trajectories.")] = 256,
-) -> None:
-    """Groups/s and MB/s from lease to durable, beside raw ZeroMQ and raw Redis in the same run."""
-    from pipeline.bench.broker import bench as run_bench
-
-    run_bench(Console(), [int(count) for count in rollouts.split(",")], groups, tokens)
-
-
-@bench.command("weights")
-def bench_weights(
-    sizes: Annotated[str, typer.Option(help="Million parameters: 10, 50, 130, 500, 1000.")] = "10,130,1000",
-    receivers: Annotated[str, typer.Option(help="Receivers, each a process.")] = "1,2,4",
-    transports: Annotated[str, typer.Option(help="shm and gloo.")] = "shm,gloo",
-    parts: Annotated[
-        str, typer.Option(help="transfer: GB/s; pause: what generation feels; elastic: joins and deaths; sparse.")
-    ] = "transfer,pause,elastic,sparse",
-    threads: Annotated[int, typer.Option(help="Compute threads of the trainer, and of memcpy.")] = 1,
-) -> None:
-    """GB/s of the weight channel beside memcpy (shm) and a bare broadcast (gloo), and what rollouts feel of it."""
-    from pipeline.bench.weights import SHAPES
-    from pipeline.bench.weights import bench as run_bench
-
-    asked = [int(size) for size in sizes.split(",")]
-    if unknown := [size for size in asked if size not in SHAPES]:
-        raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(map(str, SHAPES))}")
-    counts = [int(count) for count in receivers.split(",")]
-    run_bench(Console(), asked, counts, transports.split(","), threads, set(parts.split(",")))
-
-
-@bench.command("soak")
-def bench_soak(
-    steps: Annotated[int, typer.Option(help="Tiny training steps.")] = 5000,
-    every: Annotated[int, typer.Option(help="Steps between two looks at the memory.")] = 50,
-    config: Annotated[Path, typer.Option(help="The config that is made tiny.")] = Path("configs/quickstart.yaml"),
-    folder: Annotated[Path, typer.Option(help="Where run, soak.csv and soak.svg go.")] = Path("runs/bench-soak"),
-) -> None:
-    """Thousands of tiny steps: memory of every process and of Redis, and its growth per 1,000 steps.
-
-    Exit code 0 where all of it is below 1 % per 1,000 steps, after the first fifth.
+    Starts the engine, loads two versions, and compares the log-probabilities that it reports with transformers' own:
+    mean, largest, KL, effective samples. Exit code 0 where they agree within weights.canary_tolerance.
     """
-    from pipeline.bench.soak import bench as run_bench
+    from pipeline.doctor_engine import examine_engine
 
-    raise typer.Exit(0 if run_bench(Console(), config, folder, steps, every) else 1)
+    raise typer.Exit(0 if examine_engine(Console(), load(file, overrides), prompts) else 1)
 
 
 def _print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:

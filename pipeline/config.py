@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from services.reference.config import ReferenceConfig
 from services.reward.config import RewardConfig
-from services.rollout.config import RolloutConfig, TorchEngineConfig
+from services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from services.section import Section, SetupError
 from services.trainer.config import TrainerConfig
 from services.weights.config import WeightsConfig
@@ -40,6 +40,8 @@ class RunConfig(Section):
     """How often one actor is started again after it died."""
     tensorboard: bool = False
     """Write TensorBoard files too. Needs ``penstock[tensorboard]``."""
+    gpu_gib: float | None = Field(None, gt=0)
+    """Memory of each GPU. With it, a run whose model cannot fit is refused before anything starts."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -105,8 +107,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         sampling, engine, algorithm = self.rollout.sampling, self.rollout.engine, self.trainer.algorithm
-        if isinstance(engine, TorchEngineConfig):
-            if sampling.n > engine.max_sequences:
+        if isinstance(engine, TorchEngineConfig | VllmEngineConfig):
+            if isinstance(engine, TorchEngineConfig) and sampling.n > engine.max_sequences:
                 raise ValueError(
                     f"rollout.sampling.n={sampling.n} exceeds rollout.engine.max_sequences={engine.max_sequences}"
                 )
@@ -120,6 +122,20 @@ class Config(Section):
                     f"weights.canary_tokens={self.weights.canary_tokens} exceeds "
                     f"rollout.engine.max_length={engine.max_length}"
                 )
+        if sampling.masks and not sampling.truncated:
+            raise ValueError("rollout.sampling.masks: without top_p or top_k there is nothing to record")
+        if isinstance(engine, VllmEngineConfig) and sampling.masks and not sampling.top_k:
+            raise ValueError("rollout.sampling.masks: vLLM needs top_k with it, the number of tokens to look at")
+        if (
+            isinstance(engine, VllmEngineConfig)
+            and sampling.truncated
+            and not sampling.masks
+            and sampling.temperature != 1
+        ):
+            raise ValueError(
+                "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
+                f"other than 1 (it is {sampling.temperature:g}); set masks=true, or leave top_p and top_k out"
+            )
         if algorithm.advantage.type == "grpo" and sampling.n < 2:
             raise ValueError("rollout.sampling.n must be at least 2: GRPO compares the trajectories of a group")
         if sampling.temperature == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -14,15 +13,16 @@ import structlog
 from rich.console import Console
 
 from pipeline.command import penstock
-from pipeline.config import Config, ConfigError, TinyModel, dump, load
+from pipeline.config import Config, TinyModel
+from pipeline.ending import conclude
+from pipeline.folder import write_config
+from pipeline.placement import place, visible_gpus
 from pipeline.redis_server import PrivateRedis
-from pipeline.report.build import write_report
 from pipeline.serve import ActorName, keys_folder, run_key, threads_of
-from pipeline.summary import summarize
 from pipeline.supervise import Child, Supervisor
 from pipeline.view import View
 from protocols.keys import load_client
-from protocols.mailbox import DeadlineError, Mailbox, RefusedError
+from protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
 from protocols.messages import Heartbeat, Hello, LedgerReply, LedgerRequest, Status, StatusRequest, StopRun
 from services import logs
 from services.weights import shm
@@ -42,44 +42,11 @@ class RunError(RuntimeError):
     """The run could not go on; says why."""
 
 
-FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n")
-"""What a resumed run must have as it began."""
-
-
-def resumed_folder(config: Config, folder: Path) -> Path:
-    """The folder of a run that goes on. Raises `ConfigError` where it is none, or began with another model or data."""
-    recorded = folder / "config.yaml"
-    if not recorded.is_file():
-        raise ConfigError(f"--resume: {folder} is not a run's folder: it has no config.yaml")
-    began = load(recorded)
-    for key in FIXED:
-        before, now = _value(began, key), _value(config, key)
-        if before != now:
-            raise ConfigError(f"{key}: {now!r}, but the run began with {before!r}; a resumed run cannot change that")
-    return folder
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def new_folder(config: Config, config_path: Path) -> Path:
-    """A new, empty folder for a run. Raises `ConfigError` where it exists already."""
-    name = config.run.name or f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(config.run.folder) / name
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"run.name: {folder} exists and is not empty; choose another name, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def run(config: Config, folder: Path, console: Console) -> dict[str, Any]:
     """Runs everything; returns the summary. Raises `RunError` or a `SetupError`."""
     logs.configure(folder.name, "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
-    (folder / "config.yaml").write_text(dump(config))
+    write_config(config, folder)
+    (folder / "summary.json").unlink(missing_ok=True)
     launch = _Launch(config, folder, console)
     interrupted: list[int] = []
     previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in (2, 15)}
@@ -100,6 +67,7 @@ class _Launch:
         self._redis: PrivateRedis | None = None
         self._mailbox: Mailbox | None = None
         self._noted: dict[str, int] = {}
+        self._gpus = place(config, visible_gpus())
 
     def run(self, interrupted: list[int]) -> dict[str, Any]:
         self._prepare(interrupted)
@@ -111,7 +79,7 @@ class _Launch:
                 self._start(kind, name, ["--broker", address])
         client = keys_folder(self._folder) / "client.json"
         keys = load_client(client) if client.is_file() else None
-        self._mailbox = Mailbox(address, f"supervisor#{os.getpid()}", keys)
+        self._mailbox = Mailbox(address, incarnation_of("supervisor"), keys)
         hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
         self._mailbox.hello = lambda: [hello]
         self._mailbox.beat = Heartbeat
@@ -210,6 +178,7 @@ class _Launch:
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
+            **({"CUDA_VISIBLE_DEVICES": self._gpus[name]} if name in self._gpus else {}),
             **(env or {}),
         }
         return self._supervisor.start(name, command, self._stderr(name), env, pass_fds=pass_fds)
@@ -282,11 +251,7 @@ class _Launch:
         except (DeadlineError, RefusedError) as late:
             raise RunError(f"{error or 'the run ended'}; {late}") from None
         assert isinstance(ledger, LedgerReply)
-        summary = summarize(self._folder, state, ledger, self._supervisor.restarts, outcome)
-        if error:
-            summary["error"] = error
-        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        write_report(self._folder, self._config, summary)
+        summary = conclude(self._folder, self._config, state, ledger, self._supervisor.restarts, outcome, error)
         if error:
             raise RunError(error)
         return summary

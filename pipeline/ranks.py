@@ -33,9 +33,10 @@ def join(count: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def launch(count: int) -> int:
+def launch(count: int, grace_s: int) -> int:
     """Runs this very command as ``count`` ranks; returns the exit code of the rank that failed first, or 0. Where one
-    dies, torchrun ends the others."""
+    dies, torchrun ends the others. SIGTERM is handed on to them, and they have ``grace_s`` to leave."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -47,11 +48,14 @@ def launch(count: int) -> int:
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,  # the supervisor starts all of it again
         monitor_interval=0.5,
+        shutdown_timeout=grace_s,
     )
     os.environ[_OURS] = "1"
     command = [sys.executable, "-m", "pipeline.cli", *sys.argv[1:]]
     try:
         elastic_launch(config, command[0])(*command[1:])
+    except SignalException:
+        return 0  # we were told to end
     except ChildFailedError as error:
         first = min(error.failures.values(), key=lambda failure: failure.timestamp)
         return first.exitcode if first.exitcode > 0 else 1

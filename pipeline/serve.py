@@ -9,14 +9,18 @@ from typing import Any, Literal
 
 import structlog
 
-from pipeline import ranks
+from pipeline import claim, ranks
 from pipeline.config import Config, ConfigError, PretrainedModel
+from pipeline.folder import summary_of
+from pipeline.placement import visible_gpus
+from pipeline.plan import gpus_of
 from protocols import keys
 from protocols.keys import KeysError
-from protocols.mailbox import AddressError
+from protocols.mailbox import AddressError, DeadlineError
 from services import logs
-from services.actor import Place, on_stop
+from services.actor import STOP_GRACE_S, Place, on_stop
 from services.section import SetupError
+from services.weights.address import interface_of, own_address
 
 log = structlog.get_logger()
 
@@ -24,6 +28,11 @@ ActorName = Literal["broker", "rollout", "reward", "reference", "trainer"]
 
 EXIT_SETUP = 78
 """Exit code of an actor that cannot work with what it was given: starting it again would not help."""
+
+
+GRACE_S = {"trainer": 120.0, "broker": 160.0}
+"""How long an actor of its own may take to leave, where it needs longer: the step in hand and a checkpoint; and whoever
+waits for that."""
 
 
 def model_path(config: Config, folder: Path) -> str:
@@ -49,20 +58,30 @@ def serve(
     """Runs one actor until the run is over; returns the process's exit code. Errors go to log and stderr."""
     rank = ranks.mine() if kind == "trainer" else 0
     name = f"{place.name}-rank{rank}" if rank else place.name
-    logs.configure(place.run, name, place.folder / "logs" / f"{name}.jsonl", config.run.log_level)
+    file = place.folder / "logs" / f"{name}.jsonl"
+    logs.configure(place.run, name, file, config.run.log_level, aloud=not supervised)
+    if not supervised and _is_over(place):
+        if kind == "broker":  # the one before may have died just before it ended the store
+            _end_store(config, store or config.store.url or "")
+        return 0
     try:
         if kind == "broker":
             return _serve_broker(config, place, store, supervised, ready_fd)
+        if kind == "reference" and not config.with_reference:
+            log.info("this run needs no reference: trainer.algorithm.kl.coefficient is 0")
+            return 0
+        _prepare_environment(kind, config)
         if kind == "trainer" and config.trainer.ranks > 1 and not ranks.launched():
-            return ranks.launch(config.trainer.ranks)
+            return ranks.launch(config.trainer.ranks, max(30, int(_grace(kind, supervised))))
         if kind == "trainer":
             ranks.join(config.trainer.ranks)
         actor = _make(kind, config, place)
         if rank:
-            on_stop(lambda reason: log.info("rank 0 decides when to stop", reason=reason), supervised)
+            grace = _grace(kind, supervised)
+            on_stop(lambda reason: log.info("rank 0 decides when to stop", reason=reason), supervised, grace)
             actor.run()
             return 0
-        on_stop(actor.actor.stop, supervised)
+        on_stop(actor.actor.stop, supervised, _grace(kind, supervised))
         log.info("stopped", reason=actor.run())
         return 1 if actor.actor.error else 0
     except (SetupError, AddressError, KeysError) as error:
@@ -70,9 +89,28 @@ def serve(
         os.write(2, f"{place.name}: {error}\n".encode())
         return EXIT_SETUP
     except Exception as error:
+        if isinstance(error, DeadlineError) and not supervised and _is_over(place):
+            return 0  # it ended while we were still on our way to its broker
         log.exception("crashed", error=str(error))
         os.write(2, f"{place.name}: {type(error).__name__}: {error}\n".encode())
         return 1
+
+
+def _grace(kind: ActorName, supervised: bool) -> float:
+    return STOP_GRACE_S if supervised else GRACE_S.get(kind, STOP_GRACE_S)
+
+
+def _prepare_environment(kind: ActorName, config: Config) -> None:
+    """What must stand before torch is imported; a supervisor has set it already."""
+    threads = str(threads_of(kind, config))
+    for name, value in {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
+        os.environ.setdefault(name, value)
+    if claim.asked() and not ranks.launched():
+        claim.claim_for_this_process(visible_gpus(), gpus_of(config).get(kind, 0))
 
 
 def _serve_broker(config: Config, place: Place, store: str | None, supervised: bool, ready_fd: int | None) -> int:
@@ -106,14 +144,49 @@ def _serve_broker(config: Config, place: Place, store: str | None, supervised: b
         store_key=run_key(place.folder),
     )
     broker = Broker(settings, url)
-    on_stop(broker.stop, supervised)
+    on_stop(broker.stop, supervised, _grace("broker", supervised))
     if ready_fd is not None:
         os.write(ready_fd, f"{broker.address}\n".encode())
         os.close(ready_fd)
+    address_file(place.folder).write_text(broker.address + "\n")
     error = broker.serve()
+    if not supervised:
+        from pipeline.ending import conclude
+
+        state = broker.state
+        outcome = "complete" if state["phase"] == "done" else "failed" if error else "interrupted"
+        conclude(place.folder, config, state, broker.books, state["restarts"], outcome, error)
+        log.info("the run is over", outcome=outcome, error=error)
+        _end_store(config, url)
     if error:
         raise SetupError(error)
     return 0
+
+
+def _end_store(config: Config, url: str) -> None:
+    """Where it serves this run alone."""
+    if config.store.shutdown:
+        from services.broker.store import end_server
+
+        end_server(url)
+
+
+def _is_over(place: Place) -> bool:
+    """The run is complete or has failed, which is said to log and stderr: there is nothing to do for this actor."""
+    summary = summary_of(place.folder)
+    if summary is None or summary["outcome"] == "interrupted":
+        return False
+    log.info("the run is over", outcome=summary["outcome"], summary=str(place.folder / "summary.json"))
+    what = f"the run in {place.folder} is complete: {summary['steps']} steps"
+    if summary["outcome"] == "failed":
+        what = f"the run in {place.folder} has failed: {summary['error']}; penstock prepare makes it ready to go on"
+    os.write(2, f"{place.name}: {what}\n".encode())
+    return True
+
+
+def address_file(folder: Path) -> Path:
+    """Where the broker of the run in ``folder`` says how it is reached."""
+    return folder / "broker.address"
 
 
 def _make(kind: ActorName, config: Config, place: Place) -> Any:
@@ -124,21 +197,25 @@ def _make(kind: ActorName, config: Config, place: Place) -> Any:
 
         return Reward(place, config.reward)
     path = model_path(config, place.folder)
-    if kind == "rollout":
-        from services.rollout.service import Rollout
-
-        return Rollout(place, config.rollout, config.weights, path, dtype, deterministic)
     if kind == "reference":
         from services.reference.service import Reference
 
         return Reference(place, config.reference, path, dtype, temperature, deterministic)
+    host = own_address(config.weights.host)
+    weights = config.weights.model_copy(update={"host": host})
+    if not host.startswith("127."):  # NCCL by itself might meet on any of this host's networks
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
+    if kind == "rollout":
+        from services.rollout.service import Rollout
+
+        return Rollout(place, config.rollout, weights, path, dtype, deterministic)
     from services.trainer.follower import Follower
     from services.trainer.rank import TrainerSettings
     from services.trainer.service import Trainer
 
     settings = TrainerSettings(
         config.trainer,
-        config.weights,
+        weights,
         path,
         dtype,
         temperature,

@@ -68,12 +68,13 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     def last_words(self) -> str:
-        """The last line it wrote to stderr."""
+        """The last line it wrote to stderr; its own rather than one of a library that was still cleaning up."""
         try:
             lines = self.stderr.read_text(errors="replace").strip().splitlines()
         except OSError:
             return ""
-        return lines[-1] if lines else ""
+        own = [line for line in lines[-20:] if line.startswith(f"{self.name}: ")]
+        return (own or lines or [""])[-1]
 
 
 @dataclass

@@ -57,8 +57,7 @@ class View:
             self._step = state["step"]
         phase = state["phase"].replace("_", " ")
         if self._live:
-            self._progress.update(self._task, description=phase, completed=state["step"], total=state["steps"])
-            self._live.update(self._render(state, restarts))
+            self._live.update(self.render(state, restarts))
         elif time.monotonic() - self._plain_at > PLAIN_EVERY_S or (phase != self._phase and self._phase):
             self._plain_at = time.monotonic()
             self._console.print(self._line(state, phase, restarts), highlight=False, soft_wrap=True)
@@ -75,14 +74,18 @@ class View:
             + (f"  stall: {state['stall']}" if state["stall"] else "")
         )
 
-    def _render(self, state: dict[str, Any], restarts: int) -> Panel:
+    def render(self, state: dict[str, Any], restarts: int) -> Panel:
+        """The whole of it, as it is now."""
+        phase = state["phase"].replace("_", " ")
+        self._progress.update(self._task, description=phase, completed=state["step"], total=state["steps"])
         metrics, queues = state["metrics"], state["queues"]
         facts = Table.grid(padding=(0, 3))
-        shown = {
+        shown: dict[str, Any] = {
             "reward": f"{metrics['reward']:.3f}  {_spark(self._rewards)}" if metrics else "-",
             "lag": f"mean {metrics['lag_mean']:.2f}, max {metrics['lag_max']:.0f} of {state['max_lag']}"
             if metrics
             else "-",
+            "mismatch": _mismatch(metrics),
             "queues": "  ".join(f"{name} {depth}" for name, depth in queues.items()),
             "tokens/s": f"{_tokens_per_s(state):,.0f} generated",
             "dropped": f"{state['dropped']} groups, {state['totals']['reward_errors']} reward errors",
@@ -110,6 +113,20 @@ class View:
 
 def _tokens_per_s(state: dict[str, Any]) -> float:
     return sum(member.get("tokens_per_s", 0.0) for member in state["members"].values())
+
+
+def _mismatch(metrics: dict[str, Any]) -> Text:
+    """Engines' log-probabilities beside the trainer's, last step."""
+    if "mismatch_kl_k3" not in metrics:
+        return Text("-")
+    kl, high = metrics["mismatch_kl_k3"], metrics["mismatch_kl_k3"] > metrics.get("mismatch_bound", float("inf"))
+    text = (
+        f"KL {kl:.2g}, mean |Δ log p| {metrics['mismatch']:.2g}, max {metrics['mismatch_max']:.2g}, "
+        f"effective samples {100 * metrics['mismatch_ess']:.0f} %"
+    )
+    return Text(
+        text + (f"  above trainer.mismatch_warning={metrics['mismatch_bound']:g}" if high else ""), "yellow" * high
+    )
 
 
 def _spark(values: deque[float]) -> str:

@@ -79,6 +79,12 @@ class _Request:
     resend_at: float
 
 
+def incarnation_of(name: str) -> str:
+    """A new identity, ``name#incarnation``. They are ordered by when they began, so that the broker knows the newer
+    one."""
+    return f"{name}#{time.time_ns():016x}"
+
+
 class Mailbox:
     """An actor's connection to the broker.
 

@@ -52,6 +52,11 @@ class Layout(BaseModel):
         return self
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Of all weights."""
+        return frozenset(weight.name for weight in self.weights)
+
+    @cached_property
     def spans(self) -> list[tuple[int, int]]:
         """The ``(start, end)`` of every bucket, in bytes."""
         return [

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
 from protocols.keys import ClientKeys
-from protocols.mailbox import FencedError, Mailbox
+from protocols.mailbox import FencedError, Mailbox, incarnation_of
 from protocols.messages import ActorKind, Bye, Heartbeat, Hello, Lease, Message, Stop, Welcome, Work
+from services import pulse
 
 log = structlog.get_logger()
 
@@ -42,13 +46,13 @@ class Place:
     """For a broker that is not on this machine's loopback."""
 
 
-def on_stop(stop: Callable[[str], None], supervised: bool = False) -> None:
+def on_stop(stop: Callable[[str], None], supervised: bool = False, grace_s: float = STOP_GRACE_S) -> None:
     """Calls ``stop(reason)`` on SIGTERM, on SIGINT, and, for a supervised process, when its supervisor is gone
-    (stdin closes). A process that then does not end within `STOP_GRACE_S` is ended."""
+    (stdin closes). A process that then does not end within ``grace_s`` is ended."""
 
     def leave(reason: str) -> None:
         stop(reason)
-        timer = threading.Timer(STOP_GRACE_S, lambda: os._exit(75))
+        timer = threading.Timer(grace_s, lambda: os._exit(75))
         timer.daemon = True
         timer.start()
 
@@ -64,6 +68,14 @@ def on_stop(stop: Callable[[str], None], supervised: bool = False) -> None:
         threading.Thread(target=lifeline, name="lifeline", daemon=True).start()
 
 
+def end(code: int) -> NoReturn:
+    """Ends this process at once, once everything is closed. The interpreter's own end would abort it (SIGABRT)
+    where a thread of ours is still inside a native library, such as a broadcast that waits for its deadline."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 class Actor:
     """A member of the pipeline.
 
@@ -72,9 +84,7 @@ class Actor:
 
     def __init__(self, kind: ActorKind, place: Place) -> None:
         self.kind, self.place = kind, place
-        # Incarnations of a name are ordered by when they began, so that the broker knows which one is the newer.
-        self.incarnation = f"{time.time_ns():016x}"
-        self.mailbox = Mailbox(place.broker, f"{place.name}#{self.incarnation}", place.keys)
+        self.mailbox = Mailbox(place.broker, incarnation_of(place.name), place.keys)
         self.gauges: dict[str, float] = {}
         self.version = -1
         """The version of the weights that this actor serves; -1 for none."""
@@ -98,12 +108,21 @@ class Actor:
         self.mailbox.beat_s = welcome.heartbeat_s
         self.mailbox.hello = lambda: [self._hello(), *self.introduction()]
         self.mailbox.beat = self._beat
-        log.info("joined", incarnation=self.incarnation, broker=self.place.broker)
+        log.info("joined", identity=self.mailbox.identity, broker=self.place.broker)
         return welcome
 
     def stop(self, reason: str) -> None:
         """Asks the actor's loop to end; safe from any thread and from a signal handler."""
         self.mailbox.post(Stop(reason=reason))
+
+    def next(self) -> object:
+        """The next event of the inbox, however long that takes."""
+        while True:
+            pulse.beat()
+            try:
+                return self.mailbox.inbox.get(timeout=pulse.EVERY_S)
+            except queue.Empty:
+                continue
 
     def leave(self, reason: str) -> None:
         """Says goodbye and closes the mailbox."""

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 
 
-def configure(run: str, actor: str, file: Path | None, level: str = "info") -> None:
-    """Sends this process's log to ``file`` (appended, a line at a time), or to stderr where there is none."""
-    if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    target = file.open("a", buffering=1) if file else sys.stderr
+class _Both:
+    """Writes to a file and to stderr."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        self._file.write(text)
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+        sys.stderr.flush()
+
+
+def configure(run: str, actor: str, file: Path, level: str = "info", aloud: bool = False) -> None:
+    """Sends this process's log to ``file`` (appended, a line at a time), and, ``aloud``, to stderr too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    target = file.open("a", buffering=1)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -27,7 +42,7 @@ def configure(run: str, actor: str, file: Path | None, level: str = "info") -> N
             structlog.processors.JSONRenderer(default=_plain),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(file=target),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _Both(target)) if aloud else target),
         cache_logger_on_first_use=False,
     )
     # The context is global here, not per thread: an actor's helper threads log as the actor.
@@ -43,3 +58,9 @@ def _constant(**fields: str) -> Any:
 
 def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
+
+
+def quiet() -> None:
+    """For commands that speak for themselves: only warnings, of vLLM only errors, unless the user wants to see more."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

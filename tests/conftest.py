@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import dataclasses
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +20,13 @@ import structlog
 from protocols.experience import Group, Prompt, Trajectory
 
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+
+TORCH_ENGINE = "{type: torch, max_length: 128, max_sequences: 32, kv_on_update: recompute}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--engine", default=TORCH_ENGINE, help="rollout.engine of tests/engines, in YAML")
+
 
 TINY = {
     "vocab_size": 51,
@@ -48,6 +56,18 @@ def make_trajectory(
         versions=np.r_[np.full(size, -1), spread].astype(np.int32),
         text="".join(random.choice(list("abc"), new)),
     )
+
+
+def with_masks(random: np.random.Generator, trajectory: Trajectory, vocabulary: int = 51) -> Trajectory:
+    """The same one, most of its sampled tokens chosen among a few."""
+    counts = np.where(random.random(len(trajectory.tokens)) < 0.8, random.integers(1, 9, len(trajectory.tokens)), 0)
+    counts = np.where(trajectory.loss_mask == 1, counts, 0).astype(np.int32)
+    kept = []
+    for token, count in zip(trajectory.tokens, counts, strict=True):
+        others = random.permutation(np.setdiff1d(np.arange(vocabulary), [token]))[: max(0, count - 1)]
+        kept.append(random.permutation(np.r_[token, others])[:count] if count else others[:0])
+    ids = np.concatenate(kept).astype(np.int32)
+    return dataclasses.replace(trajectory, kept_counts=counts, kept_ids=ids)
 
 
 def make_group(random: np.random.Generator, number: int, n: int = 4, versions: tuple[int, ...] = (0,)) -> Group:

@@ -14,6 +14,8 @@ from services.trainer.algorithms.grpo import grpo
 from services.trainer.algorithms.kl_penalty import kl_penalty
 from services.trainer.algorithms.ppo_clip import ppo_clip
 from services.trainer.algorithms.truncated import truncated
+from services.trainer.mismatch import Mismatch
+from services.trainer.world import World
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -91,3 +93,18 @@ def test_agg_loss(case: dict) -> None:
     same(loss.detach(), wanted["loss"])
     loss.backward()
     same(values.grad, wanted["grad_values"])
+
+
+@pytest.mark.parametrize("case", cases("offpolicy_metrics"))
+def test_mismatch(case: dict) -> None:
+    given, wanted = case["inputs"], case["outputs"]
+    mismatch, half = Mismatch(), len(given["mask"]) // 2
+    for rows in (slice(0, half), slice(half, None)):  # however a step is cut into micro-batches
+        train, rollout = tensor(given["train_log_prob"])[rows], tensor(given["rollout_log_prob"])[rows]
+        mask = tensor(given["mask"])[rows].bool()
+        mismatch.add(train, rollout, mask, torch.zeros_like(mask))
+    found = mismatch.metrics(World(torch.device("cpu")))
+    for name in set(wanted) & {name.removeprefix("mismatch_") for name in found}:
+        same(found[f"mismatch_{name}"], wanted[name])
+    assert len(set(wanted) & {name.removeprefix("mismatch_") for name in found}) == 9
+    same(found["mismatch_train_log_ppl"] - found["mismatch_rollout_log_ppl"], wanted["log_ppl_diff"])

@@ -33,7 +33,7 @@ def bench(
     """
     torch.set_num_threads(threads)
     device = device_of("auto")
-    model, name = _model(model_path, device)
+    model, name = make_model(model_path, device)
     random = np.random.default_rng(seed)
     vocabulary = model.config.vocab_size
     prompts = [
@@ -74,7 +74,8 @@ def bench(
     console.print(f"{name}, {dtype}, {device}, {threads} threads; {describe()}", highlight=False)
 
 
-def _model(path: str | None, device: torch.device) -> tuple[Any, str]:
+def make_model(path: str | None, device: torch.device) -> tuple[Any, str]:
+    """The model of ``path``, or a random one of the quickstart's size, with its name."""
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     if path:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -21,16 +22,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.bench import bare
 from pipeline.bench.machine import describe
 from pipeline.bench.relay import Relay
 from protocols.mailbox import Mailbox
 from protocols.messages import Bye, Hello
-from protocols.weights import CollectiveRoute, Layout
+from protocols.weights import Layout
 from services.trainer.publisher import Job, Publisher
 from services.trainer.source import Source
 from services.trainer.world import World
 from services.weights import flat, sparse
-from services.weights.collective import Group, serve_store
+from services.weights.collective import serve_store
 from services.weights.config import WeightsConfig
 
 CPU = torch.device("cpu")
@@ -123,33 +125,31 @@ class Fleet:
             time.sleep(0.001)
         return rows
 
-    def bare(self, repeats: int) -> float:
-        """GB/s of broadcasting the same bytes in the same buckets, and nothing else; of the last of ``repeats``, when
-        connections and buffers are warm."""
+    def bare(self) -> tuple[float, float]:
+        """GB/s of broadcasting as many bytes by plain gloo: in the same buckets, and as one tensor. A turn before makes
+        connections and buffers warm."""
         store, address = serve_store("127.0.0.1")
         ranks = {name: rank for rank, name in enumerate(sorted(self.processes), 1)}
-        where = self.source.layout
-        command = {"store": address, "ranks": ranks, "epoch": self.version, "nbytes": where.nbytes, "repeats": repeats}
+        nbytes, buckets = self.source.layout.nbytes, self.source.layout.bucket_bytes
+        turns = [buckets, buckets, nbytes]
+        command = {"store": address, "name": str(self.version), "ranks": ranks, "nbytes": nbytes, "buckets": turns}
         for process in self.processes.values():
             assert process.stdin
-            process.stdin.write(json.dumps({"bare": {**command, "bucket_bytes": where.bucket_bytes}}) + "\n")
+            process.stdin.write(json.dumps({"bare": command}) + "\n")
             process.stdin.flush()
-        route = CollectiveRoute(type="gloo", store=address, ranks=ranks, stall_s=120)
-        group = Group(route, self.version, 0, "127.0.0.1", store)
-        buffer = torch.ones(where.nbytes, dtype=torch.uint8)
-        times = []
-        for _ in range(repeats):
+        group = bare.meet(store, str(self.version), 0, len(ranks) + 1)
+        buffer = torch.ones(nbytes, dtype=torch.uint8)
+        rates = []
+        for bucket_bytes in turns:
             started = time.monotonic()
-            for index, (start, end) in enumerate(where.spans):
-                group.send(index, buffer[start:end])
-            group.finish()
+            bare.broadcast(group, buffer, bucket_bytes)
             ends: list[float] = []
             while len(ends) < len(self.processes):
                 row = self.rows.get(timeout=DEADLINE_S)
                 if "bare" in row:
                     ends.append(row["bare"])
-            times.append(max(ends) - started)
-        return where.nbytes / times[-1] / 1e9
+            rates.append(nbytes / (max(ends) - started) / 1e9)
+        return rates[1], rates[2]
 
     def close(self) -> None:
         """Ends all processes."""
@@ -186,26 +186,39 @@ class Memcpy:
         return self._source.numel() / (time.monotonic() - started) / 1e9
 
 
-def transfer(named: dict[str, torch.Tensor], transport: str, receivers: int, verify: bool, threads: int) -> list[float]:
-    """GB/s from the start of a publish until every receiver has the version, checked, in its shadow; the limit's, of
-    memcpy for shared memory and of a bare broadcast for gloo; and their ratio. Publish and limit in turns, medians."""
+@dataclass
+class Transfer:
+    """Medians over the turns of a publish and its limits."""
+
+    rate: float
+    """GB/s from the start of a publish until every receiver has the version, checked, in its shadow."""
+    limits: list[float]
+    """GB/s of memcpy for shared memory; of plain gloo in the same buckets, and as one tensor, for gloo."""
+    ratios: list[float]
+    """To each limit."""
+
+
+def transfer(named: dict[str, torch.Tensor], transport: str, receivers: int, verify: bool, threads: int) -> Transfer:
+    """Publishes, and runs what limits that, in turns."""
     fleet = Fleet(named, transport, verify, threads)
     try:
         for _ in range(receivers):
             fleet.join()
         nbytes = fleet.source.layout.nbytes
         memcpy = Memcpy(nbytes) if transport == "shm" else None
-        rates, limits = [], []
+        rates: list[float] = []
+        limits: list[tuple[float, ...]] = []
         for _turn in range(REPEATS + WARM):
             started = fleet.publish()
             rows = fleet.loaded(receivers)
             rates.append(nbytes / (max(row["at"] for row in rows) - started) / 1e9)
             time.sleep(REST_S)
-            limits.append(memcpy() if memcpy else fleet.bare(2))
+            limits.append((memcpy(),) if memcpy else fleet.bare())
             time.sleep(REST_S)
         rates, limits = rates[WARM:], limits[WARM:]
-        ratios = [rate / limit for rate, limit in zip(rates, limits, strict=True)]
-        return [statistics.median(rates), statistics.median(limits), statistics.median(ratios)]
+        kinds = list(zip(*limits, strict=True))
+        ratios = [statistics.median(r / at for r, at in zip(rates, kind, strict=True)) for kind in kinds]
+        return Transfer(statistics.median(rates), [statistics.median(kind) for kind in kinds], ratios)
     finally:
         fleet.close()
 
@@ -368,15 +381,17 @@ def _print_transfers(
                     continue
                 cells = []
                 for verify in (False, True):
-                    ours, limit, ratio = transfer(named, transport, count, verify, threads)
-                    cells += [f"{ours:.2f}", f"{100 * ratio:.0f} %"]
-                    limit_cell = f"{limit:.2f}"
+                    found = transfer(named, transport, count, verify, threads)
+                    cells += [f"{found.rate:.2f}", " / ".join(f"{100 * ratio:.0f} %" for ratio in found.ratios)]
+                    limits = " / ".join(f"{limit:.2f}" for limit in found.limits)
                     console.print(
-                        f"{transport} {millions} M to {count}, {'verified' if verify else 'unverified'}: {ours:.2f} of "
-                        f"{limit:.2f} GB/s", style="dim", highlight=False,
+                        f"{transport} {millions} M to {count}, {'verified' if verify else 'unverified'}: "
+                        f"{found.rate:.2f} of {limits} GB/s", style="dim", highlight=False,
                     )  # fmt: skip
-                table.add_row(transport, f"{millions} M", f"{nbytes / 1e6:.0f}", str(count), limit_cell, *cells)
-    console.print("the limit: memcpy for shm, a bare broadcast of the same buckets for gloo", highlight=False)
+                table.add_row(transport, f"{millions} M", f"{nbytes / 1e6:.0f}", str(count), limits, *cells)
+    console.print(
+        "the limit: memcpy for shm; for gloo a plain broadcast in the same buckets / as one tensor", highlight=False
+    )
     console.print(table)
 
 

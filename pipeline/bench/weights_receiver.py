@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
+import torch.distributed as dist
 
+from pipeline.bench import bare
 from protocols.experience import Sampling
 from protocols.mailbox import Mailbox
 from protocols.messages import Bye, CommitVersion, Hello, Invite, Propose
-from protocols.weights import CollectiveRoute, Layout
 from services.rollout.config import TorchEngineConfig
-from services.rollout.engines.base import Request
+from services.rollout.engines.base import Memory, Request
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.receiver import Prepared, Receiver
-from services.weights.collective import Group
 from services.weights.config import WeightsConfig
 
 NEW_TOKENS = 200
@@ -37,9 +37,10 @@ class Plain:
     """Serves by holding on to what it was given."""
 
     device = torch.device("cpu")
+    remote = False
     version = -1
 
-    def prepare(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Mapping[str, torch.Tensor]:
         """As it is."""
         return weights
 
@@ -69,13 +70,14 @@ def listen(mailbox: Mailbox) -> None:
 
 
 def bare_broadcast(command: dict[str, Any], name: str) -> None:
-    """Receives as plain gloo does: the same buckets, nothing else."""
-    route = CollectiveRoute(type="gloo", store=command["store"], ranks=command["ranks"], stall_s=120)
-    where = Layout(weights=(), nbytes=command["nbytes"], bucket_bytes=command["bucket_bytes"])
-    group = Group(route, command["epoch"], command["ranks"][name], "127.0.0.1")
+    """Receives as plain gloo does, once for each size of buckets."""
+    address, _, port = command["store"].rpartition(":")
+    store = dist.TCPStore(address, int(port), is_master=False, timeout=bare.STALL)
+    ranks = command["ranks"]
+    group = bare.meet(store, command["name"], ranks[name], len(ranks) + 1)
     buffer = torch.zeros(command["nbytes"], dtype=torch.uint8)
-    for _ in range(command["repeats"]):
-        group.receive(where, buffer, lambda index: None)
+    for bucket_bytes in command["buckets"]:
+        bare.broadcast(group, buffer, bucket_bytes)
         say(bare=time.monotonic())
 
 

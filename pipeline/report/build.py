@@ -38,6 +38,7 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
     if steps:
         figures["Reward"] = plots.reward(steps, evaluations)
         figures["Lag of the trained tokens"] = plots.lag(steps, config.gate.max_lag)
+        figures["Engines' log-probabilities beside the trainer's"] = plots.mismatch(steps)
     if loads:
         figures["Pause of generation for each version"] = plots.pauses(loads)
         figures["Where a version's time goes"] = plots.phases(loads)

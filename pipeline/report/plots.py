@@ -53,6 +53,21 @@ def lag(steps: Rows, bound: int) -> str:
     return _figure(draw)
 
 
+def mismatch(steps: Rows) -> str:
+    """Engines' log-probabilities beside the trainer's: KL (k3), under the warning's bound, and the mean difference."""
+
+    def draw(axes: Any) -> None:
+        rows = [r for r in steps if "mismatch_kl_k3" in r]
+        for name, label in (("mismatch_kl_k3", "KL (k3), nats a token"), ("mismatch", "mean |Δ log p|")):
+            axes.plot([r["step"] for r in rows], [max(r[name], 1e-9) for r in rows], lw=1, label=label)
+        if rows:
+            axes.axhline(rows[-1]["mismatch_bound"], color="tab:red", ls="--", lw=1, label="KL that is warned of")
+        axes.set(xlabel="step", ylabel="mismatch", yscale="log")
+        axes.legend(frameon=False)
+
+    return _figure(draw)
+
+
 def pauses(loads: Rows) -> str:
     """How long each rollout stood still for each version, milliseconds."""
 

@@ -16,7 +16,7 @@ from services.broker.desk import Desk
 from services.broker.dispatch import Dispatch, Waiting
 from services.broker.ledger import LedgerError
 from services.broker.membership import Member, MembershipError
-from services.broker.status import queues, state
+from services.broker.status import books, queues, state
 from services.broker.store import StoreError
 
 log = structlog.get_logger()
@@ -320,10 +320,7 @@ class Answers:
         self._desk.exchange.send(member.identity, m.Status(state=state(self._desk)), request)
 
     def _on_ledger(self, member: Member, request: int, _message: m.LedgerRequest) -> None:
-        experience = self._desk.experience
-        taken = [n for step in experience.ledger.steps if step.digest is None for n in step.groups]
-        reply = m.LedgerReply(steps=experience.ledger.committed, untrained=sorted([*experience.replay.entries, *taken]))
-        self._desk.exchange.send(member.identity, reply, request)
+        self._desk.exchange.send(member.identity, books(self._desk), request)
 
     def _on_stop_run(self, member: Member, request: int, stop: m.StopRun) -> None:
         desk, progress = self._desk, self._desk.progress

@@ -156,3 +156,5 @@ class StoreConfig(Section):
     """How the private server syncs its append-only file."""
     retry_s: float = Field(60.0, gt=0)
     """How long the broker waits for a store that does not answer, before it gives up."""
+    shutdown: bool = False
+    """When the run is over, the broker ends the server too: for one that serves this run alone, as in a container."""

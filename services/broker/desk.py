@@ -83,7 +83,7 @@ class Progress:
     totals: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("leased", "finished", "trained", "generated_tokens", "trained_tokens", "reward_errors", "late_answers",
-             "lag_max", "tokens_lagging"), 0
+             "lag_max", "tokens_lagging", "taken_up"), 0
         )
     )  # fmt: skip
 

@@ -48,7 +48,9 @@ class Members:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._by_identity: dict[str, Member] = {}
-        self._newest = {name: row["incarnation"] for name, row in journal.rows(self.TABLE).items()}
+        rows = journal.rows(self.TABLE)
+        self._newest = {name: row["incarnation"] for name, row in rows.items()}
+        self._returns = {name: row["returns"] for name, row in rows.items()}
         self.lost: dict[str, str] = {}
         """Name of a member that died to how; cleared when it is back."""
 
@@ -65,6 +67,11 @@ class Members:
         newest = self._newest.get(name, "")
         return f"{name}#{newest}" if incarnation < newest else None
 
+    @property
+    def returns(self) -> int:
+        """How often actors of a name came back as another process."""
+        return sum(self._returns.values())
+
     def of_kind(self, kind: ActorKind) -> list[Member]:
         """The live members of a kind."""
         return [member for member in self._by_identity.values() if member.kind == kind]
@@ -78,9 +85,12 @@ class Members:
         older = next((m for m in self if m.name == name), None)
         if older:
             del self._by_identity[older.identity]
-        if self._newest.get(name) != incarnation:
+        if hello.kind == "observer":
             self._newest[name] = incarnation
-            self._journal.put(self.TABLE, name, {"incarnation": incarnation})
+        elif self._newest.get(name) != incarnation:
+            self._returns[name] = self._returns.get(name, -1) + 1
+            self._newest[name] = incarnation
+            self._journal.put(self.TABLE, name, {"incarnation": incarnation, "returns": self._returns[name]})
         self.lost.pop(name, None)
         member = Member(identity, name, hello.kind, hello.host, hello.pid, now)
         member.version, member.digest, member.hello = hello.version, hello.digest, hello.number

@@ -8,10 +8,11 @@ from typing import Any
 import structlog
 
 from protocols import messages as m
+from services import pulse
 from services.broker.answers import Answers
 from services.broker.desk import BrokerSettings, Desk, Phase
 from services.broker.dispatch import Dispatch
-from services.broker.status import hold_up, state
+from services.broker.status import books, hold_up, state
 
 log = structlog.get_logger()
 
@@ -19,8 +20,8 @@ AWAY_S = 3.0
 """A turn that began so long after the one before means that this process was stopped."""
 LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
-LEAVE_S = 60.0
-"""How long it waits for actors to leave."""
+LEAVE_S = 130.0
+"""How long it waits for actors to leave: the trainer may have a checkpoint to write."""
 
 
 class Broker:
@@ -31,6 +32,8 @@ class Broker:
         self._dispatch = Dispatch(self._desk)
         self._answers = Answers(self._desk, self._dispatch)
         self._over_since: float | None = None
+        self._alone_since: float | None = None
+        self._met = False
         self._actors_at = self._stop_at = self._turn_at = 0.0
         self._written: dict[str, Any] = {}
         self._restore()
@@ -53,6 +56,7 @@ class Broker:
             progress.training_since += away
             progress.started_at += away
         desk.experience.leases.extend(now + desk.settings.broker.lease_s)
+        progress.totals["taken_up"] += 1
         log.info("took up a run", committed=desk.experience.ledger.committed, away_s=round(now - row["at"], 1))
 
     def _remember(self) -> None:
@@ -80,12 +84,23 @@ class Broker:
         """Ends the run; safe from a signal handler."""
         self._desk.progress.stop(reason)
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """As observers see it (`protocols.messages.Status`)."""
+        return state(self._desk)
+
+    @property
+    def books(self) -> m.LedgerReply:
+        """As observers see them."""
+        return books(self._desk)
+
     def serve(self) -> str | None:
         """Runs until the run is over. Returns the error that ended it, if one did."""
         desk = self._desk
         log.info("listening", address=self.address)
         try:
             while not self._over():
+                pulse.beat()
                 for identity, request, message in desk.exchange.receive(0.02):
                     self._answers.handle(identity, request, message)
                 self._turn()
@@ -168,6 +183,9 @@ class Broker:
         desk, progress = self._desk, self._desk.progress
         exact = bool(desk.evaluation.size)
         committed = desk.experience.ledger.committed
+        self._met = self._met or any(True for _ in desk.members)
+        if progress.phase == "starting" and self._complete(committed, exact):
+            self._enter("done")  # the broker before this one has seen it all, and ended before it could say so
         # A trainer that redoes steps publishes nothing before it is through, so nobody may wait for weights first.
         serving = progress.redoing or any(r.version >= 0 for r in desk.members.of_kind("rollout"))
         if progress.phase == "starting" and serving:
@@ -202,6 +220,13 @@ class Broker:
             log.error("too many drops", error=progress.error)
             self.stop(progress.error)
 
+    def _complete(self, committed: int, exact: bool) -> bool:
+        """Every step is trained, evaluated and in a checkpoint."""
+        desk = self._desk
+        evaluated = not exact or desk.evaluation.steps.get("after") == committed
+        ended = committed > 0 and desk.experience.ended(committed)
+        return ended and evaluated and desk.progress.final_checkpoint >= committed
+
     def _enter(self, phase: Phase) -> None:
         progress = self._desk.progress
         log.info("phase", phase=phase, before=progress.phase)
@@ -215,8 +240,11 @@ class Broker:
     def _over(self) -> bool:
         if self._over_since is None:
             return False
-        patience = time.time() - self._over_since
+        now = time.time()
         if any(member.kind != "observer" for member in self._desk.members):
-            return patience > LEAVE_S
-        observed = self._desk.progress.observed_end or not self._desk.members.of_kind("observer")
-        return observed or patience > LINGER_S
+            self._alone_since = None
+            return now - self._over_since > LEAVE_S
+        # Whoever watches asks for the end once all have left, however long that took.
+        self._alone_since = self._alone_since or now
+        observed = self._desk.progress.observed_end or (self._met and not self._desk.members.of_kind("observer"))
+        return observed or now - self._alone_since > LINGER_S

@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+from protocols.messages import LedgerReply
 from services.broker.desk import Desk
 
 
@@ -45,6 +46,13 @@ def queues(desk: Desk) -> dict[str, int]:
     }
 
 
+def books(desk: Desk) -> LedgerReply:
+    """How many steps are committed, and which groups wait to be trained on."""
+    experience = desk.experience
+    taken = [n for step in experience.ledger.steps if step.digest is None for n in step.groups]
+    return LedgerReply(steps=experience.ledger.committed, untrained=sorted([*experience.replay.entries, *taken]))
+
+
 def state(desk: Desk) -> dict[str, Any]:
     """`protocols.messages.Status`."""
     now = time.time()
@@ -53,7 +61,7 @@ def state(desk: Desk) -> dict[str, Any]:
             "kind": member.kind,
             "pid": member.pid,
             "host": member.host,
-            "version": member.version,
+            "version": desk.versions.latest if member.kind == "trainer" else member.version,
             "silent_s": now - member.heard_at,
             "pause_s": desk.progress.pauses.get(member.name),
             **member.gauges,
@@ -83,5 +91,6 @@ def state(desk: Desk) -> dict[str, Any]:
         if desk.progress.training_since
         else 0.0,
         "wall_s": now - desk.progress.started_at,
+        "restarts": desk.members.returns + desk.progress.totals["taken_up"],
         "refused_messages": desk.exchange.refused,
     }

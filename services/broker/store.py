@@ -168,6 +168,17 @@ class Store:
                 raise StoreError(f"store at {self._where}: {error}") from None
 
 
+def end_server(url: str) -> None:
+    """Ends the server at ``url``, which first writes what it has to disk; one that has ended already is fine."""
+    log.info("ending the store", store=_without_secrets(url))
+    try:
+        redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=5, retry=None).shutdown()
+    except redis.ConnectionError:
+        pass
+    except redis.RedisError as error:
+        log.warning("the store was not ended", store=_without_secrets(url), error=str(error))
+
+
 def _without_secrets(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "unix":

@@ -12,7 +12,7 @@ from protocols.experience import ExperienceError, Group, unpack_group
 from protocols.mailbox import FencedError
 from protocols.messages import Credit, HelloNeeded, Referenced, ReferenceScore, Stop, Work, WorkItem
 from protocols.wire import WireError
-from services import determinism
+from services import determinism, pulse
 from services.actor import Actor, Place
 from services.model import device_of, load_model, logprobs, shares_prompts
 from services.packing import plan_rows
@@ -52,7 +52,7 @@ class Reference:
         self._give_credit()
         while True:
             items: list[WorkItem] = []
-            event = self.actor.mailbox.inbox.get()
+            event: object = self.actor.next()
             while event is not None:
                 if isinstance(event, Stop):
                     self.actor.leave(event.reason)
@@ -102,6 +102,7 @@ class Reference:
         columns = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
         share = shares_prompts(self._model)
         for rows in plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, share):
+            pulse.beat()
             found = logprobs(self._model, rows, self._temperature).cpu().numpy()
             for k, index in enumerate(rows.index):
                 columns[index][1:] = found[k, : len(columns[index]) - 1]

@@ -11,6 +11,7 @@ from protocols.experience import ExperienceError, Group, unpack_group
 from protocols.mailbox import FencedError
 from protocols.messages import Credit, HelloNeeded, Score, Scored, Stop, Work
 from protocols.wire import WireError
+from services import pulse
 from services.actor import Actor, Place
 from services.reward.config import RewardConfig
 from services.reward.pool import Item, Pool
@@ -36,7 +37,7 @@ class Reward:
         self._hello = self.actor.hellos
         self._give_credit()
         while True:
-            event = self.actor.mailbox.inbox.get()
+            event = self.actor.next()
             if isinstance(event, Stop):
                 break
             if isinstance(event, FencedError):
@@ -86,6 +87,7 @@ class Reward:
         rewards = np.full(len(rows), np.nan, np.float32)
         errors: list[str | None] = [None] * len(rows)
         for index, row in enumerate(rows):
+            pulse.beat()
             failures = {self._config.functions[i.function].function: i.future.exception() for i in row}
             failed = [f"{name} {error}" for name, error in failures.items() if error]
             if failed:

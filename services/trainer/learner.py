@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from protocols.experience import UNSAMPLED, Trajectory
+from services import pulse
 from services.model import shares_prompts
 from services.packing import Rows, plan_rows
 from services.trainer.algorithms.compose import Algorithm, Part, Totals
 from services.trainer.batch import Step
 from services.trainer.config import OptimizerConfig, TrainerConfig
+from services.trainer.mismatch import Mismatch
 from services.trainer.parallel import forward, full, let_go
 from services.trainer.world import World
 
@@ -91,6 +93,7 @@ class Learner:
 
         def parts() -> Iterator[Part]:
             for rows, _ in plan:
+                pulse.beat()
                 with self._autocast():
                     log_prob = forward(self.model, rows, self._temperature)
                 index = torch.tensor(rows.index, device=self.device)
@@ -106,17 +109,21 @@ class Learner:
         mean_weight = self._mean_weight(parts(), counts) if self.algorithm.needs_first_pass else 1.0
         total: float = 0.0
         sums: dict[str, float] = {}
+        mismatch = Mismatch()
+        versions = [t.versions for t in trajectories]
         for (rows, counts_once), part in zip(plan, parts(), strict=True):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
             (loss * counts_once).backward()
             total += counts_once * float(loss.detach())
             share: float = counts_once * _share(rows, totals)
-            found["mismatch"] = (part.log_prob.detach() - part.behaviour).abs().sum() / part.mask.sum().clamp(min=1)
+            if counts_once:
+                fresh = rows.column(versions) == self.version
+                mismatch.add(part.log_prob.detach(), part.behaviour, part.mask, fresh)
             found["surprise"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
         total, *means = self.world.sum([total, *sums.values()])
-        return total, dict(zip(sums, means, strict=True))
+        return total, dict(zip(sums, means, strict=True)) | mismatch.metrics(self.world)
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> list[float]:

@@ -33,7 +33,7 @@ from protocols.weights import (
     bucket_digest,
     whole_digest,
 )
-from services import failpoint
+from services import failpoint, pulse
 from services.section import SetupError
 from services.trainer.broadcast import Broadcast
 from services.trainer.snapshot import Buffers, Snapshot
@@ -118,6 +118,7 @@ class Publisher:
     def wait(self, event: threading.Event) -> None:
         """Waits for a job's event. Raises what ended the thread, if that came first."""
         while not event.wait(POLL_S):
+            pulse.beat()
             if self.error:
                 raise self.error
             if not self._thread.is_alive():
@@ -346,7 +347,7 @@ class Publisher:
         possible: dict[Transport, bool] = {
             "cuda_ipc": bool(self._gpu) and reach.gpu == self._gpu,
             "shm": shares_memory and not reach.gpu,
-            "nccl": bool(self._gpu and reach.gpu),
+            "nccl": bool(self._gpu and reach.gpu) and not cuda_ipc.same_gpu(self._gpu, reach.gpu),
             "gloo": not reach.gpu,
             "snapshot": True,
         }

@@ -21,7 +21,7 @@ from protocols.messages import (
     Resumed,
     Take,
 )
-from services import failpoint
+from services import failpoint, pulse
 from services.actor import Actor, Place
 from services.trainer import checkpoint
 from services.trainer.publisher import Job, Publisher
@@ -151,13 +151,21 @@ class Trainer:
         # While steps are redone rollouts hold newer versions already: nothing is offered.
         self._job = self._publisher.publish(Job(version, canary, commit, quiet=version < batch.committed))
         log.info("step", step=batch.step, version=version, reward=round(metrics["reward"], 4))
+        self._warn_of_mismatch(batch.step, metrics)
         if version % self._settings.trainer.checkpoint.every == 0:
             self._settle()
             self._save(final=False)
 
+    def _warn_of_mismatch(self, step: int, metrics: dict[str, float]) -> None:
+        bound = self._settings.trainer.mismatch_warning
+        if metrics.get("mismatch_kl_k3", 0.0) > bound:
+            shown = {name: round(value, 4) for name, value in metrics.items() if name.startswith("mismatch")}
+            log.warning("engines and trainer disagree (trainer.mismatch_warning)", step=step, bound=bound, **shown)
+
     def _commit(self, batch: Batch, snapshot: Snapshot, metrics: dict[str, float]) -> None:
         """Called by the publisher's thread, once the version that the step has yielded is known by its digest."""
         digest = snapshot.digest
+        metrics |= {"mismatch_bound": self._settings.trainer.mismatch_warning}
         metrics |= {"gather_s": snapshot.cost.gather_s, "digest_s": snapshot.cost.digest_s}
         failpoint.reach("trained", batch.step)
         self.actor.mailbox.ask(Commit(step=batch.step, digest=digest, metrics=metrics), ANSWER_DEADLINE_S)
@@ -188,6 +196,7 @@ class Trainer:
             self._world.order(what, batch)
 
     def _keep_awake(self) -> None:
+        pulse.beat()
         if time.monotonic() - self._said_at > IDLE_S:
             self._order("wait")
 

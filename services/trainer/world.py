@@ -58,6 +58,14 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
+    def max(self, value: float) -> float:
+        """The largest over the ranks."""
+        if self.size == 1:
+            return value
+        largest = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
     def order(self, what: Order, batch: Batch | None = None) -> None:
         """Rank 0 tells the others what comes next."""
         self.share(wire.pack({"what": what, "batch": batch.model_dump() if batch else None}))

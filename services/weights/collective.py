@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ from protocols.weights import CollectiveRoute, Layout
 from services.weights import sparse
 
 POLL_S = 0.0003
+AHEAD = 3
+"""Buckets that a receiver has room ready for: the next ones come in while it hashes one."""
 _WHOLE, _CHANGES = 0, 1
 
 
@@ -25,8 +30,12 @@ class CollectiveError(RuntimeError):
 
 def serve_store(host: str) -> tuple[dist.TCPStore, str]:
     """The meeting point of all epochs, on a free port of ``host``; with its ``host:port``."""
-    store = dist.TCPStore(host, 0, world_size=None, is_master=True, wait_for_workers=False)
-    return store, f"{host}:{store.port}"
+    with socket.create_server((host, 0), backlog=128) as bound:  # torch by itself would listen on every interface
+        port = bound.getsockname()[1]
+        store = dist.TCPStore(
+            host, port, world_size=None, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach()
+        )
+    return store, f"{host}:{port}"
 
 
 @dataclass(slots=True)
@@ -103,19 +112,20 @@ class Group:
         arrived: Callable[[int], None],
     ) -> None:
         """Receives every bucket into ``shadow`` (uint8 ``[bytes]``), which holds the version that buckets are changes
-        of, where the route says so. ``arrived`` is called with each bucket's number, while the next is on its way."""
+        of, where the route says so. ``arrived`` is called with each bucket's number, while others come in."""
         if self.route.sparse_from:
             self._receive_changes(layout, shadow, arrived)
             return
-        before: int | None = None
-        for index, (start, end) in enumerate(layout.spans):
-            work = self._broadcast(index, shadow[start:end])
-            if before is not None:
-                arrived(before)
+        coming: deque[tuple[int, Any]] = deque()
+        spans = enumerate(layout.spans)
+        while True:
+            for index, (start, end) in islice(spans, AHEAD - len(coming)):
+                coming.append((index, self._broadcast(index, shadow[start:end])))
+            if not coming:
+                return
+            index, work = coming.popleft()
             self._wait(work, index)
-            before = index
-        if before is not None:
-            arrived(before)
+            arrived(index)
 
     def _receive_changes(
         self,

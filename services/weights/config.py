@@ -18,7 +18,8 @@ class WeightsConfig(Section):
     the same shared memory, ``nccl`` between GPUs, else ``gloo``. ``snapshot``: the rollout asks for the weights over
     ZeroMQ, for peers that no collective reaches. A rollout that the named one does not reach gets ``snapshot``."""
     host: str = "127.0.0.1"
-    """This host's address on the weight network."""
+    """This host's address on the weight network; or that network, as ``10.1.0.0/16``: each host finds its own
+    address."""
     deadline_s: float = Field(60.0, gt=0)
     """A rollout that has not loaded a version after this long is voted out, and invited again."""
     stall_s: float = Field(10.0, gt=0)

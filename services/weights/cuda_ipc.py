@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from protocols.weights import CudaIpcRoute
 
 
 def gpu_of(device: torch.device) -> str:
-    """The UUID of the GPU; empty for a CPU. Two processes may number the same GPU differently."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """The UUID of the GPU, and after an ``@`` the PID namespace, beyond which CUDA IPC does not reach (another
+    container); empty for a CPU. Two processes may number the same GPU differently."""
+    if device.type != "cuda":
+        return ""
+    try:
+        namespace = Path("/proc/self/ns/pid").readlink().name
+    except OSError:
+        namespace = ""
+    return f"{torch.cuda.get_device_properties(device).uuid}@{namespace}"
+
+
+def same_gpu(one: str, other: str) -> bool:
+    """Both processes compute on one GPU, which NCCL does not allow in a group, wherever they are."""
+    return one.partition("@")[0] == other.partition("@")[0]
 
 
 def share(buffer: torch.Tensor) -> CudaIpcRoute:

@@ -56,7 +56,7 @@ class Segment:
             self._file.close()
             raise SetupError(
                 f"weights.transport: no room for {nbytes / 2**20:.0f} MiB in {directory()} ({error.strerror}); "
-                f"{SEGMENTS} versions must fit (docker: --shm-size)"
+                f"{SEGMENTS} versions must fit (docker: --shm-size; compose: PENSTOCK_SHM)"
             ) from None
         self._map = mmap.mmap(self._file.fileno(), size)
         self.memory = memoryview(self._map)[HEADER_BYTES:]
@@ -128,6 +128,12 @@ class Attached:
             raise DigestError(f"segment {mapping.path.name} is being made ready for another version") from None
         self.memory = memoryview(mapping.map)[HEADER_BYTES : HEADER_BYTES + nbytes]
         self._numbers = _numbers(mapping.map)
+
+    @property
+    def file(self) -> int:
+        """The open file; the flat buffer begins at `HEADER_BYTES`."""
+        assert self._lock
+        return self._lock.fileno()
 
     def filled(self, version: int) -> int:
         """How many buckets of ``version`` are written. Raises `DigestError` where it holds another version by now."""

@@ -334,6 +334,31 @@ def test_the_last_step_takes_what_the_prompts_have_left(tmp_path: Path, redis_ur
     stage.close()
 
 
+def test_a_broker_that_was_killed_after_the_end_says_so_when_it_is_back(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.broker.service.LINGER_S", 0.5)
+    one = settings(tmp_path, steps=1)
+    stage = Stage(tmp_path, redis_url, steps=1)
+    rollout = stage.rollout()
+    reward = stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(B):
+        rollout.finish(lease)
+    reward.score(B)
+    trainer = stage.trainer.box
+    trainer.ask(m.Take(step=0), 5)
+    metrics = {"reward": 0.5, "lag_max": 0.0, "lag_mean": 0.0, "tokens": 6.0, "tokens_lagging": 0.0}
+    trainer.ask(m.Commit(step=0, digest="digest-1", metrics=metrics), 5)
+    trainer.ask(m.Checkpointed(version=1, path="", final=True), 5)
+    stage.close()
+    assert stage.broker.state["phase"] == "done"
+    again = Broker(one, redis_url)
+    again.serve()  # nobody comes any more
+    assert again.state["phase"] == "done" and again.state["step"] == 1
+    assert again.state["restarts"] == 1 and again.books.untrained == []
+
+
 def test_an_unreachable_store_is_a_clear_error_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"store.url: no Redis answers at redis://127.0.0.1:1/0") as caught:
         Broker(settings(tmp_path, store=StoreConfig(retry_s=0.3)), "redis://:secret@127.0.0.1:1/0")

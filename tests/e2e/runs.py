@@ -26,14 +26,16 @@ SHORT = [
 
 
 class Run:
-    """``penstock run`` in the background."""
+    """``penstock run`` in the background; ``prefix`` stands before the command, such as ``ip netns exec HOST``."""
 
-    def __init__(self, folder: Path, overrides: list[str], config: Path = QUICKSTART) -> None:
+    def __init__(
+        self, folder: Path, overrides: list[str], config: Path = QUICKSTART, prefix: tuple[str, ...] = ()
+    ) -> None:
         self.folder = folder / "run"
         self.output = folder / "output"
         command = [sys.executable, "-m", "pipeline.cli", "run", str(config), f"run.folder={folder}", "run.name=run"]
         with self.output.open("wb") as out:
-            self.process = subprocess.Popen([*command, *overrides], stdout=out, stderr=out, cwd=ROOT)
+            self.process = subprocess.Popen([*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT)
 
     def wait(self, seconds: float = 240) -> dict[str, Any]:
         """Waits for the end; asserts success and that no process is left; returns the summary."""

@@ -81,6 +81,7 @@ def test_the_hugging_face_config_trains_a_local_model_on_a_local_file(tmp_path: 
     assert "what is" in samples
 
 
+@pytest.mark.chaos
 def test_reasoning_gym_tasks_are_scored_by_their_own_scorers(tmp_path: Path) -> None:
     overrides = ["trainer.steps=4", "gate.groups_per_step=8", "prompts.eval_size=8", "model.warm_start.steps=5"]
     summary = Run(tmp_path, overrides, ROOT / "configs" / "reasoning-gym.yaml").wait()

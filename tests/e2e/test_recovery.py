@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from pipeline.summary import steps_of
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
@@ -39,6 +40,7 @@ def test_an_interrupted_run_goes_on_with_another_bound_and_batch(tmp_path: Path)
     assert refused.returncode == 2 and "run.seed: 7, but the run began with 0" in refused.stderr
 
 
+@pytest.mark.chaos
 def test_a_run_whose_machine_went_down_goes_on(tmp_path: Path) -> None:
     run = Run(tmp_path, [*SHORT, "trainer.steps=100000", "trainer.checkpoint.every=4"])
     run.wait_for_step(6)
@@ -54,6 +56,7 @@ def test_a_run_whose_machine_went_down_goes_on(tmp_path: Path) -> None:
     assert summary["steps"] == 30 and summary["groups_trained"] == 30 * 8
 
 
+@pytest.mark.chaos
 def test_a_process_that_is_asked_to_leave_is_started_again(tmp_path: Path) -> None:
     run = Run(tmp_path, [*SHORT, "trainer.steps=12"])
     run.wait_for_step(2)
@@ -82,6 +85,7 @@ def test_a_stall_is_named(tmp_path: Path) -> None:
     check_promises(run.wait())
 
 
+@pytest.mark.chaos
 def test_a_deterministic_run_is_not_continued_on_another_kind_of_machine(tmp_path: Path) -> None:
     run = Run(tmp_path, [*SHORT, "run.deterministic=true", "trainer.steps=100000"])
     run.wait_for_step(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import redis
 
 from pipeline.summary import steps_of
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
@@ -29,7 +31,7 @@ def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
     assert summary["steps"] == summary["version"] == 6 and summary["groups_trained"] == 48
     assert [row["step"] for row in steps_of(run.folder)] == list(range(6))
     report = (run.folder / "report.html").read_text()
-    assert report.count("<svg") == 7 and "http://" not in report.split("</style>")[1].split("<svg")[0]
+    assert report.count("<svg") == 8 and "http://" not in report.split("</style>")[1].split("<svg")[0]
     assert (run.folder / "samples.jsonl").read_text() and list((run.folder / "tensorboard").iterdir())
     lines = (run.folder / "logs" / "trainer.jsonl").read_text().splitlines()
     assert all({"run", "actor", "event"} <= json.loads(line).keys() for line in lines)
@@ -37,12 +39,14 @@ def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
     assert (checkpoint / "model.safetensors").is_file() and (checkpoint / "tokenizer.json").is_file()
 
 
+@pytest.mark.chaos
 def test_zero_lag_trains_on_nothing_old(tmp_path: Path) -> None:
     summary = Run(tmp_path, [*SHORT, "gate.max_lag=0"]).wait()
     check_promises(summary)
     assert summary["lag_max_seen"] == 0 and summary["lagging_share"] == 0
 
 
+@pytest.mark.chaos
 def test_weights_travel_by_gloo(tmp_path: Path) -> None:
     summary = Run(tmp_path, [*SHORT, "weights.transport=gloo"]).wait()
     check_promises(summary)
@@ -75,7 +79,10 @@ def test_a_reward_that_always_fails_ends_the_run_and_says_why(tmp_path: Path) ->
             "no such file: nowhere.jsonl",
         ),
         (["model={type: pretrained, path: /nowhere}"], "model.path: cannot load"),
-        (["trainer.algorithm.loss={type: custom, function: 'no.such:thing'}"], "cannot load 'no.such:thing'"),
+        pytest.param(
+            ["trainer.algorithm.loss={type: custom, function: 'no.such:thing'}"], "cannot load 'no.such:thing'",
+            marks=pytest.mark.chaos,
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_work_fails_soon_and_clearly(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -116,19 +123,115 @@ def test_actors_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     assert not run.actors()
 
 
-def test_actors_can_be_started_one_by_one(tmp_path: Path, redis_url: str) -> None:
-    folder = tmp_path / "run"
+def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline.cli", *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    overrides = [*SHORT, f"store.url={redis_url}", f"broker.bind=tcp://127.0.0.1:{port}"]
-    command = [sys.executable, "-m", "pipeline.cli"]
-    subprocess.run([*command, "prepare", str(QUICKSTART), *SHORT, "--folder", str(folder)], check=True, cwd=ROOT)
-    actors = []
+        return free.getsockname()[1]
+
+
+def serve_each(tmp_path: Path, redis_url: str, port: int, overrides: list[str]) -> dict[str, subprocess.Popen[bytes]]:
+    """Every actor as a container starts it, for the run in ``tmp_path / "run"``."""
+    folder = tmp_path / "run"
+    prepared = penstock("prepare", str(QUICKSTART), *overrides, "--folder", str(folder))
+    assert prepared.returncode == 0, prepared.stderr
+    actors = {}
     for actor in ("broker", "trainer", "rollout", "reward", "reference"):
-        arguments = ["serve", actor, "--config", str(QUICKSTART), "--folder", str(folder), "--name", actor, *overrides]
+        arguments = ["serve", actor, "--config", str(folder / "config.yaml"), "--folder", str(folder), "--name", actor]
         if actor != "broker":
             arguments += ["--broker", f"tcp://127.0.0.1:{port}"]
-        actors.append(subprocess.Popen([*command, *arguments], cwd=ROOT))
-    assert [actor.wait(120) for actor in actors] == [0] * 5
-    assert len(steps_of(folder)) == 6
+        env = {**os.environ, "PENSTOCK_PULSE": str(tmp_path / actor), "PENSTOCK_STORE": redis_url}
+        command = [sys.executable, "-m", "pipeline.cli", *arguments]
+        actors[actor] = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+    return actors
+
+
+def test_actors_can_be_started_one_by_one(tmp_path: Path, redis_url: str) -> None:
+    folder, port = tmp_path / "run", free_port()
+    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "store.shutdown=true", "trainer.steps=12"]
+    actors = serve_each(tmp_path, redis_url, port, overrides)
+    watching = [sys.executable, "-m", "pipeline.cli", "top", "--broker", f"tcp://127.0.0.1:{port}"]
+    while not (folder / "metrics.jsonl").is_file():
+        time.sleep(0.1)
+    watcher = subprocess.Popen(watching, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not steps_of(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    now = json.loads(penstock("status", str(folder), "--json").stdout)
+    assert now["steps"] == 12 and {"rollout", "trainer", "reward", "reference"} <= now["members"].keys()
+    for actor in actors:
+        assert time.time() - (tmp_path / actor).stat().st_mtime < 5, f"the pulse of {actor}"
+    assert {actor: process.wait(120) for actor, process in actors.items()} == dict.fromkeys(actors, 0)
+    shown, _ = watcher.communicate(timeout=60)
+    assert watcher.returncode == 0 and "/12  reward" in shown
+    assert len(steps_of(folder)) == 12
+    summary = json.loads((folder / "summary.json").read_text())
+    check_promises(summary)
+    assert "<svg" in (folder / "report.html").read_text()
+    with pytest.raises(redis.ConnectionError):
+        redis.Redis.from_url(redis_url).ping()  # the store has ended last
+
+    again = penstock("prepare", str(QUICKSTART), *overrides, "--folder", str(folder))
+    assert again.returncode == 2 and "is complete: 12 steps" in again.stderr
+    late = penstock(
+        "serve", "reward", "--config", str(folder / "config.yaml"), "--folder", str(folder), "--broker", "-"
+    )
+    assert late.returncode == 0 and "is complete: 12 steps" in late.stderr
+    assert json.loads(penstock("status", str(folder), "--json").stdout) == summary
+    longer = penstock("prepare", str(QUICKSTART), *overrides, "trainer.steps=14", "--folder", str(folder))
+    assert longer.returncode == 0 and not (folder / "summary.json").is_file()
+    other = penstock("prepare", str(QUICKSTART), *overrides, "run.seed=5", "--folder", str(folder))
+    assert other.returncode == 2 and "run.seed: 5, but the run began with 0" in other.stderr
+
+
+@pytest.mark.chaos
+def test_a_stopped_trainer_of_two_ranks_leaves_a_checkpoint_and_the_broker_ends_the_run(
+    tmp_path: Path, redis_url: str
+) -> None:
+    folder, port = tmp_path / "run", free_port()
+    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "trainer.steps=5000", "trainer.ranks=2"]
+    actors = serve_each(tmp_path, redis_url, port, overrides)
+    deadline = time.monotonic() + 90
+    while len(steps_of(folder)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    trainer = actors.pop("trainer")
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.wait(60) == 0
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    assert int(checkpoint.name.removeprefix("step-")) >= 3
+    actors["broker"].send_signal(signal.SIGTERM)
+    assert {process.wait(60) for process in actors.values()} == {0}
+    assert json.loads((folder / "summary.json").read_text())["outcome"] == "interrupted"
+
+
+@pytest.mark.chaos
+def test_a_failed_run_of_single_actors_ends_and_can_go_on(tmp_path: Path, redis_url: str) -> None:
+    folder, port = tmp_path / "run", free_port()
+    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "broker.max_consecutive_drops=4"]
+    broken = "reward.functions=[{function: 'tests.e2e.rewards:broken'}]"
+    actors = serve_each(tmp_path, redis_url, port, [*overrides, broken])
+    codes = {actor: process.wait(120) for actor, process in actors.items()}
+    assert codes.pop("broker") == 78 and set(codes.values()) == {0}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["outcome"] == "failed" and "no such column" in summary["error"]
+    again = penstock("serve", "broker", "--config", str(folder / "config.yaml"), "--folder", str(folder))
+    assert again.returncode == 0 and "has failed" in again.stderr and "no such column" in again.stderr
+    actors = serve_each(tmp_path, redis_url, port, overrides)  # with a reward that works
+    assert {process.wait(120) for process in actors.values()} == {0}
+    check_promises(json.loads((folder / "summary.json").read_text()))
+
+
+def test_status_says_what_is_missing(tmp_path: Path) -> None:
+    nothing = penstock("status")
+    assert nothing.returncode == 2 and "--broker" in nothing.stderr
+    stranger = penstock("status", str(tmp_path))
+    assert stranger.returncode == 2 and "no broker has ever listened" in stranger.stderr
+    silent = penstock("status", "--broker", "tcp://127.0.0.1:9")
+    assert silent.returncode == 2 and "no broker answers at tcp://127.0.0.1:9" in silent.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 import redis
 
 from pipeline.bench.soak import TINY
@@ -23,6 +24,7 @@ def look(run: Run) -> tuple[dict[str, int], float]:
     return rows, broker.memory_info().rss / 2**20
 
 
+@pytest.mark.chaos
 def test_redis_and_broker_stay_flat(tmp_path: Path) -> None:
     run = Run(tmp_path, [*TINY, "trainer.steps=400", "trainer.checkpoint.every=20"])
     run.wait_for_step(150)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 import numpy as np
 import pytest
@@ -10,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from protocols import wire
-from protocols.experience import ExperienceError, pack_group, unpack_group
+from protocols.experience import ExperienceError, Group, pack_group, unpack_group
 from protocols.messages import Finished, Take, from_envelope, to_envelope
-from tests.conftest import make_group
+from tests.conftest import make_group, with_masks
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
 arrays = hnp.arrays(
@@ -90,14 +92,17 @@ def test_unknown_messages_and_fields_are_refused() -> None:
     assert from_envelope(to_envelope(Take(step=3))) == Take(step=3)
 
 
-@given(st.integers(0, 2**31), st.integers(1, 6))
-def test_groups_survive_packing(seed: int, n: int) -> None:
-    group = make_group(np.random.default_rng(seed), 5, n, versions=(1, 2))
+@given(st.integers(0, 2**31), st.integers(1, 6), st.booleans())
+def test_groups_survive_packing(seed: int, n: int, masks: bool) -> None:
+    random = np.random.default_rng(seed)
+    group = make_group(random, 5, n, versions=(1, 2))
+    if masks:
+        group = Group(5, group.prompt, [with_masks(random, t) for t in group.trajectories])
     again = unpack_group(pack_group(group))
     assert again.number == 5 and again.prompt == group.prompt and again.sampled == group.sampled
     for a, b in zip(group.trajectories, again.trajectories, strict=True):
         assert a.text == b.text and a.finish == b.finish
-        for name in ("tokens", "loss_mask", "logprobs", "versions"):
+        for name in ("tokens", "loss_mask", "logprobs", "versions", "kept_counts", "kept_ids"):
             assert np.array_equal(getattr(a, name), getattr(b, name))
 
 
@@ -114,6 +119,27 @@ def test_groups_survive_packing(seed: int, n: int) -> None:
 def test_groups_that_break_their_rules_are_refused(field: str, value: object, match: str) -> None:
     fields = wire.unpack(pack_group(make_group(np.random.default_rng(0), 1, 1)))
     fields[field] = value
+    with pytest.raises(ExperienceError, match=match):
+        unpack_group(wire.pack(fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda counts, ids: (counts[:-1], ids), "one for each token"),
+        (lambda counts, ids: (np.r_[1, counts[1:]], ids), "0 where nothing was sampled"),
+        (lambda counts, ids: (counts, ids[:-1]), "as many as"),
+        (lambda counts, ids: (counts, np.full_like(ids, 77)), "among those it was chosen from"),
+        (lambda counts, ids: (counts, ids.astype(np.int64)), "int32"),
+    ],
+)
+def test_masks_that_break_their_rules_are_refused(change: Any, match: str) -> None:
+    random = np.random.default_rng(3)
+    group = make_group(random, 1, 1)
+    fields = wire.unpack(pack_group(Group(1, group.prompt, [with_masks(random, t) for t in group.trajectories])))
+    assert fields["kept_ids"].size > 1
+    counts, ids = change(fields["kept_counts"], fields["kept_ids"])
+    fields["kept_counts"], fields["kept_ids"] = counts.astype(np.int32), ids
     with pytest.raises(ExperienceError, match=match):
         unpack_group(wire.pack(fields))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) ->
             super().__init__(TorchEngineConfig(max_length=32), a_model().config, "float32", {1}, str)
             self._name = name
 
-        def prepare(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        def prepare(self, weights: Any, memory: Any = None) -> Any:
             with torch.inference_mode():
                 logits = self._model.logits(super().prepare(weights), tokens()[0])
             found[self._name, len([key for key in found if key[0] == self._name]) + 1] = logits.numpy()

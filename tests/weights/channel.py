@@ -14,6 +14,7 @@ import torch
 from pipeline.bench.relay import Relay
 from protocols import messages as m
 from protocols.mailbox import Mailbox
+from services.rollout.engines.base import Memory
 from services.rollout.receiver import Prepared, Receiver
 from services.trainer.publisher import Job, Publisher
 from services.trainer.source import Source
@@ -27,8 +28,9 @@ class Holder:
     """The part of an engine that a receiver uses. Its score depends on the weights, so a canary means something."""
 
     device = torch.device("cpu")
+    remote = False
 
-    def prepare(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> dict[str, torch.Tensor]:
         return dict(weights)
 
     def score(self, prepared: Mapping[str, torch.Tensor], tokens: np.ndarray) -> np.ndarray:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 
 from protocols import messages as m
 from protocols.weights import DigestError
+from services.rollout.engines.base import Memory
 from services.weights import flat, shm
 from tests.weights.channel import Channel, Holder, Named, score, until
 
@@ -265,7 +269,7 @@ def test_an_engine_that_makes_something_else_of_right_bytes_does_not_serve_it(sh
 
         careless = True
 
-        def prepare(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> dict[str, torch.Tensor]:
             made = {name: tensor.clone() for name, tensor in weights.items()}
             if self.careless:
                 made["w1"][3:] = 0
@@ -332,3 +336,24 @@ def test_a_read_only_buffer_makes_no_noise() -> None:
     data = bytes(range(64))
     assert flat.from_memory(memoryview(data)).tolist() == list(data)
     assert np.array_equal(flat.as_array(memoryview(data)), np.arange(64))
+
+
+def test_a_process_ends_in_good_order_while_a_thread_waits_for_a_broadcast() -> None:
+    waiting = """
+        import threading, time, torch
+        from protocols.weights import CollectiveRoute, Layout
+        from services.actor import end
+        from services.weights.collective import Group, serve_store
+        store, address = serve_store("127.0.0.1")
+        route = CollectiveRoute(type="gloo", store=address, ranks={"rollout-0#1": 1}, stall_s=20)
+        groups = {}
+        sender = threading.Thread(target=lambda: groups.update(sender=Group(route, 0, 0, "127.0.0.1", store)))
+        sender.start()
+        group = Group(route, 0, 1, "127.0.0.1")
+        sender.join()
+        where, shadow = Layout(weights=(), nbytes=4096, bucket_bytes=4096), torch.zeros(4096, dtype=torch.uint8)
+        threading.Thread(target=group.receive, args=(where, shadow, print), daemon=True).start()
+        time.sleep(0.3)
+        end(0)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(waiting)], check=True, timeout=15)

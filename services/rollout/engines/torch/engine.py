@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from protocols.experience import Finish
+from protocols.experience import Finish, nothing_kept
 from services.model import DTYPES, ModelError, device_of
 from services.rollout.config import TorchEngineConfig
-from services.rollout.engines.base import Completion, Request, RequestError
+from services.rollout.engines.base import Completion, Memory, Refusal, Request, RequestError, refuse_unfit
 from services.rollout.engines.torch import native
 from services.rollout.engines.torch.cache import SlotCache
 from services.rollout.engines.torch.hosted import HostedModel
@@ -66,11 +66,13 @@ class TorchEngine:
     ``stop_ids`` end a sequence; ``decode`` turns token ids into text, for requests with stop texts.
     """
 
+    remote = False
+
     def __init__(
         self, config: TorchEngineConfig, model_config: Any, dtype: str, stop_ids: set[int], decode: Callable[[Any], str]
     ) -> None:
         self.version = -1
-        self.capacity = config.max_sequences
+        self._capacity = config.max_sequences
         self._config, self._decode = config, decode
         self.device = device_of(config.device)
         limit = getattr(model_config, "max_position_embeddings", None) or config.max_length
@@ -78,7 +80,7 @@ class TorchEngine:
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         kind = DTYPES[dtype]
         self._cache = SlotCache(
-            model_config.num_hidden_layers, self.capacity, heads, self._length, native.head_dim(model_config), kind,
+            model_config.num_hidden_layers, self._capacity, heads, self._length, native.head_dim(model_config), kind,
             self.device,
         )  # fmt: skip
         self._model: native.NativeModel | HostedModel
@@ -88,34 +90,39 @@ class TorchEngine:
             self._model = HostedModel(model_config, self._cache, kind, self.device)
         self._vocabulary = model_config.vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
-        self._slots = _Slots.empty(self.capacity, self._length)
+        self._slots = _Slots.empty(self._capacity, self._length)
         self._active = 0
         self._queue: deque[Request] = deque()
         self._stops: dict[int, tuple[str, ...]] = {}
+        self._masked: set[int] = set()
+        """Requests whose masks are recorded."""
+        self._kept: dict[tuple[int, int], list[np.ndarray]] = {}
+        """By request and sample: for each new token, what it was chosen from."""
         self._generated = 0
+
+    @property
+    def capacity(self) -> int:
+        """See `base.Engine.capacity`."""
+        return self._capacity
 
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
-        size, sampling = len(request.tokens), request.sampling
-        if size < 1 or request.tokens.min() < 0 or request.tokens.max() >= self._vocabulary:
-            raise RequestError(f"the prompt has {size} tokens or ids outside the vocabulary of {self._vocabulary}")
-        if size + sampling.max_new_tokens > self._length:
-            raise RequestError(
-                f"a prompt of {size} tokens and max_new_tokens={sampling.max_new_tokens} exceed "
-                f"rollout.engine.max_length={self._length}"
-            )
-        if sampling.n > self.capacity:
-            raise RequestError(f"n={sampling.n} exceeds rollout.engine.max_sequences={self.capacity}")
+        refuse_unfit(request, self._vocabulary, self._length)
+        sampling = request.sampling
+        if sampling.n > self._capacity:
+            raise RequestError(f"n={sampling.n} exceeds rollout.engine.max_sequences={self._capacity}")
         self._queue.append(request)
         if sampling.stop:
             self._stops[request.number] = sampling.stop
+        if sampling.masks and sampling.temperature > 0:
+            self._masked.add(request.number)
 
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Completion | Refusal]:
         """See `base.Engine.step`."""
         if self.version < 0:
             return []
-        done: list[Completion] = []
+        done: list[Completion | Refusal] = []
         if self._queue:
             self._admit(done)
         if self._active:
@@ -130,12 +137,14 @@ class TorchEngine:
         if gone.size:
             self._compact(gone)
         self._stops.pop(number, None)
+        self._masked.discard(number)
+        self._kept = {key: noted for key, noted in self._kept.items() if key[0] != number}
 
     def pending(self) -> int:
         """See `base.Engine.pending`."""
         return self._active + sum(request.sampling.n for request in self._queue)
 
-    def prepare(self, weights: Mapping[str, torch.Tensor]) -> Any:
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Any:
         """See `base.Engine.prepare`."""
         try:
             return self._model.prepare(weights)
@@ -165,10 +174,10 @@ class TorchEngine:
     def close(self) -> None:
         """See `base.Engine.close`."""
 
-    def _admit(self, done: list[Completion]) -> None:
+    def _admit(self, done: list[Completion | Refusal]) -> None:
         """Prefills queued requests, first come first served, while slots and the prefill budget last."""
         chosen: list[Request] = []
-        room, budget = self.capacity - self._active, self._config.prefill_tokens
+        room, budget = self._capacity - self._active, self._config.prefill_tokens
         while self._queue and self._queue[0].sampling.n <= room:
             if chosen and len(self._queue[0].tokens) > budget:
                 break
@@ -248,19 +257,31 @@ class TorchEngine:
         def put(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
 
-        tokens, logprobs = sample(
+        masked = np.isin(s.number[rows], list(self._masked)) if self._masked else None
+        tokens, logprobs, kept = sample(
             logits,
             put(s.temperature[rows]),
             put(s.top_p[rows]) if truncating[0] else None,
             put(s.top_k[rows]) if truncating[1] else None,
             uniform.to(self.device),
+            put(masked) if masked is not None else None,
         )
+        if masked is not None and kept is not None:
+            self._keep(kept.cpu().numpy(), masked, start)
         slots = np.arange(start, end)
         s.tokens[slots, lengths] = tokens.cpu().numpy()
         s.logprobs[slots, lengths] = logprobs.cpu().numpy()
         s.versions[slots, lengths] = self.version
         s.lengths[rows] += 1
         self._generated += end - start
+
+    def _keep(self, kept: np.ndarray, masked: np.ndarray, start: int) -> None:
+        """Notes which tokens the sampler chose among: bool ``[rows, vocabulary]``, for the ``masked`` rows."""
+        s = self._slots
+        for row in np.flatnonzero(masked):
+            slot = start + int(row)
+            noted = self._kept.setdefault((int(s.number[slot]), int(s.sample[slot])), [])
+            noted.append(np.flatnonzero(kept[row]).astype(np.int32))
 
     def _retire(self, end: int, start: int = 0) -> list[Completion]:
         """Removes finished sequences among the slots ``[start, end)``."""
@@ -279,22 +300,27 @@ class TorchEngine:
             return []
         done = [self._completion(int(slot), bool(stopped[slot - start])) for slot in finished]
         self._compact(finished)
-        if self._stops:
+        if self._stops or self._masked:
             running = set(s.number[: self._active].tolist()) | {r.number for r in self._queue}
             self._stops = {number: stop for number, stop in self._stops.items() if number in running}
+            self._masked &= running
         return done
 
     def _completion(self, slot: int, stopped: bool) -> Completion:
         s = self._slots
         part = slice(int(s.prompt[slot]), int(s.lengths[slot]))
         finish: Finish = "stop" if stopped else "length"
+        number, sample = int(s.number[slot]), int(s.sample[slot])
+        noted = self._kept.pop((number, sample), [])
         return Completion(
-            int(s.number[slot]),
-            int(s.sample[slot]),
+            number,
+            sample,
             s.tokens[slot, part].copy(),
             s.logprobs[slot, part].copy(),
             s.versions[slot, part].copy(),
             finish,
+            np.array([len(ids) for ids in noted], np.int32) if noted else nothing_kept(),
+            np.concatenate(noted) if noted else nothing_kept(),
         )
 
     def _compact(self, finished: np.ndarray) -> None:

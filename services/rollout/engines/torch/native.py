@@ -81,8 +81,7 @@ class NativeModel:
             return take.get(name)
 
         def fuse(names: list[str]) -> torch.Tensor | None:
-            present = [take[name] for name in names if name in take]
-            return _joined(present) if present else None
+            return _joined([take[name] for name in names]) if any(name in take for name in names) else None
 
         layers = []
         for index in range(self._config.num_hidden_layers):

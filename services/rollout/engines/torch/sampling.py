@@ -39,12 +39,15 @@ def sample(
     top_p: torch.Tensor | None,
     top_k: torch.Tensor | None,
     uniform: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    masked: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draws one token a row from ``logits`` (float32 ``[rows, vocabulary]``).
 
     ``temperature`` float32 ``[rows]``, 0 for greedy; ``top_p`` float32 and ``top_k`` int64 ``[rows]``, None where no
     row truncates; ``uniform`` float32 ``[rows]`` in [0, 1). Returns tokens int64 ``[rows]`` and their log-probabilities
-    float32 ``[rows]`` under the tempered, untruncated distribution (greedy rows: temperature 1).
+    float32 ``[rows]`` under the tempered, untruncated distribution (greedy rows: temperature 1). For rows where
+    ``masked`` (bool ``[rows]``) is set they are those of the truncated one, and the third tensor, bool ``[rows,
+    vocabulary]``, says what it kept; None without ``masked``.
     """
     greedy = temperature == 0
     logs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], -1)
@@ -55,7 +58,12 @@ def sample(
     threshold = uniform[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1)
+    found = logs.gather(-1, tokens[:, None]).squeeze(-1)
+    if masked is None:
+        return tokens, found, None
+    kept = probabilities > 0
+    over_kept = found - logs.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    return tokens, torch.where(masked & ~greedy, over_kept, found), kept
 
 
 def _truncate(probabilities: torch.Tensor, top_p: torch.Tensor | None, top_k: torch.Tensor | None) -> torch.Tensor:

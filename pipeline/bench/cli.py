@@ -1,0 +1,117 @@
+"""The command ``penstock bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from pipeline.config import ConfigError
+
+bench = typer.Typer(help="Benchmarks, each beside a peer or a physical limit.", no_args_is_help=True)
+
+
+@bench.command("generate")
+def bench_generate(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model folder or hub name; by default the quickstart's size.", show_default=False),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="torch, or vllm beside plain vLLM.")] = "torch",
+    requests: Annotated[int, typer.Option(help="Requests, each with a prompt and an answer of random length.")] = 512,
+    batch: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Sequences decoded at once, by both; 128, and 32 for vllm.", show_default=False),
+    ] = None,
+    threads: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Compute threads, for both; 2, and 1 for vllm.", show_default=False),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each, in turns; the median counts.")] = 3,
+    seed: int = 0,
+) -> None:
+    """Tokens/s of an engine beside the plain thing (model.generate, AsyncLLM), on a mix of prompt and answer lengths.
+
+    For vllm also the pause of a weight update, beside vLLM's own cycle.
+    """
+    if engine == "vllm":
+        from pipeline.bench.generate_vllm import bench as bench_vllm
+
+        bench_vllm(Console(), model, requests, batch or 32, threads or 1, repeats, seed)
+    elif engine == "torch":
+        from pipeline.bench.generate import bench as bench_torch
+
+        bench_torch(Console(), model, requests, batch or 128, threads or 2, repeats, seed)
+    else:
+        raise ConfigError(f"--engine: {engine!r} is not one of: torch, vllm")
+
+
+@bench.command("peers")
+def bench_peers(
+    peer: Annotated[
+        str, typer.Option(help="The other trainer: trl (installed into this environment on demand).")
+    ] = "trl",
+    config: Annotated[Path, typer.Option(help="The task.")] = Path("configs/quickstart.yaml"),
+    folder: Annotated[Path, typer.Option(help="Where both runs go.")] = Path("runs/bench-peers"),
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 120,
+    seeds: Annotated[int, typer.Option(help="Pairs of runs.")] = 3,
+    threads: Annotated[int, typer.Option(help="Compute threads of the other trainer.")] = 2,
+) -> None:
+    """Wall-clock to a 5-step mean reward above 0.9, and tokens/s, beside another trainer on the same task."""
+    from pipeline.bench.peers import bench_trl, check
+
+    if peer != "trl":
+        raise ConfigError(f"--peer: {peer!r} is not one of: trl")
+    check(config)
+    bench_trl(Console(), config, folder, steps, list(range(seeds)), threads)
+
+
+@bench.command("broker")
+def bench_broker(
+    rollouts: Annotated[str, typer.Option(help="Simulated rollouts, comma-separated.")] = "1,16,256",
+    groups: Annotated[int, typer.Option(help="Groups in each measurement.")] = 3000,
+    tokens: Annotated[int, typer.Option(help="Tokens of each of a group's 8 trajectories.")] = 256,
+) -> None:
+    """Groups/s and MB/s from lease to durable, beside raw ZeroMQ and raw Redis in the same run."""
+    from pipeline.bench.broker import bench as run_bench
+
+    run_bench(Console(), [int(count) for count in rollouts.split(",")], groups, tokens)
+
+
+@bench.command("weights")
+def bench_weights(
+    sizes: Annotated[str, typer.Option(help="Million parameters: 10, 50, 130, 500, 1000.")] = "10,130,1000",
+    receivers: Annotated[str, typer.Option(help="Receivers, each a process.")] = "1,2,4",
+    transports: Annotated[str, typer.Option(help="shm and gloo.")] = "shm,gloo",
+    parts: Annotated[
+        str, typer.Option(help="transfer: GB/s; pause: what generation feels; elastic: joins and deaths; sparse.")
+    ] = "transfer,pause,elastic,sparse",
+    threads: Annotated[int, typer.Option(help="Compute threads of the trainer, and of memcpy.")] = 1,
+) -> None:
+    """GB/s of the weight channel beside memcpy (shm) and a bare broadcast (gloo), and what rollouts feel of it."""
+    from pipeline.bench.weights import SHAPES
+    from pipeline.bench.weights import bench as run_bench
+
+    asked = [int(size) for size in sizes.split(",")]
+    if unknown := [size for size in asked if size not in SHAPES]:
+        raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(map(str, SHAPES))}")
+    counts = [int(count) for count in receivers.split(",")]
+    run_bench(Console(), asked, counts, transports.split(","), threads, set(parts.split(",")))
+
+
+@bench.command("soak")
+def bench_soak(
+    steps: Annotated[int, typer.Option(help="Tiny training steps.")] = 5000,
+    every: Annotated[int, typer.Option(help="Steps between two looks at the memory.")] = 50,
+    config: Annotated[Path, typer.Option(help="The config that is made tiny.")] = Path("configs/quickstart.yaml"),
+    folder: Annotated[Path, typer.Option(help="Where run, soak.csv and soak.svg go.")] = Path("runs/bench-soak"),
+) -> None:
+    """Thousands of tiny steps: memory of every process and of Redis, and its growth per 1,000 steps.
+
+    Exit code 0 where all of it is below 1 % per 1,000 steps, after the first fifth.
+    """
+    from pipeline.bench.soak import bench as run_bench
+
+    raise typer.Exit(0 if run_bench(Console(), config, folder, steps, every) else 1)

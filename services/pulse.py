@@ -1,0 +1,24 @@
+"""A file that is touched whenever an actor's main loop turns: what a container's health check looks at.
+
+`PENSTOCK_PULSE` names it; without that nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+VARIABLE = "PENSTOCK_PULSE"
+EVERY_S = 1.0
+
+_path = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+_at = 0.0
+
+
+def beat() -> None:
+    """Called by the main loop, as often as it likes."""
+    global _at
+    if _path and time.monotonic() - _at >= EVERY_S:
+        _at = time.monotonic()
+        _path.touch()

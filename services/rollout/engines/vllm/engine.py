@@ -1,0 +1,316 @@
+"""vLLM's `AsyncLLM` in a thread of its own, token ids in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import structlog
+import torch
+
+from protocols.experience import Finish, Sampling
+from services.rollout.config import VllmEngineConfig
+from services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
+from services.rollout.engines.base import Completion, EngineError, Memory, Request, RequestError, refuse_partial
+from services.rollout.engines.torch import native
+from services.rollout.engines.vllm.arguments import engine_arguments, environment
+from services.section import SetupError
+from services.weights import flat
+from services.weights.memory import SharedBuffer
+
+log = structlog.get_logger()
+
+AHEAD = -1
+"""Priority of a score: it waits for no seat and for no queue."""
+SHUTDOWN_S = 1.0
+"""Its engine core is given this long to end; there is nothing that it would lose."""
+
+
+@dataclass
+class Load:
+    """What vLLM's scheduler says of itself, over all of its engine cores."""
+
+    running: dict[int, int] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
+    kv_usage: dict[int, float] = field(default_factory=dict)
+    generated: int = 0
+    preempted: int = 0
+
+    def record(self, core: int, scheduler: Any, iteration: Any) -> None:
+        """Takes a step's statistics."""
+        if scheduler is not None:
+            self.running[core] = scheduler.num_running_reqs
+            self.waiting[core] = scheduler.num_waiting_reqs
+            self.kv_usage[core] = scheduler.kv_cache_usage
+        if iteration is not None:
+            self.generated += iteration.num_generation_tokens
+            self.preempted += iteration.num_preempted_reqs
+
+
+class VllmEngine(AsyncEngine):
+    """`base.Engine` over V1 ``AsyncLLM``.
+
+    Log-probabilities are raw where training samples at temperature 1 without masks, and processed (after temperature
+    and truncation) elsewhere. ``sampling`` is that of training: other requests may only be such that the same kind
+    gives them what `Completion` promises. ``llm`` is vLLM's own object, in a thread that `call` reaches.
+    """
+
+    remote = True
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        config: VllmEngineConfig,
+        model_config: Any,
+        model_path: str,
+        dtype: str,
+        stop_ids: set[int],
+        sampling: Sampling,
+        threads: int,
+    ) -> None:
+        positions = getattr(model_config, "max_position_embeddings", None) or config.max_length + 1
+        length = min(config.max_length, positions)
+        self._seated = config.max_sequences * int(config.vllm.get("data_parallel_size", 1))
+        super().__init__("vLLM", model_config.vocab_size, length, self._seated)
+        self._config, self._stop_ids = config, sorted(stop_ids)
+        self._raw = sampling.temperature in (0.0, 1.0) and not sampling.masks
+        self._load = Load()
+        self._requests = 0
+        self._shared: list[SharedBuffer] = []
+        self._processes: list[psutil.Process] = []
+        environment(threads)
+        heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+        itemsize = flat.DTYPES[dtype].itemsize
+        kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
+        arguments = engine_arguments(config, model_path, dtype, self._raw, kv, positions, sampling.top_k)
+        started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
+        self.llm: Any = self.call(self._start(arguments), config.start_s, "start")
+        self._processes = _processes(before)
+        names = {p.pid: p.name() for p in self._processes}
+        log.info("vllm is up", seconds=round(time.monotonic() - started, 1), processes=names)
+        self._watching = self.spawn(self._watch())
+
+    @property
+    def capacity(self) -> int:
+        """What its scheduler really runs at once, where the KV cache has no room for ``max_sequences``."""
+        running, waiting = sum(self._load.running.values()), sum(self._load.waiting.values())
+        return min(self._seated, running) if waiting and running else self._seated
+
+    def submit(self, request: Request) -> None:
+        """See `base.Engine.submit`."""
+        sampling = request.sampling
+        if self._raw and (sampling.masks or sampling.temperature not in (0.0, 1.0)):
+            raise RequestError(
+                f"temperature {sampling.temperature:g}, masks {sampling.masks}: this engine was started for "
+                "temperature 1 without masks (rollout.sampling), whose log-probabilities it reports"
+            )
+        if not self._raw and not sampling.masks and (sampling.top_p < 1 or sampling.top_k > 0):
+            raise RequestError(
+                "vLLM reports no log-probabilities of the untruncated distribution at a temperature other than 1: "
+                "set rollout.sampling.masks, leave top_p and top_k out, or use temperature 1"
+            )
+        super().submit(request)
+
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Memory:
+        """See `base.Engine.prepare`. Weights that lie in memory of this process alone are copied once."""
+        if memory is None:
+            dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+            where = flat.place({name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)
+            buffer = SharedBuffer(where.nbytes)
+            for name, view in flat.views(where, buffer.tensor).items():
+                view.copy_(weights[name])
+            self._shared = [*self._shared[-1:], buffer]
+            memory = Memory(buffer.path, 0, where)
+        refuse_partial(memory.layout.names)
+        return memory
+
+    def score(self, prepared: Memory, tokens: np.ndarray) -> np.ndarray:
+        """See `base.Engine.score`."""
+        return self.call(self._score(tokens.tolist()), self._config.deadline_s, "score a sequence")
+
+    def swap(self, prepared: Memory, version: int) -> None:
+        """See `base.Engine.swap`. Requests in flight are frozen, not lost, while the workers load."""
+        self.call(self._load_version(prepared, version), self._config.deadline_s, f"load version {version}")
+        self.serve(version)
+
+    @staticmethod
+    def update_info(memory: Memory) -> dict[str, Any]:
+        """What our weight-transfer engine in the workers is told (`worker.ShadowUpdate`)."""
+        return {"path": memory.path, "offset": memory.offset, "layout": memory.layout.model_dump_json()}
+
+    def gauges(self) -> dict[str, float]:
+        """See `base.Engine.gauges`."""
+        self.check()
+        load, running = self._load, sum(self._load.running.values())
+        return {
+            "running": running,
+            "queued": max(0, self.pending() - running),
+            "generated_tokens": load.generated,
+            "kv_usage": max(load.kv_usage.values(), default=0.0),
+            "preempted": load.preempted,
+        }
+
+    def close(self) -> None:
+        """See `base.Engine.close`."""
+        if self.ended:
+            return
+        self._watching.cancel()
+        try:
+            self.call(self._shut_down(), CLOSE_S, "shut down")
+        except EngineError as error:
+            log.warning("vllm did not end by itself", error=str(error))
+        for process in self._processes:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.end()
+
+    def who(self) -> str:
+        """Its processes that are dead or stopped, by name."""
+        bad = []
+        for process in self._processes:
+            try:
+                status = process.status()
+                if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, psutil.STATUS_DEAD):
+                    bad.append(f"{process.name()} {process.pid} is {status}")
+            except psutil.NoSuchProcess:
+                bad.append(f"process {process.pid} is gone")
+        return f" ({', '.join(bad)})" if bad else ""
+
+    # --- in vLLM's thread --------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request, sample: int, seed: int) -> Completion:
+        """See `AsyncEngine.generate`. `AsyncLLM.generate` aborts its request where it is cancelled."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            seed=seed if self._config.seeded else None,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=self._stop_ids,
+            ignore_eos=True,  # the stop ids are ours alone
+            logprobs=sampling.top_k if sampling.masks else 0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # Salted, so that blocks of an older version are never taken for this one's.
+        prompt = {"prompt_token_ids": request.tokens.tolist(), "cache_salt": str(self.version)}
+        try:
+            result = await self._answer(prompt, parameters, f"{request.number}-{sample}")
+        except ValueError as error:  # vLLM's validation: the request's fault
+            raise RequestError(str(error)) from error
+        return _completion(request.number, sample, result.outputs[0], sampling.masks)
+
+    async def _answer(self, prompt: dict[str, Any], parameters: Any, name: str, priority: int = 0) -> Any:
+        self._requests += 1
+        async for result in self.llm.generate(prompt, parameters, f"{name}-{self._requests}", priority=priority):
+            if result.finished:
+                return result
+        raise EngineError(f"vLLM ended request {name} without a result")
+
+    async def _score(self, tokens: list[int]) -> np.ndarray:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"score {self._requests}"}
+        rows = list((await self._answer(prompt, parameters, "score", AHEAD)).prompt_logprobs)[1:]
+        return np.array([row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)], np.float32)
+
+    async def _load_version(self, memory: Memory, version: int) -> None:
+        core = self.llm.engine_core
+        recompute = self._config.kv_on_update == "recompute"
+        # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.
+        await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+        await self.llm.collective_rpc("penstock_load", kwargs={"update_info": self.update_info(memory)})
+        await core.set_weight_version_async(str(version))
+        await core.resume_scheduler_async()
+
+    async def _start(self, arguments: Any) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        load = self._load
+
+        class Recorder(StatLoggerBase):
+            """Hands each step's statistics to the engine."""
+
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                self._core = engine_index
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+                load.record(self._core, scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        try:
+            config = arguments.create_engine_config()
+        except ValueError as error:
+            raise SetupError(f"rollout.engine.vllm: {error}") from error
+        return AsyncLLM.from_vllm_config(config, stat_loggers=[Recorder])
+
+    async def _watch(self) -> None:
+        """Notices a dead engine core while nothing is asked of it, and one that hangs."""
+        asked = time.monotonic()
+        while True:
+            await asyncio.sleep(0.2)
+            if self.llm.errored:
+                self.fail("an engine process died")
+            elif time.monotonic() - asked > self._config.deadline_s / 4:
+                try:
+                    await asyncio.wait_for(self.llm.is_paused(), self._config.deadline_s)
+                except TimeoutError:
+                    self.fail(f"no answer for {self._config.deadline_s:g} s (rollout.engine.deadline_s)")
+                except Exception as error:
+                    self.fail(f"{type(error).__name__}: {error}")
+                asked = time.monotonic()
+
+    async def _shut_down(self) -> None:
+        self.llm.shutdown(timeout=SHUTDOWN_S)
+
+
+def _processes(before: set[psutil.Process]) -> list[psutil.Process]:
+    """Children of this process that were not there ``before``, but for Python's own tracker of shared memory."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process not in before and not any("resource_tracker" in word for word in process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def _completion(number: int, sample: int, output: Any, masks: bool) -> Completion:
+    tokens = np.array(output.token_ids, np.int32)
+    versions = np.full(len(tokens), -1, np.int32)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    if output.finish_reason not in ("stop", "length"):  # an engine core that is told to end aborts what it has
+        raise EngineError(f"vLLM ended a continuation by {output.finish_reason!r}")
+    finish: Finish = output.finish_reason
+    said = output.logprobs
+    logprobs = np.array(said.logprobs, np.float32)
+    if not masks:
+        return Completion(number, sample, tokens, logprobs[: len(tokens)], versions, finish)
+    ids, starts = np.array(said.token_ids, np.int32), said.start_indices[: len(tokens)]
+    # Each position: the sampled token, then the likeliest ones; those that were cut off have no finite value.
+    spans = [slice(start, end) for start, end in zip(starts, said.end_indices[: len(tokens)], strict=True)]
+    kept = [np.unique(ids[span][np.isfinite(logprobs[span])]) for span in spans]
+    counts = np.array([len(k) for k in kept], np.int32)
+    return Completion(number, sample, tokens, logprobs[starts], versions, finish, counts, np.concatenate(kept))

@@ -1,0 +1,104 @@
+"""What runs in vLLM's workers: loads a version from the shadow that the rollout has received and verified."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from protocols.weights import Layout
+from services.weights import flat
+from services.weights.memory import Mappings
+
+
+@dataclass
+class ShadowInit(WeightTransferInitInfo):
+    """Nothing: the workers meet nobody, they map what their rollout holds."""
+
+
+@dataclass
+class ShadowUpdate(WeightTransferUpdateInfo):
+    """Where the version lies: `services.rollout.engines.base.Memory`, with the layout as JSON."""
+
+    path: str
+    offset: int
+    layout: str
+
+
+class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
+    """Loads whole versions, layer by layer, each worker the part that is its own. Registered with vLLM's registry."""
+
+    init_info_cls = ShadowInit
+    update_info_cls = ShadowUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._mappings = Mappings()
+        self._awaited: set[str] = set()
+        # It warns of layers that have nothing to load, at every version; what is missing is found below.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+    def init_transfer_engine(self, init_info: ShadowInit) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Puts the model's layers aside, to be filled anew."""
+        names = (name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters())  # as LoRA wraps them
+        self._awaited = {name for name in names if name.endswith(("weight", "bias")) and ".lora_" not in name}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base's, which waits for an accelerator that a CPU has not."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: ShadowUpdate) -> None:
+        """Loads all weights. A version is whole, so projections that vLLM fuses arrive together."""
+        where = Layout.model_validate_json(update_info.layout)
+        buffer = self._mappings.map(update_info.path, update_info.offset, where.nbytes)
+        loaded = self.model.load_weights(iter(flat.views(where, buffer).items()))
+        if loaded is not None and (missing := self._awaited - loaded):
+            raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
+
+    def finish_weight_update(self) -> None:
+        """Brings the layers into the form that kernels want."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _pack_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Lets go of the mappings."""
+        self._mappings = Mappings()
+
+
+def _pack_heads(model: torch.nn.Module) -> None:
+    """On a CPU a head that is tied to the embedding is packed apart, and a reload does not notice."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+class Extension:
+    """Methods that vLLM's workers get on top of their own (``worker_extension_cls``)."""
+
+    def penstock_load(self: Any, update_info: dict[str, Any]) -> None:
+        """One whole update in one call, so that nothing can come between its parts."""
+        self.start_weight_update()
+        self.update_weights(update_info)
+        self.finish_weight_update()
+
+    def penstock_reload(self: Any, weights_path: str) -> None:
+        """vLLM's own ``reload_weights`` from a folder, right for tied heads on a CPU too (vLLM's server)."""
+        self.model_runner.reload_weights(weights_path=weights_path)
+        if self.device.type == "cpu":
+            _pack_heads(self.model_runner.get_model())

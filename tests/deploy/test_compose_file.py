@@ -1,0 +1,85 @@
+"""docker-compose.yml as it is written: what no service may lack, in either profile. Needs no engine."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from pipeline.cli import app
+
+ROOT = Path(__file__).parents[2]
+FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = FILE["services"]
+ACTORS = ("broker", "reward", "reference", "rollout", "trainer")
+
+
+def kind(service: str) -> str:
+    return service.removesuffix("-gpu")
+
+
+def test_both_profiles_have_every_service() -> None:
+    for profile, suffix in (("cpu", ""), ("gpu", "-gpu")):
+        found = {name for name, service in SERVICES.items() if service["profiles"] == [profile]}
+        assert found == {f"{name}{suffix}" for name in ("prepare", "redis", *ACTORS)}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_container_is_confined(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"] and service["pids_limit"] and service["logging"]["options"]["max-size"]
+    assert not service.get("privileged") and "docker.sock" not in str(service.get("volumes"))
+    ports = service.get("ports", [])
+    assert all(port.startswith("127.0.0.1:") for port in ports) and bool(ports) == (kind(name) == "broker")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_networks_are_as_the_docs_say(name: str) -> None:
+    expected = {"rollout": {"control", "weights"}, "trainer": {"control", "weights"}}
+    expected |= {"broker": {"control"}, "reward": {"control"}, "reference": {"control"}}
+    service = SERVICES[name]
+    assert set(service.get("networks", [])) == expected.get(kind(name), set())
+    assert (service.get("network_mode") == "none") == (kind(name) in ("prepare", "redis"))
+    assert ("socket:/run/redis" in service["volumes"]) == (kind(name) in ("broker", "redis"))
+    assert FILE["networks"]["weights"]["internal"]
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if kind(name) in ACTORS])
+def test_every_actor_is_watched_and_given_time(name: str) -> None:
+    service = SERVICES[name]
+    assert "PENSTOCK_PULSE" in service["healthcheck"]["test"][1] and service["restart"].startswith("on-failure")
+    assert int(service["stop_grace_period"].removesuffix("s")) >= (150 if kind(name) == "trainer" else 60)
+    assert all(at["condition"] == "service_healthy" for at in service["depends_on"].values())
+    suffix = name.removeprefix(kind(name))
+    assert all(f"{kind(other)}{suffix}" == other for other in service["depends_on"]), "its own profile's"
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if kind(name) != "redis"])
+def test_every_command_is_one_of_ours(name: str) -> None:
+    command = re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", SERVICES[name]["command"])
+    sub, *arguments = shlex.split(command)
+    group = typer.main.get_command(app)
+    assert hasattr(group, "commands")
+    context = group.commands[sub].make_context(sub, arguments, resilient_parsing=False)
+    assert Path(str(context.params.get("file") or context.params["config"])).name in (
+        "quickstart.yaml",
+        "grpo-0.5b.yaml",
+        "config.yaml",
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if name.endswith("-gpu")])
+def test_gpus_are_reserved_where_they_are_used(name: str) -> None:
+    service = SERVICES[name]
+    uses = kind(name) in ("rollout", "trainer", "reference")
+    assert ("deploy" in service) == uses
+    if uses:
+        assert service["image"] == "penstock:gpu" and service["environment"]["PENSTOCK_CLAIM_GPUS"] == "/dev/shm"
+        assert "shm:/dev/shm" in service["volumes"]

@@ -1,0 +1,46 @@
+"""An engine of one's own that is `remote`: it scores only what serves, and once, at version 3, wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from services.rollout.config import TorchEngineConfig
+from services.rollout.engines.base import Memory
+from services.rollout.engines.torch.engine import TorchEngine
+from services.weights import flat
+from services.weights.memory import Mappings
+
+
+class Remote(TorchEngine):
+    """Reads its weights where ``memory`` says, as a process of its own would."""
+
+    remote = True
+
+    def __init__(self, options: dict[str, Any], model_path: str, dtype: str, stop_ids: set[int]) -> None:
+        config = TorchEngineConfig(max_sequences=64, max_length=32)
+        super().__init__(config, AutoConfig.from_pretrained(model_path), dtype, stop_ids, str)
+        self._mappings, self._flag = Mappings(), Path(options["flag"])
+
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Any:
+        assert memory, "a remote engine is told where its weights lie"
+        return memory
+
+    def swap(self, prepared: Memory, version: int) -> None:
+        buffer = self._mappings.map(prepared.path, prepared.offset, prepared.layout.nbytes)
+        super().swap(super().prepare(flat.views(prepared.layout, buffer.clone())), version)
+
+    def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
+        found = super().score(self._model.weights, tokens)
+        if self.version == 3:
+            try:
+                self._flag.touch(exist_ok=False)  # by one rollout alone
+                return found - 1
+            except FileExistsError:
+                pass
+        return found

@@ -1,0 +1,114 @@
+"""Whole runs whose rollouts are vLLM's. Run by `make test-vllm`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from pipeline.config import load
+from services.broker.archive import read
+from services.model import load_model
+from services.trainer.batch import open_batch
+from services.trainer.learner import Learner
+from tests.e2e.runs import ROOT, Run, check_promises
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+VLLM = ["rollout.engine.type=vllm", "rollout.engine.vllm.enforce_eager=true", "rollout.count=1"]
+CLOSE = 5e-4
+
+
+def check_versions(folder: Path, steps: int) -> int:
+    """Redoes the run's first ``steps`` from its archive, and compares every token of trajectories with several versions
+    with the log-probability that the version which claims it gives it. Returns how many such there were."""
+    config = load(folder / "config.yaml")
+    model = load_model(str(folder / "model"), "float32", torch.device("cpu"))
+    learner = Learner(model, config.trainer, "float32", config.rollout.sampling.temperature)
+    held: dict[int, dict[str, Any]] = {}
+    mixed = 0
+    for batch, _ in itertools.islice(read(folder, 0), steps):
+        held[learner.version] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        held.pop(learner.version - config.gate.max_lag - 1, None)
+        torch.manual_seed(batch.seed)
+        step = open_batch(batch, config.gate.max_lag)
+        for trajectory in step.trajectories:
+            sampled = trajectory.loss_mask == 1
+            versions = sorted(set(trajectory.versions[sampled].tolist()))
+            assert versions[0] >= learner.version - config.gate.max_lag
+            if len(versions) == 1:
+                continue
+            mixed += 1
+            assert (np.diff(trajectory.versions[sampled]) >= 0).all()
+            ids = torch.from_numpy(trajectory.tokens.astype(np.int64))[None]
+            for version in versions:
+                with torch.no_grad():
+                    logits = torch.func.functional_call(model, held[version], (ids,)).logits[0].float()
+                found = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
+                mine = (trajectory.versions == version)[1:]
+                np.testing.assert_allclose(trajectory.logprobs[1:][mine], found[mine], atol=CLOSE)
+        learner.train(step)
+    return mixed
+
+
+def test_the_quickstart_learns_and_versions_are_exact(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*VLLM, "rollout.engine.kv_on_update=recompute", "trainer.steps=60"])
+    summary = run.wait(400)
+    check_promises(summary)
+    assert summary["restarts"] == 0
+    assert summary["reward_first"] < 0.45 and summary["reward_last"] >= 0.9 and summary["eval_after"] >= 0.9
+    assert check_versions(run.folder, 25) > 0
+
+
+def children(process: psutil.Process) -> dict[str, psutil.Process]:
+    """vLLM's processes of a rollout, by name."""
+    return {p.name(): p for p in process.children(recursive=True)}
+
+
+@pytest.mark.slow
+def test_a_mixed_fleet_with_a_death_and_a_late_joiner(tmp_path: Path) -> None:
+    """One vLLM rollout, whose engine core is killed; one torch rollout, which joins half-way and is killed later."""
+    run = Run(tmp_path, [*VLLM, "trainer.steps=45", "gate.groups_per_step=16"])
+    run.wait_for_step(5, 200)
+    (broker,) = {
+        line["address"]
+        for line in map(json.loads, (run.folder / "logs" / "broker.jsonl").read_text().splitlines())
+        if "address" in line
+    }
+    command = [
+        sys.executable, "-m", "pipeline.cli", "serve", "rollout", "--config", str(run.folder / "config.yaml"),
+        "--broker", broker, "--folder", str(run.folder), "--name", "late",
+        "rollout.engine={type: torch, max_sequences: 128, max_length: 32}",
+    ]  # fmt: skip
+    with (tmp_path / "late").open("wb") as out:
+        late = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT)
+    run.wait_for_step(15)
+    core = next(p for name, p in children(run.actors()["rollout-0"]).items() if "EngineCore" in name)
+    killed = core.pid
+    core.send_signal(signal.SIGKILL)
+    run.wait_for_step(25)
+    late.send_signal(signal.SIGKILL)
+    late.wait()
+    summary = run.wait(300)
+    check_promises(summary)
+    assert summary["restarts"] == 1
+    rows = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    assert len(rows) == 45
+    said = (run.folder / "logs" / "supervisor.jsonl").read_text()
+    assert "rollout-0" in said and str(killed) in said  # named
+    finished = {
+        name: (run.folder / "logs" / f"{name}.finished.jsonl").read_text().count("\n") for name in ("rollout-0", "late")
+    }
+    assert all(count > 0 for count in finished.values()), finished
+    loads = [json.loads(line) for line in (run.folder / "weights.jsonl").read_text().splitlines()]
+    again = [row["version"] for row in loads if row["receiver"].startswith("rollout-0")]
+    assert max(again) == 45  # it came back, and had the last version

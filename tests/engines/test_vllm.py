@@ -1,0 +1,84 @@
+"""What is vLLM's alone: its death, its silence, its options."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from services.rollout.config import SamplingConfig
+from services.rollout.engines.base import EngineError
+from services.section import SetupError
+from tests.engines.workbench import Workbench, make_models
+
+pytestmark = pytest.mark.vllm
+OPTIONS = {"type": "vllm", "max_length": 128, "max_sequences": 8, "deadline_s": 4, "vllm": {"enforce_eager": True}}
+
+
+@pytest.fixture
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("model")
+    bench = Workbench(folder, make_models(folder), OPTIONS, SamplingConfig())
+    bench.publish(0)
+    yield bench
+    bench.engine.close()
+
+
+def core() -> psutil.Process:
+    (found,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name()]
+    return found
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_dead_or_silent_engine_core_is_noticed_and_named(bench: Workbench, sign: signal.Signals) -> None:
+    """Also while nothing is asked of it."""
+    process = core()
+    os.kill(process.pid, sign)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=rf"vLLM failed.*{process.pid}"):
+        while time.monotonic() - started < 30:
+            bench.engine.gauges()
+            time.sleep(0.1)
+    assert time.monotonic() - started < 10  # a quarter of the deadline until it is asked, the deadline to answer
+    with pytest.raises(EngineError):
+        bench.publish(1)
+    bench.engine.close()
+    assert not psutil.pid_exists(process.pid) or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_wrong_options_are_errors_that_name_the_key(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    models = make_models(folder)
+    for options, message in (
+        ({"tensor_paralel_size": 2}, "tensor_paralel_size: .* did you mean tensor_parallel_size"),
+        ({"enable_chunked_prefill": True}, "only with seeded: false"),
+        ({"quantization": "no-such-method"}, "rollout.engine.vllm: "),
+    ):
+        with pytest.raises(SetupError, match=message):
+            Workbench(folder, models, {**OPTIONS, "vllm": options}, SamplingConfig())
+
+
+@pytest.mark.slow
+def test_capacity_follows_what_the_cache_has_room_for(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    small = {**OPTIONS, "max_sequences": 64, "deadline_s": 60}
+    small["vllm"] = {"enforce_eager": True, "kv_cache_memory_bytes": 2 << 20}  # 1,024 tokens of 2 KiB
+    bench = Workbench(folder, make_models(folder), small, SamplingConfig())
+    bench.publish(0)
+    assert bench.engine.capacity == 64
+    random = np.random.default_rng(0)
+    requests = [bench.request(random, n=1, max_new_tokens=80) for _ in range(64)]
+    for request in requests:
+        bench.engine.submit(request)
+    seen = []
+    while bench.engine.pending():
+        bench.engine.step()
+        seen.append(bench.engine.capacity)
+    assert 1 <= min(seen) < 40
+    bench.engine.close()

@@ -1,0 +1,78 @@
+"""What a run needs of GPUs, counted from config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli import app
+from pipeline.config import ConfigError, load
+from pipeline.placement import place
+from pipeline.plan import OVERHEAD_GIB, plan, shape_of, total_gpus, trainer_gib
+
+CONFIGS = sorted(Path("configs").glob("*.yaml"))
+GRPO = [path for path in CONFIGS if path.name.startswith("grpo-")]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_passes_the_dry_run(path: Path) -> None:
+    result = CliRunner().invoke(app, ["run", str(path), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert ("# GPUs: " in result.output) == (path in GRPO or path.stem == "gsm8k")
+
+
+def test_parameters_are_those_of_the_real_models() -> None:
+    found = {path.stem: shape_of(load(path)).parameters / 1e9 for path in GRPO}
+    wanted = {"grpo-0.5b": 0.494, "grpo-3b": 3.09, "grpo-8b": 8.19, "grpo-32b": 32.76, "grpo-70b": 70.55}
+    assert found == pytest.approx(wanted, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "checkpointing", "measured"),
+    [("8b", 8, True, 21.98), ("8b", 64, True, 11.97), ("32b", 8, True, 76.28), ("32b", 64, True, 18.47),
+     ("8b", 8, False, 53.2)],
+)  # fmt: skip
+def test_the_trainer_needs_about_what_was_measured(name: str, ranks: int, checkpointing: bool, measured: float) -> None:
+    """GiB a rank at 1 x 4096 tokens, by FSDP's own memory tracker."""
+    shape = shape_of(load(Path(f"configs/grpo-{name}.yaml")))
+    assert shape
+    assert trainer_gib(shape, ranks, 4096, checkpointing) - OVERHEAD_GIB == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("path", "override", "message"),
+    [
+        ("grpo-70b", "rollout.engine.vllm.tensor_parallel_size=1", r"tensor_parallel_size=1: 131\.\d GiB .* no room"),
+        ("grpo-70b", "rollout.engine.vllm.tensor_parallel_size=3", "does not divide 64 heads and 8 KV heads"),
+        ("grpo-70b", "trainer.algorithm.kl.coefficient=0.001", "reference's 131"),
+        ("grpo-32b", "trainer.ranks=4", r"trainer\.ranks=4: .*; 16 ranks|trainer\.ranks=4: .*; 8 ranks"),
+        ("grpo-8b", "rollout.engine.max_length=50000", "has positions for 40960"),
+    ],
+)
+def test_what_cannot_fit_is_an_error_that_names_the_key(path: str, override: str, message: str) -> None:
+    found = plan(load(Path(f"configs/{path}.yaml"), [override]))
+    with pytest.raises(ConfigError, match=message):
+        found.check()
+
+
+def test_gpus_are_given_out_without_overlap() -> None:
+    config = load(Path("configs/grpo-8b.yaml"), ["rollout.engine.vllm.tensor_parallel_size=2", "rollout.count=1"])
+    assert total_gpus(config) == 7
+    placed = place(config, [str(i) for i in range(8)])
+    assert placed == {"trainer": "0,1,2,3", "rollout-0": "4,5", "reference-0": "6"}
+    with pytest.raises(ConfigError, match="wants 7 GPUs .* there are 6"):
+        place(config, [str(i) for i in range(6)])
+    assert place(config, []) == {}
+    small = load(Path("configs/grpo-0.5b.yaml"))
+    assert set(place(small, ["3"]).values()) == {"3"}  # everything shares the only one
+    quickstart = load(Path("configs/quickstart.yaml"))
+    assert place(quickstart, ["0", "1"]) == {"trainer": "0", "rollout-0": "1", "rollout-1": "0", "reference-0": "1"}
+    assert "rollout-0" not in place(load(Path("configs/quickstart.yaml"), ["rollout.engine.device=cpu"]), ["0"])
+
+
+def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_experts": 64}')
+    found = plan(load(Path("configs/grpo-8b.yaml"), [f"model.path={tmp_path}"]))
+    assert found.lines == ["nothing counted (run.gpu_gib): no config.json of a dense decoder at model.path"]
