@@ -153,7 +153,7 @@ def serve_each(tmp_path: Path, redis_url: str, port: int, overrides: list[str]) 
 
 def test_actors_can_be_started_one_by_one(tmp_path: Path, redis_url: str) -> None:
     folder, port = tmp_path / "run", free_port()
-    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "store.shutdown=true", "trainer.steps=12"]
+    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "store.shutdown=true", "trainer.steps=40"]
     actors = serve_each(tmp_path, redis_url, port, overrides)
     watching = [sys.executable, "-m", "pipeline.cli", "top", "--broker", f"tcp://127.0.0.1:{port}"]
     while not (folder / "metrics.jsonl").is_file():
@@ -164,13 +164,13 @@ def test_actors_can_be_started_one_by_one(tmp_path: Path, redis_url: str) -> Non
         assert time.monotonic() < deadline
         time.sleep(0.1)
     now = json.loads(penstock("status", str(folder), "--json").stdout)
-    assert now["steps"] == 12 and {"rollout", "trainer", "reward", "reference"} <= now["members"].keys()
+    assert now["steps"] == 40 and {"rollout", "trainer", "reward", "reference"} <= now["members"].keys()
     for actor in actors:
         assert time.time() - (tmp_path / actor).stat().st_mtime < 5, f"the pulse of {actor}"
     assert {actor: process.wait(120) for actor, process in actors.items()} == dict.fromkeys(actors, 0)
     shown, _ = watcher.communicate(timeout=60)
-    assert watcher.returncode == 0 and "/12  reward" in shown
-    assert len(steps_of(folder)) == 12
+    assert watcher.returncode == 0 and "/40  reward" in shown
+    assert len(steps_of(folder)) == 40
     summary = json.loads((folder / "summary.json").read_text())
     check_promises(summary)
     assert "<svg" in (folder / "report.html").read_text()
@@ -178,13 +178,13 @@ def test_actors_can_be_started_one_by_one(tmp_path: Path, redis_url: str) -> Non
         redis.Redis.from_url(redis_url).ping()  # the store has ended last
 
     again = penstock("prepare", str(QUICKSTART), *overrides, "--folder", str(folder))
-    assert again.returncode == 2 and "is complete: 12 steps" in again.stderr
+    assert again.returncode == 2 and "is complete: 40 steps" in again.stderr
     late = penstock(
         "serve", "reward", "--config", str(folder / "config.yaml"), "--folder", str(folder), "--broker", "-"
     )
-    assert late.returncode == 0 and "is complete: 12 steps" in late.stderr
+    assert late.returncode == 0 and "is complete: 40 steps" in late.stderr
     assert json.loads(penstock("status", str(folder), "--json").stdout) == summary
-    longer = penstock("prepare", str(QUICKSTART), *overrides, "trainer.steps=14", "--folder", str(folder))
+    longer = penstock("prepare", str(QUICKSTART), *overrides, "trainer.steps=42", "--folder", str(folder))
     assert longer.returncode == 0 and not (folder / "summary.json").is_file()
     other = penstock("prepare", str(QUICKSTART), *overrides, "run.seed=5", "--folder", str(folder))
     assert other.returncode == 2 and "run.seed: 5, but the run began with 0" in other.stderr
