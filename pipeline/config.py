@@ -122,13 +122,13 @@ class Config(Section):
                     f"weights.canary_tokens={self.weights.canary_tokens} exceeds "
                     f"rollout.engine.max_length={engine.max_length}"
                 )
-        if sampling.masks and not sampling.truncated:
+        if sampling.masks and not sampling.training().truncated:
             raise ValueError("rollout.sampling.masks: without top_p or top_k there is nothing to record")
         if isinstance(engine, VllmEngineConfig) and sampling.masks and not sampling.top_k:
             raise ValueError("rollout.sampling.masks: vLLM needs top_k with it, the number of tokens to look at")
         if (
             isinstance(engine, VllmEngineConfig)
-            and sampling.truncated
+            and sampling.training().truncated
             and not sampling.masks
             and sampling.temperature != 1
         ):

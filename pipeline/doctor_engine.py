@@ -23,6 +23,8 @@ from services.rollout.engines.base import Completion, Engine, EngineError, Refus
 from services.rollout.service import make_engine
 from services.rollout.text import Text
 from services.section import SetupError
+from services.trainer.mismatch import Mismatch
+from services.trainer.world import World
 from services.weights import flat
 
 NUDGE = 0.02
@@ -164,20 +166,18 @@ def _compare(
     seconds, tokens = time.monotonic() - started, sum(len(c.tokens) for c in done)
     if not tokens:
         return
-    differences = []
+    mismatch = Mismatch()
     for completion in done:
-        expected = _trainers(
-            model, by_number[completion.number].tokens, completion, config.rollout.sampling.temperature
-        )
-        differences.append(expected - completion.logprobs)
-    d = np.concatenate(differences).astype(np.float64)
-    weights = np.exp(np.clip(d, -20, 20))
-    ess = weights.sum() ** 2 / (len(d) * (weights**2).sum())
+        prompt = by_number[completion.number].tokens
+        expected = _trainers(model, prompt, completion, config.rollout.sampling.temperature)
+        every = torch.ones((1, len(expected)), dtype=torch.bool)
+        mismatch.add(torch.from_numpy(expected)[None], torch.from_numpy(completion.logprobs)[None], every, every)
+    found = mismatch.metrics(World(torch.device("cpu")))
     findings.add(
-        bool(np.abs(d).mean() <= tolerance),
+        found["mismatch"] <= tolerance,
         f"version {version}: log-probabilities of its own answers",
-        f"mean difference {np.abs(d).mean():.2g}, largest {np.abs(d).max():.2g}, "
-        f"KL (k3) {(np.exp(d) - d - 1).mean():.2g}, effective samples {100 * ess:.1f} %, "
+        f"mean difference {found['mismatch']:.2g}, largest {found['mismatch_max']:.2g}, "
+        f"KL (k3) {found['mismatch_kl_k3']:.2g}, effective samples {100 * found['mismatch_ess']:.1f} %, "
         f"{len(done)} answers at {tokens / seconds:,.0f} tok/s",
     )
     labels = {int(v) for c in done for v in c.versions}

@@ -101,6 +101,11 @@ class Sampling(BaseModel):
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory once it contains one of them."""
 
+    @property
+    def truncated(self) -> bool:
+        """Some tokens are left out."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:

@@ -88,8 +88,8 @@ def test_agg_loss(case: dict) -> None:
     values = tensor(given["values"], grad=True)
     loss = agg_loss(
         values, tensor(given["mask"]), given["mode"], given["length_scale"], given["global_tokens"],
-        given["global_sequences"], given["workers"],
-    )  # fmt: skip
+        given["global_sequences"],
+    ) * given["workers"]  # fmt: skip
     same(loss.detach(), wanted["loss"])
     loss.backward()
     same(values.grad, wanted["grad_values"])

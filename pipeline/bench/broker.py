@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.bench.machine import describe
+from pipeline.bench.noting import noting
 from pipeline.redis_server import PrivateRedis
 from protocols import messages as m
 from protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
@@ -106,33 +107,19 @@ def _raw_redis(url: str, payload: bytes, groups: int, batch: int) -> float:
 
 def _raw_zmq(payload: bytes, groups: int, clients: int) -> float:
     """The same messages, acknowledged without being looked at: one client with as many in flight as all have."""
-    exchange = Exchange("tcp://127.0.0.1:0")
-    serving = threading.Event()
-    serving.set()
-
-    def serve() -> None:
-        while serving.is_set():
-            for identity, request, _ in exchange.receive(0.02):
-                exchange.send(identity, m.Noted(), request)
-            exchange.flush()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    box = Mailbox(exchange.address, "raw#1")
     message = m.Finished(number=0, attempt=1, experience=as_bytes(payload))
     waiting: deque[Future[m.Message]] = deque()
-    started = time.perf_counter()
-    for _ in range(groups):
-        waiting.append(box.ask_later(message, 60))
-        if len(waiting) >= min(256, clients * IN_FLIGHT):
-            waiting.popleft().result()
-    for future in waiting:
-        future.result()
-    rate = groups / (time.perf_counter() - started)
-    serving.clear()
-    thread.join()
-    box.close()
-    exchange.close()
+    with noting(Exchange("tcp://127.0.0.1:0")) as exchange:
+        box = Mailbox(exchange.address, "raw#1")
+        started = time.perf_counter()
+        for _ in range(groups):
+            waiting.append(box.ask_later(message, 60))
+            if len(waiting) >= min(256, clients * IN_FLIGHT):
+                waiting.popleft().result()
+        for future in waiting:
+            future.result()
+        rate = groups / (time.perf_counter() - started)
+        box.close()
     return rate
 
 

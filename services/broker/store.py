@@ -79,15 +79,20 @@ class Store:
         self._queued.append(("HSET", f"{self._prefix}payload:{number}", part, data))
 
     def payloads(self, numbers: list[int]) -> list[dict[str, bytes]]:
-        """The parts of each group, in one round trip."""
+        """The parts of each group, in one round trip. What a store that was restarted has lost is sent again first."""
 
-        def read() -> list[dict[bytes, bytes]]:
+        def read() -> list[Any]:
             pipeline = self._redis.pipeline(transaction=False)
+            pipeline.hget(self._prefix + "meta", "commits")
             for number in numbers:
                 pipeline.hgetall(f"{self._prefix}payload:{number}")
             return pipeline.execute()
 
-        return [{part.decode(): data for part, data in group.items()} for group in self._persist(read)]
+        commits, *groups = self._persist(read)
+        if int(commits or 0) < self._commits:
+            self._repair(int(commits or 0))
+            _, *groups = self._persist(read)
+        return [{part.decode(): data for part, data in group.items()} for group in groups]
 
     def delete_payloads(self, number: int) -> None:
         """Frees a group."""
@@ -105,12 +110,6 @@ class Store:
             self._kept_bytes -= self._kept.popleft()[2]
         self._queued = []
         self._send(self._commits)
-
-    def check(self) -> None:
-        """Sends again what a store that was restarted has lost, if anything."""
-        found = int(self._persist(lambda: self._redis.hget(self._prefix + "meta", "commits")) or 0)
-        if found < self._commits:
-            self._repair(found)
 
     def _send(self, number: int) -> None:
         """Sends a kept commit; if the store then turns out to have lost earlier ones, those first and this again."""

@@ -99,11 +99,6 @@ class SamplingConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory."""
 
-    @property
-    def truncated(self) -> bool:
-        """Some tokens are left out."""
-        return self.top_p < 1 or self.top_k > 0
-
     def training(self) -> Sampling:
         """For training groups."""
         return Sampling(**self.model_dump())

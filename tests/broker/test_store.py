@@ -78,11 +78,13 @@ def test_what_a_torn_file_lost_is_written_again_in_order(server: Server) -> None
     write(store, 50, 1)
     rows = store.rows("t")
     assert rows["last"] == {"value": 50} and len(rows) == 52
+    store.put_payload(7, "experience", b"a")
+    write(store, 51, 1)
     server.kill()
     os.truncate(server.log, server.log.stat().st_size - 100)
     server.start()
-    store.check()
-    assert store.rows("t")["last"] == {"value": 50}
+    assert store.payloads([7]) == [{"experience": b"a"}], "reading sends again what is gone"
+    assert store.rows("t")["last"] == {"value": 51}
 
 
 def test_another_runs_store_is_refused(server: Server) -> None:

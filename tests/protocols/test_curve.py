@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
+from pipeline.bench.noting import noting
 from protocols import keys
 from protocols.keys import ClientKeys, KeysError
 from protocols.mailbox import AddressError, DeadlineError, Exchange, Mailbox
@@ -19,22 +19,8 @@ from protocols.messages import Noted, Take
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Exchange]:
     keys.make(tmp_path / "keys")
-    exchange = Exchange("tcp://0.0.0.0:0", keys.load_broker(tmp_path / "keys" / "broker.json"))
-    serving = threading.Event()
-    serving.set()
-
-    def serve() -> None:
-        while serving.is_set():
-            for identity, request, _message in exchange.receive(0.02):
-                exchange.send(identity, Noted(), request)
-            exchange.flush()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield exchange
-    serving.clear()
-    thread.join()
-    exchange.close()
+    with noting(Exchange("tcp://0.0.0.0:0", keys.load_broker(tmp_path / "keys" / "broker.json"))) as exchange:
+        yield exchange
 
 
 def address(exchange: Exchange) -> str:

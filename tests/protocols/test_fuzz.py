@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 
 import msgpack
@@ -12,6 +11,7 @@ import numpy as np
 import psutil
 import zmq
 
+from pipeline.bench.noting import noting
 from protocols import wire
 from protocols.experience import ExperienceError, as_bytes, pack_group, unpack_group
 from protocols.mailbox import Exchange, Mailbox
@@ -107,37 +107,21 @@ def test_the_decoder_survives_and_does_not_grow() -> None:
 
 
 def test_a_live_mailbox_answers_valid_traffic_all_the_while() -> None:
-    exchange = Exchange("tcp://127.0.0.1:0")
-    serving = threading.Event()
-    serving.set()
-
-    def serve() -> None:
-        while serving.is_set():
-            for identity, request, _message in exchange.receive(0.02):
-                exchange.send(identity, Noted(), request)
-            exchange.flush()
-
-    broker = threading.Thread(target=serve, daemon=True)
-    broker.start()
-    context = zmq.Context()
-    rogue = context.socket(zmq.DEALER)
-    rogue.connect(exchange.address)
-    box = Mailbox(exchange.address, "honest#1")
     dice, real, answered = random.Random(2), seeds(), 0
-    for count in range(LIVE):
-        rogue.send_multipart(mutate(dice.choice(real), dice))
-        if count % 200 == 0:
-            assert box.ask(Take(step=count), 20) == Noted()
-            answered += 1
-        while rogue.poll(0):
-            rogue.recv_multipart()
-    deadline = time.monotonic() + 20
-    while exchange.refused < LIVE * 0.5 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert answered == LIVE // 200 and exchange.refused > LIVE * 0.5
-    serving.clear()
-    broker.join()
-    box.close()
-    rogue.close(0)
-    context.term()
-    exchange.close()
+    with noting(Exchange("tcp://127.0.0.1:0")) as exchange:
+        rogue = zmq.Context.instance().socket(zmq.DEALER)
+        rogue.connect(exchange.address)
+        box = Mailbox(exchange.address, "honest#1")
+        for count in range(LIVE):
+            rogue.send_multipart(mutate(dice.choice(real), dice))
+            if count % 200 == 0:
+                assert box.ask(Take(step=count), 20) == Noted()
+                answered += 1
+            while rogue.poll(0):
+                rogue.recv_multipart()
+        deadline = time.monotonic() + 20
+        while exchange.refused < LIVE * 0.5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert answered == LIVE // 200 and exchange.refused > LIVE * 0.5
+        rogue.close(0)
+        box.close()

@@ -13,31 +13,29 @@ def agg_loss(
     length_scale: float | None = None,
     global_tokens: float | None = None,
     global_sequences: float | None = None,
-    workers: int = 1,
 ) -> torch.Tensor:
     """Reduces ``values`` over the tokens where ``mask`` is 1 (both ``[rows, length]``).
 
     token-mean: masked sum / valid tokens. seq-mean-token-sum: mean of row sums over rows with a valid token.
     seq-mean-token-mean: row means first. seq-mean-token-sum-norm: seq-mean-token-sum / ``length_scale`` (None: the
     number of columns). token-sum: masked sum. ``global_tokens`` and ``global_sequences`` replace the local counts, so
-    that the parts of a step add up to the whole whatever the micro-batches; ``workers`` multiplies, so that an average
-    over data-parallel workers gives the global value.
+    that the parts of a step add up to the whole whatever the micro-batches.
     """
     valid = mask.to(values.dtype)
     sums = (values * valid).sum(-1)
     if mode == "token-sum":
-        return sums.sum() * workers
+        return sums.sum()
     if mode == "token-mean":
         tokens = valid.sum() if global_tokens is None else global_tokens
-        return sums.sum() / tokens * workers
+        return sums.sum() / tokens
     counts = valid.sum(-1)
     rows = (counts > 0).to(values.dtype)
     sequences = rows.sum() if global_sequences is None else global_sequences
     if mode == "seq-mean-token-mean":
-        return (sums / (counts + 1e-8) * rows).sum() / sequences * workers
+        return (sums / (counts + 1e-8) * rows).sum() / sequences
     if mode == "seq-mean-token-sum":
-        return (sums * rows).sum() / sequences * workers
+        return (sums * rows).sum() / sequences
     if mode == "seq-mean-token-sum-norm":
         scale = values.shape[-1] if length_scale is None else length_scale
-        return (sums * rows).sum() / sequences / scale * workers
+        return (sums * rows).sum() / sequences / scale
     raise ValueError(f"unknown aggregation {mode!r}")

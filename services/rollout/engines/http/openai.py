@@ -55,7 +55,7 @@ class OpenAIEngine(HttpEngine):
                 f"temperature {sampling.temperature:g}: the server reports log-probabilities before it; have it report "
                 "processed ones, and set options.processed"
             )
-        if processed and (sampling.top_p < 1 or sampling.top_k > 0):
+        if processed and sampling.truncated:
             raise RequestError(
                 "top_p, top_k: the server reports log-probabilities after truncation (options.processed)"
             )

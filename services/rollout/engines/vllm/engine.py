@@ -109,7 +109,7 @@ class VllmEngine(AsyncEngine):
                 f"temperature {sampling.temperature:g}, masks {sampling.masks}: this engine was started for "
                 "temperature 1 without masks (rollout.sampling), whose log-probabilities it reports"
             )
-        if not self._raw and not sampling.masks and (sampling.top_p < 1 or sampling.top_k > 0):
+        if not self._raw and not sampling.masks and sampling.truncated:
             raise RequestError(
                 "vLLM reports no log-probabilities of the untruncated distribution at a temperature other than 1: "
                 "set rollout.sampling.masks, leave top_p and top_k out, or use temperature 1"
