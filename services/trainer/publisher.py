@@ -84,6 +84,8 @@ class Publisher:
         self.reason = ""
         self.error: BaseException | None = None
         self.latest: Snapshot | None = None
+        self._pinned: Snapshot | None = None
+        """One before the latest, as long as somebody loads it: a seed may take longer than a step."""
         self._gpu = cuda_ipc.gpu_of(source.device)
         if config.transport in ("nccl", "cuda_ipc") and not self._gpu:
             raise SetupError(
@@ -209,7 +211,10 @@ class Publisher:
     def _publish(self, job: Job) -> None:
         started = time.monotonic()
         layout = self._source.layout
-        buffer, segment = self._buffers.take(job.version, layout.nbytes, self.latest)
+        if self._pinned and not self._loads(self._pinned):
+            self._pinned = None
+        kept = [snapshot for snapshot in (self.latest, self._pinned) if snapshot]
+        buffer, segment = self._buffers.take(job.version, layout.nbytes, kept)
         snapshot = Snapshot(job.version, layout, buffer, segment, job.canary)
         epoch = Epoch(-1, {}) if job.quiet else self._sender.open(job.version, time.monotonic())
         self._announce(snapshot, epoch)
@@ -236,12 +241,18 @@ class Publisher:
         job.done.set()
         self._finish(snapshot)
         with self._lock:
+            if self.latest and self._loads(self.latest) and not (self._pinned and self._loads(self._pinned)):
+                self._pinned = self.latest
             self.latest = snapshot
         if job.quiet:
             return
         self._sender.committed(job.version, whole)
         self._commit(list(epoch.members), epoch.number, snapshot, first=True)
         failpoint.reach("published", job.version - 1)
+
+    def _loads(self, snapshot: Snapshot) -> bool:
+        """Somebody is not done with it."""
+        return any(p.loading and p.loading[1] == snapshot.version for p in self._sender.peers.values())
 
     def _announce(self, snapshot: Snapshot, epoch: Epoch) -> None:
         """Proposes the version to all members, by their routes, and meets the groups that buckets are broadcast to."""
@@ -364,9 +375,10 @@ class Publisher:
     def _answer_fetch(self, fetch: m.Fetch) -> m.Message:
         """Called from the snapshot server's thread."""
         with self._lock:
-            snapshot = self.latest
-        if snapshot is None or (snapshot.version, snapshot.digest) != (fetch.version, fetch.digest):
-            has = f"version {snapshot.version}" if snapshot else "no version"
+            there = [snapshot for snapshot in (self.latest, self._pinned) if snapshot]
+        snapshot = next((s for s in there if (s.version, s.digest) == (fetch.version, fetch.digest)), None)
+        if snapshot is None:
+            has = f"version {there[0].version}" if there else "no version"
             return m.Refused(code="not_ready", reason=f"version {fetch.version} is gone; the snapshot is {has}")
         if not 0 <= fetch.index < len(snapshot.layout.spans):
             return m.Refused(code="bad_message", reason=f"there is no bucket {fetch.index}")

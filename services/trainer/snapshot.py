@@ -49,16 +49,17 @@ class Buffers:
         self._pool = shm.Pool(run_key) if run_key else None
         self._own: list[torch.Tensor] = []
 
-    def take(self, version: int, nbytes: int, keep: Snapshot | None) -> tuple[torch.Tensor, shm.Segment | None]:
-        """A buffer to fill with ``version``, which is not ``keep``'s."""
+    def take(self, version: int, nbytes: int, keep: list[Snapshot]) -> tuple[torch.Tensor, shm.Segment | None]:
+        """A buffer to fill with ``version``, which is none of ``keep``'s."""
         if self._pool:
-            segment = self._pool.take(version, nbytes, keep.segment if keep else None)
+            segment = self._pool.take(version, nbytes, [snapshot.segment for snapshot in keep])
             return flat.from_memory(segment.memory), segment
-        for buffer in self._own:
-            if keep is None or buffer.data_ptr() != keep.buffer.data_ptr():
-                return buffer, None
-        self._own.append(torch.zeros(nbytes, dtype=torch.uint8))
-        return self._own[-1], None
+        kept = [snapshot.buffer for snapshot in keep]
+        used = {buffer.data_ptr() for buffer in kept}
+        free = [buffer for buffer in self._own if buffer.data_ptr() not in used]
+        buffer = free[0] if free else torch.zeros(nbytes, dtype=torch.uint8)
+        self._own = [*kept, buffer]
+        return buffer, None
 
     def close(self) -> None:
         """Lets go of them."""

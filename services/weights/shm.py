@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -90,10 +91,10 @@ class Pool:
         self._run_key = run_key
         self._segments: list[Segment] = []
 
-    def take(self, version: int, nbytes: int, keep: Segment | None) -> Segment:
-        """A segment to fill with ``version``: one that nobody holds and that is not ``keep``, or a new one."""
+    def take(self, version: int, nbytes: int, keep: Sequence[Segment | None] = ()) -> Segment:
+        """A segment to fill with ``version``: one that nobody holds and that is not in ``keep``, or a new one."""
         for segment in self._segments:
-            if segment is not keep and len(segment.memory) == nbytes and segment.begin(version):
+            if segment not in keep and len(segment.memory) == nbytes and segment.begin(version):
                 self._segments.remove(segment)
                 self._segments.append(segment)
                 return segment

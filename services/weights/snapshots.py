@@ -44,13 +44,18 @@ class SnapshotServer:
     def _run(self) -> None:
         while not self._closing.is_set():
             for identity, request, message in self._exchange.receive(0.2):
-                if isinstance(message, Fetch):
-                    reply = self._answer(message)
-                else:
-                    reply = Refused(code="not_allowed", reason=f"{type(message).__name__} is not for the snapshot port")
-                self._exchange.send(identity, reply, request)
+                self._exchange.send(identity, self._reply(message), request)
             self._exchange.flush()
         self._exchange.close()
+
+    def _reply(self, message: Message) -> Message:
+        if not isinstance(message, Fetch):
+            return Refused(code="not_allowed", reason=f"{type(message).__name__} is not for the snapshot port")
+        try:
+            return self._answer(message)
+        except Exception as error:  # the others who ask need this thread
+            log.exception("a bucket was not given", version=message.version, bucket=message.index)
+            return Refused(code="failed", reason=f"bucket {message.index}: {type(error).__name__}: {error}")
 
 
 class SnapshotClient:

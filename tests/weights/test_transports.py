@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -55,6 +56,40 @@ def test_every_receiver_gets_every_bit_and_a_late_one_is_served_at_once(channel:
         channel.publish(version)
         assert same(first.wait(version), version) and same(second.wait(version), version)
     assert same(channel.join(ready=False).wait(2), 2)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_seed_that_takes_longer_than_a_step_comes_through(transport: str) -> None:
+    channel = Channel(weights(0), transport=transport)
+    try:
+        first = channel.join()
+        channel.publish(0)
+        first.wait(0)
+        port, asked, on = channel.publisher._snapshots, threading.Event(), threading.Event()
+        answer = port._answer
+
+        def slow(fetch: m.Fetch) -> m.Message:
+            asked.set()
+            assert on.wait(10)
+            return answer(fetch)
+
+        port._answer = slow
+        late = channel.join(ready=False, transport="snapshot")
+        assert asked.wait(10), "the seed begins"
+        for version in (1, 2, 3):
+            become(channel, version)
+            channel.publish(version)
+            first.wait(version)
+            until(lambda: channel.peer(first).loading is None, 5, "its answer")  # else it is seeded, too
+        on.set()
+        assert same(late.wait(3), 3)
+        assert sorted(late.served) == [0, 3], "what it had begun with, and then the latest"
+        assert same(late.served[0], 0) and not channel.relay.failures
+        become(channel, 4)
+        channel.publish(4)
+        assert same(late.wait(4), 4) and same(first.wait(4), 4)
+    finally:
+        channel.close()
 
 
 def test_the_model_may_change_as_soon_as_it_was_read(channel: Channel) -> None:
