@@ -23,7 +23,7 @@ from pipeline.supervise import Child, Supervisor
 from pipeline.view import View
 from protocols.keys import load_client
 from protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
-from protocols.messages import Heartbeat, Hello, LedgerReply, LedgerRequest, Status, StatusRequest, StopRun
+from protocols.messages import Heartbeat, Hello, LedgerReply, LedgerRequest, Message, Status, StatusRequest, StopRun
 from services import logs
 from services.weights import shm
 
@@ -236,22 +236,47 @@ class _Launch:
     def _finish(self, error: str | None, outcome: str) -> dict[str, Any]:
         """Drains, then writes summary and report from what the broker last knew."""
         broker = next(child for child in self._supervisor.children if child.name == "broker")
-        if not broker.alive:
-            raise RunError(error or "the broker is gone")
+        if error and not broker.alive:
+            raise RunError(error)
         try:
-            if outcome != "complete":
-                self._ask(StopRun(reason=error or outcome))
-            actors = {c.name for c in self._supervisor.children} - {"broker", "redis", "prepare"}
-            left = self._supervisor.wait(actors, DRAIN_S)
-            if left:
-                log.warning("not drained in time", children=left)
-            state, ledger = self._state(), self._ask(LedgerRequest())
-            self._ask(StopRun(reason="the supervisor has seen the end", seen=True))
+            self._drain(broker, "" if outcome == "complete" else error or outcome)
+            status, ledger = self._insist(StatusRequest()), self._insist(LedgerRequest())
+            assert isinstance(status, Status) and isinstance(ledger, LedgerReply)
+            self._insist(StopRun(reason="the supervisor has seen the end", seen=True))
             self._supervisor.wait({"broker"}, STOP_S)
         except (DeadlineError, RefusedError) as late:
             raise RunError(f"{error or 'the run ended'}; {late}") from None
-        assert isinstance(ledger, LedgerReply)
-        summary = conclude(self._folder, self._config, state, ledger, self._supervisor.restarts, outcome, error)
+        summary = conclude(self._folder, self._config, status.state, ledger, self._supervisor.restarts, outcome, error)
         if error:
             raise RunError(error)
         return summary
+
+    def _drain(self, broker: Child, reason: str) -> None:
+        """Waits until all actors have left, after telling the broker to end the run where there is a ``reason`` to."""
+        actors = {child.name for child in self._supervisor.children} - {"broker", "redis", "prepare"}
+        told, deadline = -1, time.monotonic() + DRAIN_S
+        while True:
+            if reason and told != broker.restarts:  # one that was started again knows nothing of it
+                self._insist(StopRun(reason=reason))
+                told = broker.restarts
+            left = self._supervisor.wait(actors, STATUS_EVERY_S)
+            self._keep_books()
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                log.warning("not drained in time", children=left)
+                return
+
+    def _insist(self, message: Message) -> Message:
+        """As `_ask`, of a broker that may die and be started again meanwhile."""
+        assert self._mailbox
+        answer = self._mailbox.ask_later(message, BROKER_SILENT_S)
+        while not answer.done():
+            self._keep_books()
+            time.sleep(0.02)
+        return answer.result()
+
+    def _keep_books(self) -> None:
+        """Broker and store are needed to the last, when nobody else is started again."""
+        if broken := self._supervisor.poll({"broker", "redis"}):
+            raise RunError(broken)

@@ -100,10 +100,13 @@ class Supervisor:
         self._spawn(child, pass_fds)
         return child
 
-    def poll(self) -> str | None:
-        """Starts again what died and may; returns an error where something cannot go on."""
+    def poll(self, names: set[str] | None = None) -> str | None:
+        """Starts again what died and may (of ``names`` alone, if given); returns an error where something cannot go
+        on."""
         now = time.monotonic()
         for child in self.children:
+            if names is not None and child.name not in names:
+                continue
             if child.start_again_at is not None and now >= child.start_again_at:
                 child.start_again_at, child.leaving = None, False
                 child.restarts += 1

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -103,3 +104,20 @@ def test_groups_that_teach_nothing_are_filtered_and_replaced(tmp_path: Path) -> 
     summary = run.wait()
     check_promises(summary)
     assert summary["groups_dropped"] > 0 and summary["groups_trained"] == 48
+
+
+def test_broker_and_store_may_die_while_everybody_leaves(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, "rollout.count=2", "broker.dead_after_s=2"])
+    run.wait_for_step(1)
+    actors = run.actors()
+    actors["rollout-1"].suspend()  # found dead, so the run is completed without it; and waited for at the end
+    deadline = time.monotonic() + 60
+    while "done: step 6/6" not in run.output.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for name in ("redis", "broker"):
+        actors[name].send_signal(signal.SIGKILL)
+    actors["rollout-1"].resume()
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 6 and summary["restarts"] == 2
