@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from protocols import messages as m
 from protocols.weights import DigestError
 from services.rollout.engines.base import Memory
+from services.trainer import broadcast
 from services.weights import flat, shm
 from tests.weights.channel import Channel, Holder, Named, score, until
 
@@ -124,6 +126,20 @@ def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Chan
     assert same(first.wait(2, 2), 2)
     channel.relay.muted.clear()
     assert same(second.wait(2, 20), 2), "voted out, invited again, and seeded"
+
+
+def test_who_stays_away_from_a_broadcast_is_named_and_the_others_get_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channel, said = Channel(weights(0), transport="gloo"), structlog.testing.CapturingLogger()
+    monkeypatch.setattr(broadcast, "log", said)
+    first, second = channel.join(), channel.join()
+    channel.relay.muted.add(second.name)
+    channel.publish(0)
+    assert same(first.wait(0), 0)
+    (broke,) = said.calls
+    assert f"within 3 s; members: rank 1 ({first.name}), rank 2 ({second.name})" in broke.kwargs["error"]
+    channel.close()
 
 
 def test_mixed_receivers_in_one_epoch() -> None:
