@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 from rich.console import Console
 
+from pipeline import observe
 from pipeline.command import penstock
 from pipeline.config import Config, TinyModel
 from pipeline.ending import conclude
@@ -31,7 +32,6 @@ log = structlog.get_logger()
 
 BROKER_START_S = 90.0
 STATUS_EVERY_S = 0.5
-STATUS_DEADLINE_S = 5.0
 BROKER_SILENT_S = 60.0
 DRAIN_S = 120.0
 """For the step in hand and a checkpoint of it."""
@@ -83,7 +83,7 @@ class _Launch:
         hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
         self._mailbox.hello = lambda: [hello]
         self._mailbox.beat = Heartbeat
-        self._ask(hello)
+        self._mailbox.ask(hello, observe.DEADLINE_S)
         error, outcome = self._watch(interrupted)
         return self._finish(error, outcome)
 
@@ -190,6 +190,7 @@ class _Launch:
 
     def _watch(self, interrupted: list[int]) -> tuple[str | None, str]:
         """Until the run is over; returns the error that ended it, if one did, and the outcome in a word."""
+        assert self._mailbox
         heard = time.monotonic()
         with View(self._console, f"penstock {self._folder.name}") as view:
             while True:
@@ -201,7 +202,7 @@ class _Launch:
                     view.note("interrupted: draining and saving a checkpoint …")
                     return None, "interrupted"
                 try:
-                    state = self._state()
+                    state = observe.state(self._mailbox)
                     heard = time.monotonic()
                 except DeadlineError as late:
                     if time.monotonic() - heard > BROKER_SILENT_S:
@@ -221,15 +222,6 @@ class _Launch:
             if child.restarts > self._noted.get(child.name, 0):
                 self._noted[child.name] = child.restarts
                 view.note(f"{child.name} died and was started again ({child.restarts})")
-
-    def _state(self) -> dict[str, Any]:
-        status = self._ask(StatusRequest())
-        assert isinstance(status, Status)
-        return status.state
-
-    def _ask(self, message: Any) -> Any:
-        assert self._mailbox
-        return self._mailbox.ask(message, STATUS_DEADLINE_S)
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
@@ -268,7 +260,7 @@ class _Launch:
                 return
 
     def _insist(self, message: Message) -> Message:
-        """As `_ask`, of a broker that may die and be started again meanwhile."""
+        """Asks a broker that may die and be started again meanwhile."""
         assert self._mailbox
         answer = self._mailbox.ask_later(message, BROKER_SILENT_S)
         while not answer.done():

@@ -31,11 +31,11 @@ class Fleet:
     """A publisher of ``named`` in this process, and receivers in processes of their own."""
 
     def __init__(
-        self, named: dict[str, torch.Tensor], transport: str, verify: bool, threads: int, model: str = "", **more: Any
+        self, named: dict[str, torch.Tensor], transport: str, verify: bool, threads: int, model: str = ""
     ) -> None:
         dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
         self.config = WeightsConfig.model_validate(
-            {"transport": transport, "deadline_s": DEADLINE_S, "stall_s": 30.0, "sparse": "off", **more}
+            {"transport": transport, "deadline_s": DEADLINE_S, "stall_s": 30.0, "sparse": "off"}
         )
         self.source = Source(named, dtype, self.config.bucket_bytes, World(CPU))
         self.relay = Relay()

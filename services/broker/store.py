@@ -89,8 +89,9 @@ class Store:
             return pipeline.execute()
 
         commits, *groups = self._persist(read)
-        if int(commits or 0) < self._commits:
-            self._repair(int(commits or 0))
+        found = int(commits or 0)
+        if found < self._commits:
+            self._repair(found)
             _, *groups = self._persist(read)
         return [{part.decode(): data for part, data in group.items()} for group in groups]
 

@@ -91,7 +91,7 @@ class Pool:
         self._run_key = run_key
         self._segments: list[Segment] = []
 
-    def take(self, version: int, nbytes: int, keep: Sequence[Segment | None] = ()) -> Segment:
+    def take(self, version: int, nbytes: int, keep: Sequence[Segment | None]) -> Segment:
         """A segment to fill with ``version``: one that nobody holds and that is not in ``keep``, or a new one."""
         for segment in self._segments:
             if segment not in keep and len(segment.memory) == nbytes and segment.begin(version):
