@@ -1,9 +1,9 @@
 """The weight channel's protocol, as two state machines without a socket: the trainer's `Sender`, a rollout's `Intake`.
 
     trainer                          broker                            rollout
-      │ Invite(nonce segment) ────────▶ passes on ────────────────────▶ reads the nonce, if it sees it
+      │ Invite(layout, nonce segment) ▶ passes on ────────────────────▶ reads the nonce, if it sees it
       │ ◀─────────────────────────────  passes on  ◀───────────────────  Reach(nonce, GPU, host)
-      │ Propose(epoch, version, layout, route) ───────────────────────▶ opens a shadow
+      │ Propose(epoch, version, route) ───────────────────────────────▶ opens a shadow
       │ ═══ buckets, each gathered and sent while the next is gathered ═▶ hashes each as it comes
       │ CommitVersion(epoch, version, digests, canary) ▶ durable ─────▶ compares; asks again for what is wrong
       │                                                                 scores the canary with the shadow

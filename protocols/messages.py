@@ -286,13 +286,15 @@ class Relayed(Message):
 
 
 class Invite(Message):
-    """trainer → rollouts, through the broker: say how you can be reached. The rollout answers `Reach`; the
-    broker answers this and the messages below with `Relayed`."""
+    """trainer → rollouts, through the broker: this is what my versions look like; say how you can be reached. The
+    rollout answers `Reach`; the broker answers this and the messages below with `Relayed`."""
 
     targets: list[str]
     """Identities of the rollouts that it is for; so in all messages below."""
     probe: str
     """Name of a shared-memory file that holds a nonce."""
+    layout: Layout
+    """Of every version that this trainer publishes."""
 
 
 class Reach(Message):
@@ -300,6 +302,8 @@ class Reach(Message):
 
     receiver: str = ""
     """Its identity, written by the broker; so in all messages below."""
+    layout: str
+    """Digest of the layout that it was invited with."""
     nonce: str
     """What it read from the probe; empty where it does not see it."""
     host: str
@@ -316,7 +320,8 @@ class Propose(Message):
     targets: list[str]
     epoch: int
     version: int
-    layout: Layout
+    layout: str
+    """Digest of the layout that the invitation brought."""
     route: Route
     snapshots: str
     """Where missing buckets are asked for, e.g. ``tcp://10.0.0.1:4242``."""

@@ -2,7 +2,7 @@
 
 The weights lie one after the other in a flat buffer, each starting at a multiple of ``ALIGN`` bytes. The buffer is cut
 into buckets of equal size (the last may be shorter), the unit of transfer and of verification. A bucket's digest is
-xxh3-128 of its bytes; the version's digest is xxh3-128 of the layout and all bucket digests, so it proves the whole.
+xxh3-128 of its bytes; the version's digest is xxh3-128 of the layout's and all buckets', so it proves the whole.
 How a version gets from the trainer to the rollouts is in `protocols.channel`.
 """
 
@@ -55,6 +55,13 @@ class Layout(BaseModel):
     def names(self) -> frozenset[str]:
         """Of all weights."""
         return frozenset(weight.name for weight in self.weights)
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 of the layout itself: by it a proposal names the layout that came with the invitation."""
+        lines = [f"{self.nbytes} {self.bucket_bytes}"]
+        lines += [f"{weight.name}\0{weight.dtype}\0{weight.shape}\0{weight.offset}" for weight in self.weights]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -139,12 +146,7 @@ def bucket_digest(data: memoryview) -> str:
 
 def whole_digest(where: Layout, buckets: Iterable[str]) -> str:
     """The digest of a version with this layout and these bucket digests."""
-    hasher = xxhash.xxh3_128()
-    hasher.update(f"{where.nbytes} {where.bucket_bytes}\n".encode())
-    for weight in where.weights:
-        hasher.update(f"{weight.name}\0{weight.dtype}\0{weight.shape}\0{weight.offset}\n".encode())
-    hasher.update("".join(buckets).encode())
-    return hasher.hexdigest()
+    return xxhash.xxh3_128_hexdigest("".join([where.digest, *buckets]).encode())
 
 
 def digests_of(where: Layout, buffer: memoryview) -> Digests:

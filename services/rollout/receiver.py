@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,22 @@ class _Shadow:
     """A flat buffer, uint8 ``[bytes]`` on the host, and what must be let go of once nobody computes with it."""
 
     tensor: torch.Tensor
+    where: Layout
     attached: shm.Attached | None = None
     path: str = ""
     """Where other processes find it, if the engine has such."""
 
-    def memory(self, where: Layout) -> Memory | None:
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The version's tensors, as they lie in it."""
+        return flat.views(self.where, self.tensor)
+
+    @property
+    def memory(self) -> Memory | None:
         """For an engine whose weights lie in other processes."""
         if self.attached:
-            return Memory(path_of(self.attached.file), shm.HEADER_BYTES, where)
-        return Memory(self.path, 0, where) if self.path else None
+            return Memory(path_of(self.attached.file), shm.HEADER_BYTES, self.where)
+        return Memory(self.path, 0, self.where) if self.path else None
 
     def release(self) -> None:
         if self.attached:
@@ -105,7 +113,9 @@ class Receiver:
         self._commits: dict[tuple[int, int], CommitVersion] = {}
         self._changed = threading.Condition()
         self._newest: tuple[int, int] | None = None
-        self._own = [_Shadow(torch.empty(0, dtype=torch.uint8)), _Shadow(torch.empty(0, dtype=torch.uint8))]
+        self._layout: Layout | None = None
+        """What the trainer that has invited this rollout publishes."""
+        self._own: list[_Shadow | None] = [None, None]
         self._buffers: dict[int, SharedBuffer] = {}
         self._serving: _Shadow | None = None
         self._serving_digest = ""
@@ -122,7 +132,8 @@ class Receiver:
             only = None if self._config.transport == "auto" else self._config.transport
             gpu = cuda_ipc.gpu_of(self._engine.device)
             nonce = shm.read_probe(message.probe)
-            reach = Reach(nonce=nonce, host=self._config.host, gpu=gpu, only=only)
+            self._layout = message.layout
+            reach = Reach(layout=self._layout.digest, nonce=nonce, host=self._config.host, gpu=gpu, only=only)
             self._mailbox.ask_later(reach, self._config.deadline_s)
             return
         with self._changed:
@@ -164,9 +175,13 @@ class Receiver:
         if self._newest != (proposal.epoch, proposal.version):
             raise DigestError("a newer version was proposed")
         failpoint.reach("receiver-proposed", proposal.version)
-        intake, costs = Intake(proposal.epoch, proposal.version, proposal.layout), _Costs()
-        shadow, transport = self._open(proposal), proposal.route.type
+        where = self._layout
+        if where is None or where.digest != proposal.layout:
+            raise DigestError(f"the version has layout {proposal.layout}, the invitation brought another")
+        intake, costs = Intake(proposal.epoch, proposal.version, where), _Costs()
+        shadow, transport = self._open(proposal, where), proposal.route.type
         try:
+            _ = shadow.weights  # looked up now, while the first bucket is gathered: after the commit everybody waits
             started = time.monotonic()
             self._receive(proposal, intake, shadow, costs)
             failpoint.reach("receiver-received", proposal.version)
@@ -174,7 +189,7 @@ class Receiver:
             costs.receive_s = time.monotonic() - started - costs.hash_s
             shadow = self._settle(proposal, commit, intake, shadow, costs)
             failpoint.reach("receiver-verified", proposal.version)
-            prepared, canary = self._prepare(proposal, commit, shadow, costs)
+            prepared, canary = self._prepare(commit, shadow, costs)
             loaded = Loaded(
                 epoch=proposal.epoch,
                 version=proposal.version,
@@ -203,30 +218,32 @@ class Receiver:
             if self._closing:
                 raise DigestError("closed before it was swapped in")
 
-    def _open(self, proposal: Propose) -> _Shadow:
+    def _open(self, proposal: Propose, where: Layout) -> _Shadow:
         if isinstance(proposal.route, SharedMemoryRoute):
-            attached = self._attachments.attach(proposal.route.segment, proposal.layout.nbytes)
-            return _Shadow(flat.from_memory(attached.memory), attached)
-        return self._spare(proposal.layout.nbytes)
+            attached = self._attachments.attach(proposal.route.segment, where.nbytes)
+            return _Shadow(flat.from_memory(attached.memory), where, attached)
+        return self._spare(where)
 
-    def _spare(self, nbytes: int) -> _Shadow:
+    def _spare(self, where: Layout) -> _Shadow:
         """The buffer of this process that does not serve."""
-        place = 0 if self._own[0] is not self._serving else 1
-        if self._own[place].tensor.numel() != nbytes:
+        place = 0 if self._own[0] is None or self._own[0] is not self._serving else 1
+        spare = self._own[place]
+        if spare is None or spare.where.digest != where.digest:
             if self._engine.remote:
-                self._buffers[place] = buffer = SharedBuffer(nbytes)
-                self._own[place] = _Shadow(buffer.tensor, path=buffer.path)
+                self._buffers[place] = buffer = SharedBuffer(where.nbytes)
+                spare = _Shadow(buffer.tensor, where, path=buffer.path)
             else:
-                self._own[place] = _Shadow(torch.zeros(nbytes, dtype=torch.uint8))
-        return self._own[place]
+                spare = _Shadow(torch.zeros(where.nbytes, dtype=torch.uint8), where)
+            self._own[place] = spare
+        return spare
 
     def _receive(self, proposal: Propose, intake: Intake, shadow: _Shadow, costs: _Costs) -> None:
         """Takes what comes by itself. What does not arrive is asked for once the version is committed."""
-        memory = flat.as_memory(shadow.tensor)
+        memory, spans = flat.as_memory(shadow.tensor), intake.layout.spans
 
         def arrived(index: int) -> None:
             started = time.monotonic()
-            start, end = proposal.layout.spans[index]
+            start, end = spans[index]
             digest = bucket_digest(memory[start:end]) if self._verify else ""
             intake.bucket(proposal.epoch, proposal.version, index, memory[start:end], digest)
             costs.hash_s += time.monotonic() - started
@@ -235,18 +252,19 @@ class Receiver:
         if isinstance(route, CollectiveRoute):
             self._receive_broadcast(proposal, route, shadow, arrived, costs)
         elif isinstance(route, SharedMemoryRoute) and self._verify:
-            assert shadow.attached
-            self._follow(proposal, shadow.attached, arrived)
+            self._follow(proposal, shadow, arrived)
         elif isinstance(route, CudaIpcRoute):
             self._await_commit(proposal)
-            shadow.tensor.copy_(cuda_ipc.map_shared(route, proposal.layout.nbytes, self._engine.device))
-            for index in range(len(proposal.layout.spans)):
+            shadow.tensor.copy_(cuda_ipc.map_shared(route, shadow.where.nbytes, self._engine.device))
+            for index in range(len(spans)):
                 arrived(index)
 
-    def _follow(self, proposal: Propose, attached: shm.Attached, arrived: Callable[[int], None]) -> None:
+    def _follow(self, proposal: Propose, shadow: _Shadow, arrived: Callable[[int], None]) -> None:
         """Hashes the buckets of a segment while the sender writes the next ones."""
+        attached, buckets = shadow.attached, len(shadow.where.spans)
+        assert attached
         index, deadline = 0, time.monotonic() + self._config.deadline_s
-        while index < len(proposal.layout.spans):
+        while index < buckets:
             filled = attached.filled(proposal.version)
             if filled == index:
                 if self._given_up(proposal):
@@ -274,7 +292,7 @@ class Receiver:
         if route.sparse_from:
             if self._serving is None or route.sparse_from != self._serving_digest:
                 raise DigestError("changes are sent to a version that is not served here")
-            shadow.tensor.copy_(self._serving.tensor)
+            flat.copy(self._serving.tensor, shadow.tensor)
         try:
             if self._group is None or self._group.epoch != proposal.epoch or self._group.route.type != route.type:
                 self._group = Group(route, proposal.epoch, route.ranks[identity], self._config.host)
@@ -282,24 +300,22 @@ class Receiver:
             target = shadow.tensor
             if route.type == "nccl":
                 target = torch.empty(shadow.tensor.numel(), dtype=torch.uint8, device=self._engine.device)
-            copied = self._copier(proposal, target, shadow.tensor, arrived)
+            copied = self._copier(target, shadow, arrived)
             self._group.bytes_received = 0
-            self._group.receive(proposal.layout, target, copied)
+            self._group.receive(shadow.where, target, copied)
             costs.bytes_received += self._group.bytes_received
         except CollectiveError as error:
             self._group = None
             log.warning("broadcast broke", version=proposal.version, error=str(error))
 
     @staticmethod
-    def _copier(
-        proposal: Propose, target: torch.Tensor, shadow: torch.Tensor, arrived: Callable[[int], None]
-    ) -> Callable[[int], None]:
-        if target is shadow:
+    def _copier(target: torch.Tensor, shadow: _Shadow, arrived: Callable[[int], None]) -> Callable[[int], None]:
+        if target is shadow.tensor:
             return arrived
 
         def copied(index: int) -> None:
-            start, end = proposal.layout.spans[index]
-            shadow[start:end].copy_(target[start:end])
+            start, end = shadow.where.spans[index]
+            flat.copy(target[start:end], shadow.tensor[start:end])
             arrived(index)
 
         return copied
@@ -346,8 +362,8 @@ class Receiver:
         self, proposal: Propose, commit: CommitVersion, intake: Intake, shadow: _Shadow, costs: _Costs
     ) -> _Shadow:
         if shadow.attached:  # a segment is not ours to mend
-            mended = self._spare(proposal.layout.nbytes)
-            mended.tensor.copy_(shadow.tensor)
+            mended = self._spare(shadow.where)
+            flat.copy(shadow.tensor, mended.tensor)
             shadow.release()
             shadow = mended
         if self._snapshots is None or self._snapshots.address != proposal.snapshots:
@@ -362,7 +378,7 @@ class Receiver:
             except BucketError as error:
                 log.warning("a bucket is refused", version=proposal.version, bucket=bucket.index, reason=str(error))
                 return
-            start, end = proposal.layout.spans[bucket.index]
+            start, end = intake.layout.spans[bucket.index]
             into[start:end] = data
 
         base = (self._serving_digest, self._serving.tensor) if self._serving else None
@@ -370,15 +386,14 @@ class Receiver:
             if not intake.missing or self._newest != (proposal.epoch, proposal.version):
                 break
             costs.bytes_received += self._snapshots.fetch(
-                proposal.version, commit.digests.whole, proposal.layout, intake.missing, base, arrived,
+                proposal.version, commit.digests.whole, intake.layout, intake.missing, base, arrived,
                 self._config.stall_s,
             )  # fmt: skip
         return shadow
 
-    def _prepare(self, proposal: Propose, commit: CommitVersion, shadow: _Shadow, costs: _Costs) -> tuple[Any, float]:
+    def _prepare(self, commit: CommitVersion, shadow: _Shadow, costs: _Costs) -> tuple[Any, float]:
         started = time.monotonic()
-        memory = shadow.memory(proposal.layout) if self._engine.remote else None
-        prepared = self._engine.prepare(flat.views(proposal.layout, shadow.tensor), memory)
+        prepared = self._engine.prepare(shadow.weights, shadow.memory if self._engine.remote else None)
         difference = 0.0
         if commit.canary and not self._engine.remote:
             difference = check_canary(self._engine, prepared, commit.canary)

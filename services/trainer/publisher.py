@@ -168,6 +168,8 @@ class Publisher:
         elif isinstance(event, m.Receivers):
             sender.present(event.serves)
         elif isinstance(event, m.Reach):
+            if event.layout != self._source.layout.digest:
+                return  # it answers a trainer before this one, and is invited again
             transport = self._transport(event)
             if sender.reached(event.receiver, transport):
                 log.info("receiver reached", receiver=event.receiver, transport=transport, host=event.host)
@@ -200,7 +202,8 @@ class Publisher:
             )
         invited = self._sender.invitations(now)
         if invited:
-            self._say(m.Invite(targets=invited, probe=self._probe.name if self._probe else ""))
+            probe = self._probe.name if self._probe else ""
+            self._say(m.Invite(targets=invited, probe=probe, layout=self._source.layout))
         if self.latest is None:
             return
         for identity, epoch, transport in self._sender.seeds(now):
@@ -309,7 +312,7 @@ class Publisher:
                 targets=targets,
                 epoch=epoch,
                 version=snapshot.version,
-                layout=snapshot.layout,
+                layout=snapshot.layout.digest,
                 route=route,
                 snapshots=self._snapshots.address,
             )

@@ -62,13 +62,14 @@ class Source:
             if not self._on_host:
                 target.zero_()  # between two weights lies padding, which the digest covers
             for piece in self._pieces[0][index]:
-                self._view(target, piece.start, piece.count).copy_(self._elements(parts, piece))
+                self._put(self._elements(parts, piece), target, piece.start)
             for rank, (work, received) in coming.items():
                 work.wait()
                 at = 0
                 for piece in self._pieces[rank][index]:
-                    self._view(target, piece.start, piece.count).copy_(self._view(received, at, piece.count))
-                    at += piece.count * self._dtype.itemsize
+                    nbytes = piece.count * self._dtype.itemsize
+                    flat.copy(received[at : at + nbytes], target[piece.start : piece.start + nbytes])
+                    at += nbytes
             if not self._on_host:
                 buffer[start:end].copy_(target)
             yield index, target
@@ -89,7 +90,7 @@ class Source:
                 earlier.wait()
             target, at = self._stage(index), 0
             for piece in self._pieces[self._world.rank][index]:
-                self._view(target, at, piece.count).copy_(self._elements(parts, piece))
+                self._put(self._elements(parts, piece), target, at)
                 at += piece.count * self._dtype.itemsize
             if at:
                 sending[index] = dist.isend(target[:at], 0, group=self._world.publish_group)
@@ -119,8 +120,13 @@ class Source:
         assert self._staging is not None
         return self._staging[index % 2]
 
-    def _view(self, target: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        return target[start : start + count * self._dtype.itemsize].view(self._dtype)
+    def _put(self, elements: torch.Tensor, target: torch.Tensor, start: int) -> None:
+        """Writes them, cast, to ``target`` from byte ``start`` on."""
+        place = target[start : start + elements.numel() * self._dtype.itemsize]
+        if elements.dtype == self._dtype:
+            flat.copy(elements.view(torch.uint8), place)
+        else:
+            place.view(self._dtype).copy_(elements)
 
     def _elements(self, parts: list[torch.Tensor], piece: _Piece) -> torch.Tensor:
         return parts[piece.weight][piece.first : piece.first + piece.count]

@@ -53,6 +53,15 @@ def views(where: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     return {weight.name: view(weight, buffer) for weight in where.weights}
 
 
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Bytes (uint8 ``[bytes]``) from one buffer to another. On the host by the C library's memcpy, in one thread:
+    torch's copy takes longer in one, and in several it takes cores from what computes beside."""
+    if source.is_cpu and target.is_cpu:
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
+
+
 def as_memory(buffer: torch.Tensor) -> memoryview:
     """The bytes of a host buffer."""
     return memoryview(buffer.numpy())

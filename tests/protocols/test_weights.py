@@ -69,7 +69,7 @@ def test_a_manifest_that_contradicts_itself_or_the_proposal_is_refused() -> None
     with pytest.raises(DigestError, match="is not for 1, 7"):
         intake.commit(1, 8, digests)
     renamed = placed.weights[0].model_copy(update={"name": "c"}), placed.weights[1]
-    other = receive(placed.model_copy(update={"weights": renamed}), buffer)
+    other = receive(Layout(weights=renamed, nbytes=placed.nbytes, bucket_bytes=placed.bucket_bytes), buffer)
     with pytest.raises(DigestError, match="the version has digest"):
         other.commit(1, 7, digests)
 

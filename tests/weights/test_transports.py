@@ -16,7 +16,8 @@ import structlog
 import torch
 
 from protocols import messages as m
-from protocols.weights import DigestError
+from protocols.mailbox import Mailbox
+from protocols.weights import DigestError, SnapshotRoute
 from services.rollout.engines.base import Memory
 from services.trainer import broadcast
 from services.weights import flat, shm
@@ -336,6 +337,46 @@ def test_an_engine_that_makes_something_else_of_right_bytes_does_not_serve_it(sh
     assert 0 not in careless.served and "canary's log-probabilities differ" in shared.relay.failures[0].error
     engine.careless = False
     assert same(careless.wait(0), 0)
+
+
+def test_a_proposal_of_a_layout_that_nobody_was_invited_with_is_refused(shared: Channel) -> None:
+    rollout = shared.join()
+    rollout.receiver.handle(
+        m.Propose(
+            targets=[rollout.name],
+            epoch=2**50,
+            version=7,
+            layout="0" * 32,
+            route=SnapshotRoute(),
+            snapshots="tcp://x:1",
+        )
+    )
+    until(lambda: shared.relay.failures, 5, "the refusal")
+    assert "has layout 00000000000000000000000000000000" in shared.relay.failures[0].error
+    assert rollout.served == {}
+
+
+def test_an_answer_to_an_earlier_trainers_invitation_counts_for_nothing(shared: Channel) -> None:
+    box = Mailbox(shared.relay.address, "rollout-9#1")
+    try:
+        box.ask(m.Hello(kind="rollout", name="rollout-9", host="", pid=1), 5)
+        invited = box.inbox.get(timeout=5)
+        assert isinstance(invited, m.Invite)
+        peer = shared.publisher.peers["rollout-9#1"]
+        box.ask(m.Reach(layout="0" * 32, nonce="", host=""), 5)
+        box.ask(m.Bye(reason="the trainer has handled what came before"), 5)
+        until(lambda: "rollout-9#1" not in shared.publisher.peers, 5, "the goodbye")
+        assert peer.transport is None
+
+        def reached() -> str | None:
+            known = shared.publisher.peers.get("rollout-9#1")
+            return known.transport if known else None
+
+        box.ask(m.Hello(kind="rollout", name="rollout-9", host="", pid=1), 5)
+        box.ask(m.Reach(layout=invited.layout.digest, nonce="", host=""), 5)
+        until(lambda: reached() == "gloo", 5, "the rollout to be reached")
+    finally:
+        box.close()
 
 
 def test_a_late_joiner_waits_for_nobody_and_takes_part_from_the_next_epoch(channel: Channel) -> None:
