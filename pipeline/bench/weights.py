@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bench.fleet import CPU, Fleet
+from pipeline.bench.fleet import BARE_BYTES, CPU, Fleet
 from pipeline.bench.machine import describe
 from protocols.weights import Layout
 from services.trainer.source import Source
@@ -264,8 +264,9 @@ def _print_transfers(
         nbytes = sum(2 * tensor.numel() for tensor in named.values())
         for transport in transports:
             for count in receivers:
-                # Source, two snapshots and the limit's buffers here; two buffers in each receiver of a broadcast.
-                needed = nbytes * (5 + (3 * count if transport == "gloo" else 0))
+                needed = nbytes * 5  # source, two snapshots, the limit's two buffers
+                if transport == "gloo":  # source, two snapshots, two buffers in each receiver; the limit's everywhere
+                    needed = nbytes * (3 + 2 * count) + min(nbytes, BARE_BYTES) * (1 + count)
                 if needed > 0.9 * psutil.virtual_memory().available:
                     table.add_row(transport, f"{millions} M", f"{nbytes / 1e6:.0f}", str(count), "no room")
                     continue

@@ -23,6 +23,7 @@ from pipeline.bench import bare
 from protocols.experience import Sampling
 from protocols.mailbox import Mailbox
 from protocols.messages import Bye, CommitVersion, Hello, Invite, Propose
+from services.actor import end
 from services.rollout.config import TorchEngineConfig
 from services.rollout.engines.base import Memory, Request
 from services.rollout.engines.torch.engine import TorchEngine
@@ -118,7 +119,7 @@ def main() -> None:
                 mailbox.tell(Bye(reason="measured"))
                 receiver.close()
                 mailbox.close()
-                return
+                end(0)
             if isinstance(event, Invite | Propose | CommitVersion):
                 receiver.handle(event)
             elif isinstance(event, Prepared):

@@ -19,11 +19,11 @@ from protocols.weights import CollectiveRoute, Layout
 from services.weights import sparse
 
 POLL_S = 0.0003
-AHEAD = 3
+AHEAD = 6
 """Buckets that a receiver has room ready for: the next ones come in while it hashes one."""
-LANES = {"gloo": 2, "nccl": 1}
-"""Process groups with connections of their own that buckets take turns on: one carries on while the other's ends wait for
-each other."""
+LANES = {"gloo": 3, "nccl": 1}
+"""Process groups with connections of their own that buckets take turns on: one carries on while another's ends wait
+for each other."""
 _WHOLE, _CHANGES = 0, 1
 
 
