@@ -1,9 +1,5 @@
-"""Receives versions into a shadow and verifies them, in a thread beside decoding.
-
-The shadow is whatever the bytes arrive in: the sender's shared-memory segment itself, or one of two buffers of this
-process, of which the other one serves. The engine computes with the shadow as it lies, once it is verified and swapped
-in.
-"""
+"""Receives versions into a shadow and verifies them, in a thread beside decoding. The engine computes with the shadow
+as it lies, once it is verified and swapped in."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,11 +28,11 @@ from protocols.weights import (
 )
 from services import failpoint
 from services.rollout.canary import check_canary
-from services.rollout.engines.base import Engine, Memory
+from services.rollout.engines.base import Engine
+from services.rollout.shadow import Shadow, Shadows
 from services.weights import cuda_ipc, flat, shm
 from services.weights.collective import CollectiveError, Group
 from services.weights.config import WeightsConfig
-from services.weights.memory import SharedBuffer, path_of
 from services.weights.snapshots import SnapshotClient
 
 log = structlog.get_logger()
@@ -45,33 +40,6 @@ log = structlog.get_logger()
 POLL_S = 0.0005
 TRIES = 3
 """How often a wrong bucket is asked for again before the version is given up."""
-
-
-@dataclass
-class _Shadow:
-    """A flat buffer, uint8 ``[bytes]`` on the host, and what must be let go of once nobody computes with it."""
-
-    tensor: torch.Tensor
-    where: Layout
-    attached: shm.Attached | None = None
-    path: str = ""
-    """Where other processes find it, if the engine has such."""
-
-    @cached_property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The version's tensors, as they lie in it."""
-        return flat.views(self.where, self.tensor)
-
-    @property
-    def memory(self) -> Memory | None:
-        """For an engine whose weights lie in other processes."""
-        if self.attached:
-            return Memory(path_of(self.attached.file), shm.HEADER_BYTES, self.where)
-        return Memory(self.path, 0, self.where) if self.path else None
-
-    def release(self) -> None:
-        if self.attached:
-            self.attached.release()
 
 
 @dataclass(frozen=True)
@@ -115,11 +83,9 @@ class Receiver:
         self._newest: tuple[int, int] | None = None
         self._layout: Layout | None = None
         """What the trainer that has invited this rollout publishes."""
-        self._own: list[_Shadow | None] = [None, None]
-        self._buffers: dict[int, SharedBuffer] = {}
-        self._serving: _Shadow | None = None
+        self._shadows = Shadows(engine.remote)
+        self._serving: Shadow | None = None
         self._serving_digest = ""
-        self._attachments = shm.Attachments()
         self._group: Group | None = None
         self._snapshots: SnapshotClient | None = None
         self._closing = False
@@ -218,28 +184,14 @@ class Receiver:
             if self._closing:
                 raise DigestError("closed before it was swapped in")
 
-    def _open(self, proposal: Propose, where: Layout) -> _Shadow:
+    def _open(self, proposal: Propose, where: Layout) -> Shadow:
         if isinstance(proposal.route, SharedMemoryRoute):
-            attached = self._attachments.attach(proposal.route.segment, where.nbytes)
-            return _Shadow(flat.from_memory(attached.memory), where, attached)
-        return self._spare(where)
+            return self._shadows.attach(proposal.route.segment, where)
+        return self._shadows.spare(where, self._serving)
 
-    def _spare(self, where: Layout) -> _Shadow:
-        """The buffer of this process that does not serve."""
-        place = 0 if self._own[0] is None or self._own[0] is not self._serving else 1
-        spare = self._own[place]
-        if spare is None or spare.where.digest != where.digest:
-            if self._engine.remote:
-                self._buffers[place] = buffer = SharedBuffer(where.nbytes)
-                spare = _Shadow(buffer.tensor, where, path=buffer.path)
-            else:
-                spare = _Shadow(torch.zeros(where.nbytes, dtype=torch.uint8), where)
-            self._own[place] = spare
-        return spare
-
-    def _receive(self, proposal: Propose, intake: Intake, shadow: _Shadow, costs: _Costs) -> None:
+    def _receive(self, proposal: Propose, intake: Intake, shadow: Shadow, costs: _Costs) -> None:
         """Takes what comes by itself. What does not arrive is asked for once the version is committed."""
-        memory, spans = flat.as_memory(shadow.tensor), intake.layout.spans
+        memory, spans = flat.as_memory(shadow.tensor), shadow.where.spans
 
         def arrived(index: int) -> None:
             started = time.monotonic()
@@ -259,7 +211,7 @@ class Receiver:
             for index in range(len(spans)):
                 arrived(index)
 
-    def _follow(self, proposal: Propose, shadow: _Shadow, arrived: Callable[[int], None]) -> None:
+    def _follow(self, proposal: Propose, shadow: Shadow, arrived: Callable[[int], None]) -> None:
         """Hashes the buckets of a segment while the sender writes the next ones."""
         attached, buckets = shadow.attached, len(shadow.where.spans)
         assert attached
@@ -282,7 +234,7 @@ class Receiver:
         self,
         proposal: Propose,
         route: CollectiveRoute,
-        shadow: _Shadow,
+        shadow: Shadow,
         arrived: Callable[[int], None],
         costs: _Costs,
     ) -> None:
@@ -309,7 +261,7 @@ class Receiver:
             log.warning("broadcast broke", version=proposal.version, error=str(error))
 
     @staticmethod
-    def _copier(target: torch.Tensor, shadow: _Shadow, arrived: Callable[[int], None]) -> Callable[[int], None]:
+    def _copier(target: torch.Tensor, shadow: Shadow, arrived: Callable[[int], None]) -> Callable[[int], None]:
         if target is shadow.tensor:
             return arrived
 
@@ -339,8 +291,8 @@ class Receiver:
             return self._commits[at]
 
     def _settle(
-        self, proposal: Propose, commit: CommitVersion, intake: Intake, shadow: _Shadow, costs: _Costs
-    ) -> _Shadow:
+        self, proposal: Propose, commit: CommitVersion, intake: Intake, shadow: Shadow, costs: _Costs
+    ) -> Shadow:
         """Compares with the manifest, and asks again for what is missing or wrong. Returns a shadow that is right."""
         started = time.monotonic()
         if not self._verify:
@@ -358,11 +310,9 @@ class Receiver:
             raise DigestError(f"buckets {name_buckets(intake.missing)} are missing or wrong")
         return shadow
 
-    def _fetch(
-        self, proposal: Propose, commit: CommitVersion, intake: Intake, shadow: _Shadow, costs: _Costs
-    ) -> _Shadow:
+    def _fetch(self, proposal: Propose, commit: CommitVersion, intake: Intake, shadow: Shadow, costs: _Costs) -> Shadow:
         if shadow.attached:  # a segment is not ours to mend
-            mended = self._spare(shadow.where)
+            mended = self._shadows.spare(shadow.where, self._serving)
             flat.copy(shadow.tensor, mended.tensor)
             shadow.release()
             shadow = mended
@@ -391,7 +341,7 @@ class Receiver:
             )  # fmt: skip
         return shadow
 
-    def _prepare(self, commit: CommitVersion, shadow: _Shadow, costs: _Costs) -> tuple[Any, float]:
+    def _prepare(self, commit: CommitVersion, shadow: Shadow, costs: _Costs) -> tuple[Any, float]:
         started = time.monotonic()
         prepared = self._engine.prepare(shadow.weights, shadow.memory if self._engine.remote else None)
         difference = 0.0

@@ -169,7 +169,8 @@ class Publisher:
             sender.present(event.serves)
         elif isinstance(event, m.Reach):
             if event.layout != self._source.layout.digest:
-                return  # it answers a trainer before this one, and is invited again
+                log.info("an answer to an earlier trainer's invitation counts for nothing", receiver=event.receiver)
+                return  # it is invited again
             transport = self._transport(event)
             if sender.reached(event.receiver, transport):
                 log.info("receiver reached", receiver=event.receiver, transport=transport, host=event.host)
