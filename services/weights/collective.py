@@ -19,8 +19,11 @@ from protocols.weights import CollectiveRoute, Layout
 from services.weights import sparse
 
 POLL_S = 0.0003
-AHEAD = 3
+AHEAD = 6
 """Buckets that a receiver has room ready for: the next ones come in while it hashes one."""
+LANES = {"gloo": 3, "nccl": 1}
+"""Process groups with connections of their own that buckets take turns on: one carries on while another's ends wait
+for each other."""
 _WHOLE, _CHANGES = 0, 1
 
 
@@ -47,32 +50,24 @@ class _Sent:
 
 
 class Group:
-    """One epoch's process group: the trainer at rank 0 and a fixed set of receivers."""
+    """One epoch's process groups: the trainer at rank 0 and a fixed set of receivers."""
 
     def __init__(
         self, route: CollectiveRoute, epoch: int, rank: int, host: str, store: dist.TCPStore | None = None
     ) -> None:
         self.route, self.epoch, self.rank = route, epoch, rank
-        timeout = timedelta(seconds=route.stall_s)
+        stall = timedelta(seconds=route.stall_s)
+        deadline = time.monotonic() + route.stall_s
         try:
             if store is None:
                 address, _, port = route.store.rpartition(":")
                 store = dist.TCPStore(
-                    address, int(port), world_size=None, is_master=False, timeout=timeout, wait_for_workers=False
+                    address, int(port), world_size=None, is_master=False, timeout=stall, wait_for_workers=False
                 )
-            prefix = dist.PrefixStore(f"{route.type}-{epoch}", store)
-            prefix.set_timeout(timeout)
-            world = len(route.ranks) + 1
-            if route.type == "gloo":
-                options = dist.ProcessGroupGloo._Options()
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-                options._timeout = timeout
-                options._threads = 1  # two would share the same connections: 15 % slower
-                self._group = dist.ProcessGroupGloo(prefix, rank, world, options)
-            else:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(prefix, rank, world, options)
+            self._lanes = [
+                _meet(dist.PrefixStore(f"{route.type}-{epoch}-{lane}", store), route, rank, host, deadline)
+                for lane in range(LANES[route.type])
+            ]
         except RuntimeError as error:
             raise CollectiveError(
                 f"epoch {epoch}, rank {rank}: the group did not meet within {route.stall_s:g} s; members: "
@@ -81,6 +76,7 @@ class Group:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
         self._options.rootTensor = 0
+        self._options.timeout = stall
         self._sent: list[_Sent] = []
         self.bytes_sent = self.bytes_received = 0
 
@@ -93,7 +89,7 @@ class Group:
             tensors = [torch.tensor([kind, payload.numel()]), payload]
         self.bytes_sent += tensors[-1].numel()
         try:
-            works = [self._group.broadcast([tensor], self._options) for tensor in tensors]
+            works = [self._lane(index).broadcast([tensor], self._options) for tensor in tensors]
         except RuntimeError as error:
             raise self._failure(index, _first_line(error)) from None
         self._sent.append(_Sent(index, works, tensors))
@@ -151,9 +147,12 @@ class Group:
     def _broadcast(self, index: int, tensor: torch.Tensor) -> Any:
         self.bytes_received += tensor.numel() * tensor.element_size()
         try:
-            return self._group.broadcast([tensor], self._options)
+            return self._lane(index).broadcast([tensor], self._options)
         except RuntimeError as error:
             raise self._failure(index, _first_line(error)) from None
+
+    def _lane(self, index: int) -> Any:
+        return self._lanes[index % len(self._lanes)]
 
     def _wait(self, work: Any, index: int) -> None:
         """gloo waits by itself, at most for the group's timeout; NCCL would only have its stream wait."""
@@ -174,6 +173,21 @@ class Group:
 
     def _members(self) -> str:
         return ", ".join(f"rank {rank} ({identity})" for identity, rank in self.route.ranks.items())
+
+
+def _meet(store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, deadline: float) -> Any:
+    timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    store.set_timeout(timeout)
+    world = len(route.ranks) + 1
+    if route.type == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    options._threads = 1  # two would share the same connections: 15 % slower
+    return dist.ProcessGroupGloo(store, rank, world, options)
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:

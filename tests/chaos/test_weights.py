@@ -81,6 +81,10 @@ def test_one_stops_past_the_deadline_and_two_join_while_versions_are_published(t
     overrides = [*COMMON, *SMALL, *BUCKETS, "trainer.steps=100000", "rollout.count=2", "weights.transport=gloo"]
     run = Run(tmp_path, [*overrides, "broker.dead_after_s=60"])
     run.wait_for_step(3)
+    started = time.monotonic()
+    while not shared_an_epoch(run, {"rollout-0", "rollout-1"}):  # who was never reached cannot be voted out
+        assert time.monotonic() - started < 60, "two rollouts never took part in one broadcast"
+        time.sleep(0.1)
     stopped = run.actors()["rollout-1"]
     line = stopped.cmdline()
     joined = []
