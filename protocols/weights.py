@@ -144,6 +144,11 @@ def bucket_digest(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def bucket_hasher() -> xxhash.xxh3_128:
+    """`bucket_digest` of a bucket that is given in parts, in their order: ``update`` takes them, ``hexdigest`` ends."""
+    return xxhash.xxh3_128()
+
+
 def whole_digest(where: Layout, buckets: Iterable[str]) -> str:
     """The digest of a version with this layout and these bucket digests."""
     return xxhash.xxh3_128_hexdigest("".join([where.digest, *buckets]).encode())

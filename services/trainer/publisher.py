@@ -222,10 +222,10 @@ class Publisher:
         snapshot = Snapshot(job.version, layout, buffer, segment, job.canary)
         epoch = Epoch(-1, {}) if job.quiet else self._sender.open(job.version, time.monotonic())
         self._announce(snapshot, epoch)
-        hashing: list[Future[str]] = []
-        for index, on_device in self._source.buckets(buffer):
-            if self._verify:  # while the next bucket is gathered
-                hashing.append(self._hasher.submit(bucket_digest, snapshot.bucket(index)))
+        hashing: list[str | Future[str]] = []
+        for index, on_device, digest in self._source.buckets(buffer, hashed=self._verify):
+            if self._verify:  # while the next bucket is gathered, where the source could not
+                hashing.append(digest or self._hasher.submit(bucket_digest, snapshot.bucket(index)))
             if snapshot.base:
                 self._find_changes(snapshot, index)
             if segment:
@@ -237,7 +237,7 @@ class Publisher:
             failpoint.reach("publishing", job.version)
         job.read.set()
         gathered = time.monotonic()
-        found = [digest.result() for digest in hashing] or [""] * len(layout.spans)
+        found = [d if isinstance(d, str) else d.result() for d in hashing] or [""] * len(layout.spans)
         whole = whole_digest(layout, found) if self._verify else f"unverified-{job.version}"
         snapshot.digests = Digests(buckets=tuple(found), whole=whole)
         snapshot.cost.gather_s, snapshot.cost.digest_s = gathered - started, time.monotonic() - gathered

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from protocols.weights import digests_of
+from protocols.weights import bucket_hasher, digests_of
 from services.trainer.parallel import local, rows_of
 from services.trainer.world import World
 from services.weights import flat
+
+CACHED_BYTES = 1 << 19
+"""What a core's cache still holds when it is read again: on the host, bytes are copied and hashed so many at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +44,35 @@ class Source:
         self._weights = [named[weight.name] for weight in self.layout.weights]
         self.device = self._weights[0].device
         """Of the model."""
-        self._pieces = [self._cut(rank) for rank in range(world.size)]
         self._on_host = self.device.type == "cpu"
+        self._pieces = [self._cut(rank) for rank in range(world.size)]
         self._staging = self._two_buckets() if world.rank or not self._on_host else None
         self._arrivals = self._two_buckets() if world.size > 1 and not world.rank else None
 
-    def buckets(self, buffer: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
+    def buckets(
+        self, buffer: torch.Tensor | None, hashed: bool = False
+    ) -> Iterator[tuple[int, torch.Tensor, str | None]]:
         """Writes bucket after bucket to its place in ``buffer`` (uint8 ``[bytes]`` on the host; rank 0), and yields its
-        number and its bytes on the model's device, which stay as they are until the next but one is asked for. The
-        other ranks run it too, for what they send."""
+        number, its bytes on the model's device, which stay as they are until the next but one is asked for, and with
+        ``hashed`` its digest, where that could be had while writing. The other ranks run it too, for what they send."""
         if self._world.rank:
             yield from self._send_all()
             return
         assert buffer is not None
         parts = [local(weight) for weight in self._weights]
         coming = self._post(0)
+        in_order = self._on_host and self._world.size == 1
         for index, (start, end) in enumerate(self.layout.spans):
             following = self._post(index + 1)
             target = buffer[start:end] if self._on_host else self._stage(index)[: end - start]
             if not self._on_host:
                 target.zero_()  # between two weights lies padding, which the digest covers
-            for piece in self._pieces[0][index]:
-                self._put(self._elements(parts, piece), target, piece.start)
+            digest = None
+            if hashed and in_order:
+                digest = self._write_hashed(parts, index, target)
+            else:
+                for piece in self._pieces[0][index]:
+                    self._put(self._elements(parts, piece), target, piece.start)
             for rank, (work, received) in coming.items():
                 work.wait()
                 at = 0
@@ -72,7 +82,7 @@ class Source:
                     at += nbytes
             if not self._on_host:
                 buffer[start:end].copy_(target)
-            yield index, target
+            yield index, target, digest
             coming = following
 
     def digest(self) -> str:
@@ -82,7 +92,17 @@ class Source:
             pass
         return digests_of(self.layout, flat.as_memory(buffer)).whole
 
-    def _send_all(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _write_hashed(self, parts: list[torch.Tensor], index: int, target: torch.Tensor) -> str:
+        hasher, memory, hashed = bucket_hasher(), flat.as_memory(target), 0
+        for piece in self._pieces[0][index]:
+            self._put(self._elements(parts, piece), target, piece.start)
+            end = piece.start + piece.count * self._dtype.itemsize
+            hasher.update(memory[hashed:end])  # with the padding before it
+            hashed = end
+        hasher.update(memory[hashed:])
+        return hasher.hexdigest()
+
+    def _send_all(self) -> Iterator[tuple[int, torch.Tensor, None]]:
         parts = [local(weight) for weight in self._weights]
         sending: dict[int, Any] = {}
         for index in range(len(self.layout.spans)):
@@ -94,7 +114,7 @@ class Source:
                 at += piece.count * self._dtype.itemsize
             if at:
                 sending[index] = dist.isend(target[:at], 0, group=self._world.publish_group)
-            yield index, target
+            yield index, target, None
         for work in sending.values():
             work.wait()
 
@@ -133,7 +153,8 @@ class Source:
 
     def _cut(self, rank: int) -> list[list[_Piece]]:
         """Each bucket's pieces of ``rank``."""
-        size = self._dtype.itemsize
+        size, bucket_bytes = self._dtype.itemsize, self.layout.bucket_bytes
+        most = CACHED_BYTES if self._on_host else bucket_bytes
         pieces: list[list[_Piece]] = [[] for _ in self.layout.spans]
         for number, weight in enumerate(self.layout.weights):
             elements = weight.nbytes // size
@@ -145,9 +166,9 @@ class Source:
             begin, end = weight.offset + first * size, weight.offset + (first + count) * size
             at = begin
             while at < end:
-                index = at // self.layout.bucket_bytes
-                stop = min(end, (index + 1) * self.layout.bucket_bytes)
-                piece = _Piece(number, (at - begin) // size, (stop - at) // size, at % self.layout.bucket_bytes)
+                index = at // bucket_bytes
+                stop = min(end, (index + 1) * bucket_bytes, at + most)
+                piece = _Piece(number, (at - begin) // size, (stop - at) // size, at % bucket_bytes)
                 pieces[index].append(piece)
                 at = stop
         return pieces
