@@ -15,7 +15,7 @@ from services.trainer.world import World
 from services.weights import flat
 
 CACHED_BYTES = 1 << 19
-"""What a core's cache still holds when it is read again: on the host, bytes are copied and hashed so many at a time."""
+"""What a core's cache still holds when it is read again: so many bytes are written, then hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Source:
         self._weights = [named[weight.name] for weight in self.layout.weights]
         self.device = self._weights[0].device
         """Of the model."""
-        self._on_host = self.device.type == "cpu"
         self._pieces = [self._cut(rank) for rank in range(world.size)]
+        self._on_host = self.device.type == "cpu"
         self._staging = self._two_buckets() if world.rank or not self._on_host else None
         self._arrivals = self._two_buckets() if world.size > 1 and not world.rank else None
 
@@ -95,10 +95,12 @@ class Source:
     def _write_hashed(self, parts: list[torch.Tensor], index: int, target: torch.Tensor) -> str:
         hasher, memory, hashed = bucket_hasher(), flat.as_memory(target), 0
         for piece in self._pieces[0][index]:
-            self._put(self._elements(parts, piece), target, piece.start)
-            end = piece.start + piece.count * self._dtype.itemsize
-            hasher.update(memory[hashed:end])  # with the padding before it
-            hashed = end
+            end = piece.start
+            for elements in self._elements(parts, piece).split(CACHED_BYTES // self._dtype.itemsize):
+                self._put(elements, target, end)
+                end += elements.numel() * self._dtype.itemsize
+                hasher.update(memory[hashed:end])  # with the padding before it
+                hashed = end
         hasher.update(memory[hashed:])
         return hasher.hexdigest()
 
@@ -153,8 +155,7 @@ class Source:
 
     def _cut(self, rank: int) -> list[list[_Piece]]:
         """Each bucket's pieces of ``rank``."""
-        size, bucket_bytes = self._dtype.itemsize, self.layout.bucket_bytes
-        most = CACHED_BYTES if self._on_host else bucket_bytes
+        size = self._dtype.itemsize
         pieces: list[list[_Piece]] = [[] for _ in self.layout.spans]
         for number, weight in enumerate(self.layout.weights):
             elements = weight.nbytes // size
@@ -166,9 +167,9 @@ class Source:
             begin, end = weight.offset + first * size, weight.offset + (first + count) * size
             at = begin
             while at < end:
-                index = at // bucket_bytes
-                stop = min(end, (index + 1) * bucket_bytes, at + most)
-                piece = _Piece(number, (at - begin) // size, (stop - at) // size, at % bucket_bytes)
+                index = at // self.layout.bucket_bytes
+                stop = min(end, (index + 1) * self.layout.bucket_bytes)
+                piece = _Piece(number, (at - begin) // size, (stop - at) // size, at % self.layout.bucket_bytes)
                 pieces[index].append(piece)
                 at = stop
         return pieces
