@@ -52,7 +52,7 @@ quickstart: $(BIN)/.quickstart
 	$(BIN)/penstock run configs/quickstart.yaml
 
 test: $(BIN)/.dev
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 chaos: $(BIN)/.dev
 	$(BIN)/pytest -m "chaos or not chaos" -s --timeout 900 tests/chaos $(PYTEST_ARGS)

@@ -37,7 +37,7 @@ class Run:
         with self.output.open("wb") as out:
             self.process = subprocess.Popen([*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT)
 
-    def wait(self, seconds: float = 240, code: int = 0) -> dict[str, Any]:
+    def wait(self, seconds: float = 480, code: int = 0) -> dict[str, Any]:
         """Waits for the end; asserts its exit code and that no process is left; returns the summary."""
         assert self.process.wait(seconds) == code, self.output.read_text()[-3000:]
         assert not self.actors(), "processes were left behind"

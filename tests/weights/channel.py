@@ -3,6 +3,7 @@ small: one holds what it was given, the other passes messages on."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -95,7 +96,8 @@ class Channel:
         self.config = WeightsConfig.model_validate(config)
         self.named = named
         self.source = Source(dict(named), dtype, self.config.bucket_bytes, World(torch.device("cpu")))
-        self.publisher = Publisher(self.config, self.source, f"test-{id(self)}", self.box, verify=verify)
+        self.run_key = f"test-{os.getpid()}-{id(self)}"
+        self.publisher = Publisher(self.config, self.source, self.run_key, self.box, verify=verify)
         self.box.ask(m.Hello(kind="trainer", name="trainer", host="", pid=1), 5)
         self.rollouts: list[Rollout] = []
 

@@ -191,7 +191,7 @@ def test_segments_do_not_pile_up(shared: Channel) -> None:
     for version in range(3 * shm.SEGMENTS):
         shared.publish(version)
         rollout.wait(version)
-    mine = f"{shm._prefix(f'test-{id(shared)}')}*"
+    mine = f"{shm._prefix(shared.run_key)}*"
     assert len([p for p in shm.directory().glob(mine) if "probe" not in p.name]) <= shm.SEGMENTS
     shared.publisher.close()
     assert not [p for p in shm.directory().glob(mine) if "probe" not in p.name]
