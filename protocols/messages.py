@@ -342,9 +342,9 @@ class PublishCost(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     gather_s: float = 0.0
-    """Gathering, casting and copying; finding what changed."""
+    """Gathering, casting, copying, and hashing where that is done while copying; finding what changed."""
     digest_s: float = 0.0
-    """Hashing what was gathered last; the rest is hashed meanwhile."""
+    """Hashing what was gathered last, where a thread hashes beside gathering."""
     transfer_s: float = 0.0
     """From the first broadcast until the last was done; 0 where nothing was broadcast."""
     bytes_sent: int = 0

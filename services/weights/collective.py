@@ -155,7 +155,7 @@ class Group:
         return self._lanes[index % len(self._lanes)]
 
     def _wait(self, work: Any, index: int) -> None:
-        """gloo waits by itself, at most for the group's timeout; NCCL would only have its stream wait."""
+        """gloo waits by itself, at most `stall_s`; NCCL would only have its stream wait."""
         deadline = time.monotonic() + self.route.stall_s
         while self.route.type == "nccl" and not work.is_completed():
             if time.monotonic() > deadline:
