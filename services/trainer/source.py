@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -93,15 +94,22 @@ class Source:
         return digests_of(self.layout, flat.as_memory(buffer)).whole
 
     def _write_hashed(self, parts: list[torch.Tensor], index: int, target: torch.Tensor) -> str:
-        hasher, memory, hashed = bucket_hasher(), flat.as_memory(target), 0
+        hasher, written, hashed = bucket_hasher(), target.numpy(), 0
         for piece in self._pieces[0][index]:
-            end = piece.start
-            for elements in self._elements(parts, piece).split(CACHED_BYTES // self._dtype.itemsize):
-                self._put(elements, target, end)
-                end += elements.numel() * self._dtype.itemsize
-                hasher.update(memory[hashed:end])  # with the padding before it
+            elements, end = self._elements(parts, piece), piece.start
+            cast = elements.dtype != self._dtype
+            source: Any = elements if cast else elements.view(torch.uint8).numpy()  # views of numpy's cost far less
+            size = self._dtype.itemsize if cast else 1
+            for first in range(0, len(source), CACHED_BYTES // size):
+                block = source[first : first + CACHED_BYTES // size]
+                start, end = end, end + len(block) * size
+                if cast:
+                    target[start:end].view(self._dtype).copy_(block)
+                else:
+                    np.copyto(written[start:end], block)
+                hasher.update(written[hashed:end])  # with the padding before it
                 hashed = end
-        hasher.update(memory[hashed:])
+        hasher.update(written[hashed:])
         return hasher.hexdigest()
 
     def _send_all(self) -> Iterator[tuple[int, torch.Tensor, None]]:
