@@ -83,6 +83,11 @@ class Broadcast:
             snapshot.cost.transfer_s = time.monotonic() - started
             snapshot.cost.bytes_sent, group.bytes_sent = max(snapshot.cost.bytes_sent, group.bytes_sent), 0
 
+    def close(self) -> None:
+        """Lets go of the connections."""
+        self._groups.clear()
+        self._store = None
+
     def rank_of(self, identity: str) -> int | None:
         """The rank of a receiver; None where it is in no group."""
         ranks = [group.route.ranks.get(identity) for group in self._groups.values()]

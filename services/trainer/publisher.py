@@ -127,11 +127,13 @@ class Publisher:
                 raise RuntimeError("the publisher has ended")
 
     def close(self) -> None:
-        """Ends the thread and removes the segments."""
+        """Ends the thread, and lets go of connections, buffers and segments."""
         self._closed = True
         self._mailbox.post(None)
         self._thread.join(self._config.stall_s + 5)
         self._snapshots.close()
+        self.latest = self._pinned = None
+        self._broadcast.close()
         self._buffers.close()
         self._hasher.shutdown()
         if self._probe:

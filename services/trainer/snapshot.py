@@ -63,5 +63,6 @@ class Buffers:
 
     def close(self) -> None:
         """Lets go of them."""
+        self._own.clear()
         if self._pool:
             self._pool.close()
