@@ -99,11 +99,10 @@ class Fleet:
             process.stdin.write(json.dumps({"bare": command}) + "\n")
             process.stdin.flush()
         group = bare.meet(store, str(self.version), 0, len(ranks) + 1)
-        buffer = torch.ones(nbytes, dtype=torch.uint8)
         rates = []
         for bucket_bytes in turns:
             started = time.monotonic()
-            bare.broadcast(group, buffer, bucket_bytes)
+            bare.broadcast(group, bare.buffer(nbytes), bucket_bytes)
             ends: list[float] = []
             while len(ends) < len(self.processes):
                 row = self.rows.get(timeout=DEADLINE_S)

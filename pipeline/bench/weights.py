@@ -26,6 +26,7 @@ from services.weights.config import WeightsConfig
 
 REPEATS = 15
 REST_S = 0.2
+ROOM_S = 60.0
 WARM = 4
 """Publishes before measuring: the memory that versions lie in is new at first."""
 SHAPES = {10: (256, 6), 50: (512, 10), 130: (768, 16), 500: (1536, 15), 1000: (2048, 17)}
@@ -264,10 +265,10 @@ def _print_transfers(
         nbytes = sum(2 * tensor.numel() for tensor in named.values())
         for transport in transports:
             for count in receivers:
-                needed = nbytes * 5  # source, two snapshots, the limit's two buffers
-                if transport == "gloo":  # source, two snapshots, two buffers in each receiver; the limit's everywhere
-                    needed = nbytes * (3 + 2 * count) + min(nbytes, BARE_BYTES) * (1 + count)
-                if needed > 0.9 * psutil.virtual_memory().available:
+                needed = nbytes * 4  # two snapshots, the limit's two buffers
+                if transport == "gloo":  # two snapshots, two buffers in each receiver; the limit's everywhere
+                    needed = nbytes * (2 + 2 * count) + min(nbytes, BARE_BYTES) * (1 + count)
+                if not _has_room(needed):
                     table.add_row(transport, f"{millions} M", f"{nbytes / 1e6:.0f}", str(count), "no room")
                     continue
                 cells = []
@@ -284,6 +285,16 @@ def _print_transfers(
         "the limit: memcpy for shm, a plain broadcast for gloo; in the same buckets / as one block", highlight=False
     )
     console.print(table)
+
+
+def _has_room(nbytes: int) -> bool:
+    """Waits a while: what ended processes held may come back late."""
+    deadline = time.monotonic() + ROOM_S
+    while nbytes > 0.9 * psutil.virtual_memory().available:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1)
+    return True
 
 
 def _print_row(console: Console, title: str, row: dict[str, float]) -> None:

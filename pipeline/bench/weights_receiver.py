@@ -76,9 +76,8 @@ def bare_broadcast(command: dict[str, Any], name: str) -> None:
     store = dist.TCPStore(address, int(port), is_master=False, timeout=bare.STALL)
     ranks = command["ranks"]
     group = bare.meet(store, command["name"], ranks[name], len(ranks) + 1)
-    buffer = torch.zeros(command["nbytes"], dtype=torch.uint8)
     for bucket_bytes in command["buckets"]:
-        bare.broadcast(group, buffer, bucket_bytes)
+        bare.broadcast(group, bare.buffer(command["nbytes"]), bucket_bytes)
         say(bare=time.monotonic())
 
 
