@@ -22,8 +22,7 @@ def meet(store: dist.TCPStore, name: str, rank: int, world: int) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def buffer(nbytes: int) -> torch.Tensor:
-    """uint8 ``[bytes]``, kept from turn to turn: a kernel that gives freed memory back to its host takes time for it
-    from what is measured next."""
+    """uint8 ``[bytes]``, kept from turn to turn: what is measured after a gigabyte was freed was slower."""
     return torch.ones(nbytes, dtype=torch.uint8)
 
 

@@ -104,7 +104,7 @@ class Source:
                 block = source[first : first + CACHED_BYTES // size]
                 start, end = end, end + len(block) * size
                 if cast:
-                    target[start:end].view(self._dtype).copy_(block)
+                    self._put(block, target, start)
                 else:
                     np.copyto(written[start:end], block)
                 hasher.update(written[hashed:end])  # with the padding before it
