@@ -27,12 +27,13 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
 
 # What pyproject.toml asks for, without our own code.
 ARG EXTRAS=data,report
-COPY pyproject.toml LICENSE /src/
+COPY pyproject.toml setup.py LICENSE /src/
 RUN --mount=type=bind,from=wheels,target=/wheels \
-    cd /src && touch README.md && for package in protocols services pipeline; do mkdir $package && touch $package/__init__.py; done \
+    cd /src && touch README.md && for folder in penstock protocols services pipeline; do mkdir $folder && touch $folder/__init__.py; done \
     && pip install --find-links /wheels ".[$EXTRAS]" && pip uninstall -q -y penstock
 
 COPY README.md /src/
+COPY penstock /src/penstock
 COPY protocols /src/protocols
 COPY services /src/services
 COPY pipeline /src/pipeline

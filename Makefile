@@ -12,7 +12,7 @@ VLLM_ENGINE := {type: vllm, max_length: 128, max_sequences: 32, kv_on_update: re
 OPENAI_SERVER := VLLM_SERVER_DEV_MODE=1 OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python \
   -m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype float32 --max-model-len 128 \
   --max-num-seqs 32 --enforce-eager --kv-cache-memory-bytes 67108864 --no-enable-chunked-prefill \
-  --max-num-batched-tokens 8192 --worker-extension-cls services.rollout.engines.vllm.worker.Extension
+  --max-num-batched-tokens 8192 --worker-extension-cls penstock.services.rollout.engines.vllm.worker.Extension
 OPENAI_LOAD := [{path: "/pause?mode=wait"}, {path: /collective_rpc, body: {method: penstock_reload, kwargs: \
   {weights_path: "{folder}"}}}, {path: /reset_prefix_cache}, {path: /resume}]
 OPENAI_ENGINE := {type: plugin, name: openai, server: "$(OPENAI_SERVER)", options: {max_sequences: 32, \
@@ -32,7 +32,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the virtual environment and all runs"
 
-$(BIN)/.quickstart: pyproject.toml
+$(BIN)/.quickstart: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[quickstart]'
@@ -74,9 +74,12 @@ compose-test: $(BIN)/.dev
 two-hosts-test: $(BIN)/.dev
 	$(BIN)/pytest -m deploy -s tests/deploy/test_two_hosts.py $(PYTEST_ARGS)
 
+# mypy follows no package-dir: it sees the folders as the packages they are installed as.
 lint: $(BIN)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@mkdir -p build/typing/penstock && cp penstock/__init__.py build/typing/penstock/
+	@for folder in pipeline protocols services; do ln -sfn ../../../$$folder build/typing/penstock/$$folder; done
 	$(BIN)/mypy
 
 clean:

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Optional
 import typer
 from rich.console import Console
 
-from pipeline.bench.cli import bench
-from pipeline.config import Config, ConfigError, TinyModel, dump, load
-from protocols.keys import KeysError
-from services.section import SetupError
+from penstock.pipeline.bench.cli import bench
+from penstock.pipeline.config import Config, ConfigError, TinyModel, dump, load
+from penstock.protocols.keys import KeysError
+from penstock.services.runtime.errors import SetupError
 
 app = typer.Typer(
     name="penstock",
@@ -63,7 +63,7 @@ def run(
     checkpoints/ in the run's folder. Ctrl-C drains, saves a checkpoint and stops; --resume goes on from there, with the
     same model and data; steps, bounds and rates may be others.
     """
-    from pipeline.plan import plan
+    from penstock.pipeline.resources.memory import plan
 
     config = load(file, overrides)
     found = plan(config)
@@ -74,9 +74,9 @@ def run(
     found.check()
     if dry_run:
         return
-    from pipeline.folder import new_folder, resumed_folder
-    from pipeline.launch import RunError
-    from pipeline.launch import run as launch
+    from penstock.pipeline.run.folder import new_folder, resumed_folder
+    from penstock.pipeline.run.launcher import RunError
+    from penstock.pipeline.run.launcher import run as launch
 
     console = Console()
     folder = resumed_folder(config, resume) if resume else new_folder(config, file)
@@ -117,10 +117,10 @@ def serve(
     --broker. Each exits 0 when the run is over. A broker whose broker.bind is not on the loopback makes keys in its
     run's folder; the others need a copy of keys/client.json.
     """
-    from pipeline.serve import keys_folder, threads_of
-    from pipeline.serve import serve as serve_actor
-    from protocols.keys import load_client
-    from services.actor import Place, end
+    from penstock.pipeline.run.serve import keys_folder, threads_of
+    from penstock.pipeline.run.serve import serve as serve_actor
+    from penstock.protocols.keys import load_client
+    from penstock.services.runtime.actor import ActorContext, end
 
     kinds = ("broker", "rollout", "reward", "reference", "trainer")
     if actor not in kinds:
@@ -132,7 +132,7 @@ def serve(
     client = keys or keys_folder(folder) / "client.json"
     mine = load_client(client) if actor != "broker" and (keys or client.is_file()) else None
     kind: Any = actor
-    place = Place(
+    place = ActorContext(
         name or default_name(actor),
         folder.name,
         folder,
@@ -161,7 +161,7 @@ def prepare(
     Said again, it makes a stopped or failed run ready to go on; for one that is complete it says so, and exits with 2.
     `penstock run` does all of this by itself.
     """
-    from pipeline.folder import open_folder
+    from penstock.pipeline.run.folder import open_folder
 
     config = load(file, overrides)
     open_folder(config, folder)
@@ -174,8 +174,8 @@ def make_tiny(config: Config, folder: Path) -> None:
     """Makes the config's tiny model in ``folder``/model, with a progress bar."""
     from rich.progress import Progress
 
-    from pipeline.recipes.tiny import build
-    from services.broker.data import open_source
+    from penstock.pipeline.models.tiny import build
+    from penstock.services.data import open_source
 
     assert isinstance(config.model, TinyModel)
     with Progress(console=Console(stderr=True)) as progress:
@@ -208,9 +208,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
 ) -> None:
     """Print how a run stands: phase, steps, reward, lag, queues, every actor. Of a run that is over, the summary."""
-    from pipeline.folder import summary_of
-    from pipeline.observe import find_broker, state, watching
-    from pipeline.view import View
+    from penstock.pipeline.observe.client import find_broker, state, watching
+    from penstock.pipeline.observe.terminal import View
+    from penstock.pipeline.run.folder import summary_of
 
     console = Console()
     over = summary_of(run) if run and broker is None else None
@@ -231,8 +231,8 @@ def status(
 @app.command()
 def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
     """Watch a run live until it is over. Ctrl-C ends the watching, not the run."""
-    from pipeline.folder import summary_of
-    from pipeline.observe import find_broker, follow
+    from penstock.pipeline.observe.client import find_broker, follow
+    from penstock.pipeline.run.folder import summary_of
 
     console = Console()
     if run and broker is None and summary_of(run):
@@ -247,7 +247,7 @@ def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
 @app.command()
 def ledger(run: RUN, as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line.")] = False) -> None:
     """Print which groups each step of a run trained on, and the digest of the version that it yielded."""
-    from pipeline.replay import show_ledger
+    from penstock.pipeline.tools.ledger import show_ledger
 
     show_ledger(Console(), run, as_json)
 
@@ -261,7 +261,7 @@ def replay(
 
     Needs replay.archive: all. Exit code 0 where all digests agree, which run.deterministic promises.
     """
-    from pipeline.replay import replay as run_replay
+    from penstock.pipeline.tools.recompute import replay as run_replay
 
     raise typer.Exit(0 if run_replay(Console(), run, step) else 1)
 
@@ -270,7 +270,7 @@ def replay(
 def doctor_machine(context: typer.Context) -> None:
     """Say what this machine has, and what it lacks; or, with a command, look closer at one thing."""
     if context.invoked_subcommand is None:
-        from pipeline.doctor import examine
+        from penstock.pipeline.tools.doctor import examine
 
         raise typer.Exit(0 if examine(Console()) else 1)
 
@@ -286,7 +286,7 @@ def doctor_engine(
     Starts the engine, loads two versions, and compares the log-probabilities that it reports with transformers' own:
     mean, largest, KL, effective samples. Exit code 0 where they agree within weights.canary_tolerance.
     """
-    from pipeline.doctor_engine import examine_engine
+    from penstock.pipeline.tools.doctor_engine import examine_engine
 
     raise typer.Exit(0 if examine_engine(Console(), load(file, overrides), prompts) else 1)
 

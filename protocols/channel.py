@@ -1,4 +1,5 @@
-"""The weight channel's protocol, as two state machines without a socket: the trainer's `Sender`, a rollout's `Intake`.
+"""The weight channel's protocol, as two state machines without a socket: the trainer's `PublishState`, a rollout's
+`VersionAssembly`.
 
     trainer                          broker                            rollout
       │ Invite(layout, nonce segment) ▶ passes on ────────────────────▶ reads the nonce, if it sees it
@@ -31,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from protocols.weights import DigestError, Digests, Layout, Transport, bucket_digest, whole_digest
+from penstock.protocols.versions import DigestError, Digests, Layout, Transport, bucket_digest, whole_digest
 
 INVITE_AGAIN_S = 2.0
 RETRY_S = 0.1
@@ -76,7 +77,7 @@ class Late:
     waited_s: float
 
 
-class Sender:
+class PublishState:
     """Who is offered what, and when. Times are seconds on one clock of the caller's."""
 
     def __init__(self, first_epoch: int, deadline_s: float) -> None:
@@ -183,7 +184,7 @@ class BucketError(DigestError):
 
 
 @dataclass
-class Intake:
+class VersionAssembly:
     """What has arrived of one proposal, and whether it is right. Nothing is served before `whole` has said so."""
 
     epoch: int

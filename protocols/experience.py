@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import core_schema
 
-from protocols import wire
+from penstock.protocols import wire
 
 Finish = Literal["stop", "length"]
 

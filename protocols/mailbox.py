@@ -1,4 +1,4 @@
-"""The only file that owns sockets: `Mailbox` for actors, `Exchange` for the broker.
+"""The only file that owns sockets: `Mailbox` for actors, `RouterServer` for the broker.
 
 An actor's DEALER socket lives in a thread of its own, so heartbeats go out while the actor computes; the actor talks to
 that thread through queues. Requests carry an id and a deadline and are sent again until answered, which is safe because
@@ -23,13 +23,13 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from protocols import wire
-from protocols.keys import BrokerKeys, ClientKeys, is_loopback
-from protocols.messages import (
+from penstock.protocols import wire
+from penstock.protocols.keys import BrokerKeys, ClientKeys, is_loopback
+from penstock.protocols.messages import (
     Fenced,
+    HeartbeatAck,
     HelloNeeded,
     Message,
-    Pulse,
     Refused,
     Resumed,
     Welcome,
@@ -232,7 +232,7 @@ class Mailbox:
         except Exception as error:
             log.warning("a message from the broker was refused", error=str(error))
             return True
-        if isinstance(message, Pulse):
+        if isinstance(message, HeartbeatAck):
             return True
         if isinstance(message, Fenced):
             self.fenced = FencedError(f"{self.identity} was replaced by {message.by}")
@@ -283,7 +283,7 @@ class _Door:
         return key.decode() == self._allowed
 
 
-class Exchange:
+class RouterServer:
     """The broker's side: one ROUTER socket, used from one thread.
 
     Answers are queued and leave at `flush`, so the broker can make a whole turn's state durable before a word of it

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import structlog
 
-from protocols.experience import Group, Prompt, Trajectory
+from penstock.protocols.experience import Group, Prompt, Trajectory
 
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 
@@ -80,7 +80,7 @@ def make_group(random: np.random.Generator, number: int, n: int = 4, versions: t
 @pytest.fixture
 def redis_url(tmp_path: Path) -> Iterator[str]:
     """A real Redis of its own."""
-    from pipeline.redis_server import PrivateRedis
+    from penstock.pipeline.run.redis_server import PrivateRedis
 
     server = PrivateRedis(tmp_path, "always")
     process = subprocess.Popen(server.command, stdout=subprocess.DEVNULL)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.algorithms.agg_loss import agg_loss
-from services.trainer.algorithms.grpo import grpo
-from services.trainer.algorithms.kl_penalty import kl_penalty
-from services.trainer.algorithms.ppo_clip import ppo_clip
-from services.trainer.algorithms.truncated import truncated
-from services.trainer.mismatch import Mismatch
-from services.trainer.world import World
+from penstock.services.modeling.parallel.world import World
+from penstock.services.trainer.algorithms.agg_loss import agg_loss
+from penstock.services.trainer.algorithms.grpo import grpo
+from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
+from penstock.services.trainer.algorithms.ppo_clip import ppo_clip
+from penstock.services.trainer.algorithms.truncated import truncated
+from penstock.services.trainer.mismatch import Mismatch
 
 FOLDER = Path(__file__).parent / "golden"
 

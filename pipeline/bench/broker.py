@@ -17,17 +17,17 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bench.machine import describe
-from pipeline.bench.noting import noting
-from pipeline.redis_server import PrivateRedis
-from protocols import messages as m
-from protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
-from protocols.mailbox import Exchange, Mailbox
-from protocols.weights import Digests
-from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
-from services.broker.desk import BrokerSettings
-from services.broker.service import Broker
-from services.rollout.config import SamplingConfig
+from penstock.pipeline.bench.machine import describe
+from penstock.pipeline.harness.ack_server import ack_server
+from penstock.pipeline.run.redis_server import PrivateRedis
+from penstock.protocols import messages as m
+from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
+from penstock.protocols.mailbox import Mailbox, RouterServer
+from penstock.protocols.versions import Digests
+from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
+from penstock.services.broker.service import Broker
+from penstock.services.broker.state import BrokerSettings
+from penstock.services.rollout.config import SamplingConfig
 
 N = 8
 IN_FLIGHT = 8
@@ -109,7 +109,7 @@ def _raw_zmq(payload: bytes, groups: int, clients: int) -> float:
     """The same messages, acknowledged without being looked at: one client with as many in flight as all have."""
     message = m.Finished(number=0, attempt=1, experience=as_bytes(payload))
     waiting: deque[Future[m.Message]] = deque()
-    with noting(Exchange("tcp://127.0.0.1:0")) as exchange:
+    with ack_server(RouterServer("tcp://127.0.0.1:0")) as exchange:
         box = Mailbox(exchange.address, "raw#1")
         started = time.perf_counter()
         for _ in range(groups):
@@ -144,7 +144,7 @@ def _through_broker(folder: Path, url: str, payload: bytes, groups: int, rollout
     broker = Broker(settings, url)
     thread = threading.Thread(target=broker.serve, daemon=True)
     thread.start()
-    command = [sys.executable, "-P", "-m", "pipeline.bench.broker", broker.address, str(rollouts), str(groups)]
+    command = [sys.executable, "-P", "-m", "penstock.pipeline.bench.broker", broker.address, str(rollouts), str(groups)]
     tokens = len(payload) // (N * 14)
     done = subprocess.run([*command, str(tokens)], capture_output=True, text=True, check=True)
     broker.stop("measured")

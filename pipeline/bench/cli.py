@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from pipeline.config import ConfigError
+from penstock.pipeline.config import ConfigError
 
 bench = typer.Typer(help="Benchmarks, each beside a peer or a physical limit.", no_args_is_help=True)
 
@@ -37,11 +37,11 @@ def bench_generate(
     For vllm also the pause of a weight update, beside vLLM's own cycle.
     """
     if engine == "vllm":
-        from pipeline.bench.generate_vllm import bench as bench_vllm
+        from penstock.pipeline.bench.generate_vllm import bench as bench_vllm
 
         bench_vllm(Console(), model, requests, batch or 32, threads or 1, repeats, seed)
     elif engine == "torch":
-        from pipeline.bench.generate import bench as bench_torch
+        from penstock.pipeline.bench.generate import bench as bench_torch
 
         bench_torch(Console(), model, requests, batch or 128, threads or 2, repeats, seed)
     else:
@@ -60,7 +60,7 @@ def bench_peers(
     threads: Annotated[int, typer.Option(help="Compute threads of the other trainer.")] = 2,
 ) -> None:
     """Wall-clock to a 5-step mean reward above 0.9, and tokens/s, beside another trainer on the same task."""
-    from pipeline.bench.peers import bench_trl, check
+    from penstock.pipeline.bench.peers import bench_trl, check
 
     if peer != "trl":
         raise ConfigError(f"--peer: {peer!r} is not one of: trl")
@@ -75,7 +75,7 @@ def bench_broker(
     tokens: Annotated[int, typer.Option(help="Tokens of each of a group's 8 trajectories.")] = 256,
 ) -> None:
     """Groups/s and MB/s from lease to durable, beside raw ZeroMQ and raw Redis in the same run."""
-    from pipeline.bench.broker import bench as run_bench
+    from penstock.pipeline.bench.broker import bench as run_bench
 
     run_bench(Console(), [int(count) for count in rollouts.split(",")], groups, tokens)
 
@@ -91,8 +91,8 @@ def bench_weights(
     threads: Annotated[int, typer.Option(help="Compute threads of the trainer, and of memcpy.")] = 1,
 ) -> None:
     """GB/s of the weight channel beside memcpy (shm) and a bare broadcast (gloo), and what rollouts feel of it."""
-    from pipeline.bench.weights import SHAPES
-    from pipeline.bench.weights import bench as run_bench
+    from penstock.pipeline.bench.weights import SHAPES
+    from penstock.pipeline.bench.weights import bench as run_bench
 
     asked = [int(size) for size in sizes.split(",")]
     if unknown := [size for size in asked if size not in SHAPES]:
@@ -112,6 +112,6 @@ def bench_soak(
 
     Exit code 0 where all of it is below 1 % per 1,000 steps, after the first fifth.
     """
-    from pipeline.bench.soak import bench as run_bench
+    from penstock.pipeline.bench.soak import bench as run_bench
 
     raise typer.Exit(0 if run_bench(Console(), config, folder, steps, every) else 1)

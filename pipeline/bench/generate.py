@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bench.machine import describe
-from protocols.experience import Sampling
-from services.model import device_of
-from services.rollout.config import TorchEngineConfig
-from services.rollout.engines.base import Request
-from services.rollout.engines.torch.engine import TorchEngine
+from penstock.pipeline.bench.machine import describe
+from penstock.protocols.experience import Sampling
+from penstock.services.modeling.load import device_of
+from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.engines.base import Request
+from penstock.services.rollout.engines.torch.engine import TorchEngine
 
 PROMPT_TOKENS = (8, 64)
 NEW_TOKENS = (4, 64)

@@ -14,13 +14,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bench.generate import NEW_TOKENS, PROMPT_TOKENS, make_model
-from pipeline.bench.machine import describe
-from protocols.experience import Sampling
-from services import logs
-from services.rollout.config import VllmEngineConfig
-from services.rollout.engines.base import Request
-from services.rollout.engines.vllm.engine import VllmEngine
+from penstock.pipeline.bench.generate import NEW_TOKENS, PROMPT_TOKENS, make_model
+from penstock.pipeline.bench.machine import describe
+from penstock.protocols.experience import Sampling
+from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.engines.base import Request
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.runtime import logs
 
 UPDATES = 15
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import load
-from services.broker.data import open_source
-from services.reward.functions.exact_match import exact_match
+from penstock.pipeline.config import load
+from penstock.services.data import open_source
+from penstock.services.reward.functions.exact_match import exact_match
 
 
 def main(config_path: str, run_folder: str, out: str, steps: int, seed: int) -> None:

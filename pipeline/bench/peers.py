@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bench.machine import describe
-from pipeline.command import penstock
-from pipeline.config import ConfigError, load
-from pipeline.summary import steps_of
+from penstock.pipeline.bench.machine import describe
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.summary import steps_of
 
 TRL = "trl==1.16.0"
 GOAL = 0.9
@@ -100,7 +100,14 @@ def _run_penstock(console: Console, config: Path, folder: Path, steps: int, seed
 def _run_trl(console: Console, config: Path, folder: Path, steps: int, seed: int, threads: int) -> Course:
     console.print(f"trl, seed {seed} …")
     out = folder / "trl.json"
-    command = [sys.executable, "-m", "pipeline.bench.peer_trl", str(config), str(folder / "penstock"), str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.pipeline.bench.peer_trl",
+        str(config),
+        str(folder / "penstock"),
+        str(out),
+    ]
     env = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

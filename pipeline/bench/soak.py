@@ -13,9 +13,9 @@ import redis
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bench.machine import describe
-from pipeline.command import penstock
-from pipeline.config import ConfigError
+from penstock.pipeline.bench.machine import describe
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.run.command import penstock
 
 TINY = [
     "gate.groups_per_step=4", "gate.prefetch=4", "rollout.sampling.n=2", "rollout.sampling.max_new_tokens=4",

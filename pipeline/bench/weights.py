@@ -16,13 +16,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.bench.fleet import BARE_BYTES, CPU, Fleet
-from pipeline.bench.machine import describe
-from protocols.weights import Layout
-from services.trainer.source import Source
-from services.trainer.world import World
-from services.weights import flat, sparse
-from services.weights.config import WeightsConfig
+from penstock.pipeline.bench.machine import describe
+from penstock.pipeline.harness.weight_harness import BARE_BYTES, CPU, Fleet
+from penstock.protocols.versions import Layout
+from penstock.services.modeling.parallel.world import World
+from penstock.services.weights import delta
+from penstock.services.weights.byte_views import as_memory, copy_bytes
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.sender.shard_exporter import ShardExporter
 
 REPEATS = 15
 REST_S = 0.2
@@ -72,7 +73,7 @@ class Memcpy:
         for spans in self._cuts:
             started = time.monotonic()
             for start, end in spans:
-                flat.copy(self._source[start:end], self._target[start:end])
+                copy_bytes(self._source[start:end], self._target[start:end])
             rates.append(self._source.numel() / (time.monotonic() - started) / 1e9)
         return rates[0], rates[1]
 
@@ -191,7 +192,7 @@ def changes(millions: int, steps: int, rate: float, threads: int, console: Conso
     model = AutoModelForCausalLM.from_config(model_config(millions), dtype=torch.float32)
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    source = Source(named, "bfloat16", WeightsConfig().bucket_bytes, World(CPU))
+    source = ShardExporter(named, "bfloat16", WeightsConfig().bucket_bytes, World(CPU))
     dice = torch.Generator().manual_seed(1)
     old = torch.zeros(source.layout.nbytes, dtype=torch.uint8)
     new = torch.zeros_like(old)
@@ -218,15 +219,15 @@ def _changes_of(where: Layout, old: torch.Tensor, new: torch.Tensor) -> dict[str
     size = elements = 0
     before, after = old.numpy(), new.numpy()
     for start, end in where.spans:
-        encoded = sparse.encode(before[start:end], after[start:end])
+        encoded = delta.encode(before[start:end], after[start:end])
         if encoded is None:
             size, elements = size + end - start, elements + (end - start) // 2
             continue
         rebuilt = before[start:end].copy()
-        sparse.apply(encoded, rebuilt)
-        if flat.as_memory(torch.from_numpy(rebuilt)) != flat.as_memory(new[start:end]):
+        delta.apply(encoded, rebuilt)
+        if as_memory(torch.from_numpy(rebuilt)) != as_memory(new[start:end]):
             raise RuntimeError("the encoding lost something")
-        size, elements = size + len(encoded), elements + sparse.changes_in(encoded)
+        size, elements = size + len(encoded), elements + delta.changes_in(encoded)
     return {
         "density": elements / (where.nbytes / 2),
         "bytes_per_change": size / max(1, elements),

@@ -8,8 +8,8 @@ from typing import Any
 import structlog
 from jinja2 import Environment, PackageLoader
 
-from pipeline.config import Config, dump
-from pipeline.summary import read_lines, steps_of
+from penstock.pipeline.config import Config, dump
+from penstock.pipeline.run.summary import read_lines, steps_of
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
     except ImportError:
         log.warning("no report: matplotlib is not installed; run: pip install 'penstock[report]'")
         return None
-    from pipeline.report import plots
+    from penstock.pipeline.report import plots
 
     steps = steps_of(folder)
     rows = read_lines(folder / "metrics.jsonl")

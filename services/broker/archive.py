@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from protocols import wire
-from protocols.experience import as_bytes
-from protocols.messages import Batch, TakenGroup
+from penstock.protocols import wire
+from penstock.protocols.experience import as_bytes
+from penstock.protocols.messages import Batch, TakenGroup
 
 Keep = Literal["all", "none"] | int
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from protocols.messages import ActorKind, Hello
-from services.broker.leases import Journal
+from penstock.protocols.messages import ActorKind, Hello
+from penstock.services.broker.rules.leases import Journal
 
 
 class MembershipError(ValueError):

@@ -7,12 +7,12 @@ from typing import Any
 
 import structlog
 
-from protocols import messages as m
-from services import pulse
-from services.broker.answers import Answers
-from services.broker.desk import BrokerSettings, Desk, Phase
-from services.broker.dispatch import Dispatch
-from services.broker.status import books, hold_up, state
+from penstock.protocols import messages as m
+from penstock.services.broker.handlers import Answers
+from penstock.services.broker.scheduler import Scheduler
+from penstock.services.broker.state import BrokerSettings, BrokerState, Phase
+from penstock.services.broker.status import books, stall_reason, state
+from penstock.services.runtime import health
 
 log = structlog.get_logger()
 
@@ -28,8 +28,8 @@ class Broker:
     """See the module's docstring. `serve` runs until the run is over or `stop` was called."""
 
     def __init__(self, settings: BrokerSettings, store_url: str) -> None:
-        self._desk = Desk(settings, store_url)
-        self._dispatch = Dispatch(self._desk)
+        self._desk = BrokerState(settings, store_url)
+        self._dispatch = Scheduler(self._desk)
         self._answers = Answers(self._desk, self._dispatch)
         self._over_since: float | None = None
         self._alone_since: float | None = None
@@ -100,7 +100,7 @@ class Broker:
         log.info("listening", address=self.address)
         try:
             while not self._over():
-                pulse.beat()
+                health.beat()
                 for identity, request, message in desk.exchange.receive(0.02):
                     self._answers.handle(identity, request, message)
                 self._turn()
@@ -166,7 +166,7 @@ class Broker:
         if progress.phase not in ("starting", "training") or now - progress.at < desk.settings.broker.stall_s:
             progress.stall = None
             return
-        reason = hold_up(desk)
+        reason = stall_reason(desk)
         if reason != progress.stall:
             log.error("stall", step=desk.experience.ledger.committed, since_s=round(now - progress.at), reason=reason)
         progress.stall = reason

@@ -6,11 +6,11 @@ import os
 import time
 from typing import Any
 
-from protocols.messages import LedgerReply
-from services.broker.desk import Desk
+from penstock.protocols.messages import LedgerReply
+from penstock.services.broker.state import BrokerState
 
 
-def hold_up(desk: Desk) -> str:
+def stall_reason(desk: BrokerState) -> str:
     """What keeps the next step from being completed, in words."""
     steps = desk.experience.ledger.steps
     open_steps = [step.step for step in steps[-2:] if step.digest is None]
@@ -35,7 +35,7 @@ def hold_up(desk: Desk) -> str:
     return f"group {oldest} needs a rollout with version {desk.experience.blocked_lease()}; there are {versions}"
 
 
-def queues(desk: Desk) -> dict[str, int]:
+def queues(desk: BrokerState) -> dict[str, int]:
     """Groups in each state."""
     entries = desk.experience.replay.entries.values()
     return {
@@ -46,14 +46,14 @@ def queues(desk: Desk) -> dict[str, int]:
     }
 
 
-def books(desk: Desk) -> LedgerReply:
+def books(desk: BrokerState) -> LedgerReply:
     """How many steps are committed, and which groups wait to be trained on."""
     experience = desk.experience
     taken = [n for step in experience.ledger.steps if step.digest is None for n in step.groups]
     return LedgerReply(steps=experience.ledger.committed, untrained=sorted([*experience.replay.entries, *taken]))
 
 
-def state(desk: Desk) -> dict[str, Any]:
+def state(desk: BrokerState) -> dict[str, Any]:
     """`protocols.messages.Status`."""
     now = time.time()
     members = {

@@ -18,8 +18,8 @@ import msgpack
 import redis
 import structlog
 
-from services.broker.config import StoreConfig
-from services.section import SetupError
+from penstock.services.broker.config import StoreConfig
+from penstock.services.runtime.errors import SetupError
 
 log = structlog.get_logger()
 

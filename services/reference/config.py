@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from services.section import Section
+from penstock.services.runtime.settings import Section
 
 
 class ReferenceConfig(Section):

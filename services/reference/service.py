@@ -8,15 +8,17 @@ import numpy as np
 import structlog
 import torch
 
-from protocols.experience import ExperienceError, Group, unpack_group
-from protocols.mailbox import FencedError
-from protocols.messages import Credit, HelloNeeded, Referenced, ReferenceScore, Stop, Work, WorkItem
-from protocols.wire import WireError
-from services import determinism, pulse
-from services.actor import Actor, Place
-from services.model import device_of, load_model, logprobs, shares_prompts
-from services.packing import plan_rows
-from services.reference.config import ReferenceConfig
+from penstock.protocols.experience import ExperienceError, Group, unpack_group
+from penstock.protocols.mailbox import FencedError
+from penstock.protocols.messages import Credit, HelloNeeded, Referenced, ReferenceScore, Stop, Work, WorkItem
+from penstock.protocols.wire import WireError
+from penstock.services.modeling import determinism
+from penstock.services.modeling.load import device_of, load_model
+from penstock.services.modeling.logprobs import logprobs, shares_prompts
+from penstock.services.modeling.packing import plan_rows
+from penstock.services.reference.config import ReferenceConfig
+from penstock.services.runtime import health
+from penstock.services.runtime.actor import Actor, ActorContext
 
 log = structlog.get_logger()
 
@@ -28,7 +30,7 @@ class Reference:
 
     def __init__(
         self,
-        place: Place,
+        place: ActorContext,
         config: ReferenceConfig,
         model_path: str,
         dtype: str,
@@ -102,7 +104,7 @@ class Reference:
         columns = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
         share = shares_prompts(self._model)
         for rows in plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, share):
-            pulse.beat()
+            health.beat()
             found = logprobs(self._model, rows, self._temperature).cpu().numpy()
             for k, index in enumerate(rows.index):
                 columns[index][1:] = found[k, : len(columns[index]) - 1]

@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from services.section import Section
+from penstock.services.runtime.settings import Section
 
 REGISTRY = {
-    "exact_match": "services.reward.functions.exact_match:exact_match",
-    "number": "services.reward.functions.number:number",
-    "reasoning_gym": "services.reward.functions.reasoning_gym:reasoning_gym",
+    "exact_match": "penstock.services.reward.functions.exact_match:exact_match",
+    "number": "penstock.services.reward.functions.number:number",
+    "reasoning_gym": "penstock.services.reward.functions.reasoning_gym:reasoning_gym",
 }
 """Reward functions by name."""
 

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, cast
 
 import structlog
 
-from services.reward.config import REGISTRY, FunctionConfig
-from services.reward.worker import frame_size, read_frame, write_frame
-from services.section import SetupError
+from penstock.services.reward.config import REGISTRY, FunctionConfig
+from penstock.services.reward.worker import frame_size, read_frame, write_frame
+from penstock.services.runtime.errors import SetupError
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class Worker:
 
     def __init__(self, functions: Sequence[FunctionConfig]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "services.reward.worker"],
+            [sys.executable, "-P", "-m", "penstock.services.reward.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -7,14 +7,14 @@ from concurrent.futures import Future
 import numpy as np
 import structlog
 
-from protocols.experience import ExperienceError, Group, unpack_group
-from protocols.mailbox import FencedError
-from protocols.messages import Credit, HelloNeeded, Score, Scored, Stop, Work
-from protocols.wire import WireError
-from services import pulse
-from services.actor import Actor, Place
-from services.reward.config import RewardConfig
-from services.reward.pool import Item, Pool
+from penstock.protocols.experience import ExperienceError, Group, unpack_group
+from penstock.protocols.mailbox import FencedError
+from penstock.protocols.messages import Credit, HelloNeeded, Score, Scored, Stop, Work
+from penstock.protocols.wire import WireError
+from penstock.services.reward.config import RewardConfig
+from penstock.services.reward.pool import Item, Pool
+from penstock.services.runtime import health
+from penstock.services.runtime.actor import Actor, ActorContext
 
 log = structlog.get_logger()
 
@@ -24,7 +24,7 @@ ANSWER_DEADLINE_S = 60.0
 class Reward:
     """One reward process. `run` returns the reason it ended for."""
 
-    def __init__(self, place: Place, config: RewardConfig) -> None:
+    def __init__(self, place: ActorContext, config: RewardConfig) -> None:
         self.actor = Actor("reward", place)
         self._config = config
         self._pool = Pool(config.functions, config.workers)
@@ -87,7 +87,7 @@ class Reward:
         rewards = np.full(len(rows), np.nan, np.float32)
         errors: list[str | None] = [None] * len(rows)
         for index, row in enumerate(rows):
-            pulse.beat()
+            health.beat()
             failures = {self._config.functions[i.function].function: i.future.exception() for i in row}
             failed = [f"{name} {error}" for name, error in failures.items() if error]
             if failed:

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from protocols.wire import pack, unpack
+from penstock.protocols.wire import pack, unpack
 
 _LENGTH = struct.Struct("<I")
 FLOAT32_MAX = 3.4e38
@@ -105,7 +105,7 @@ def _leave_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Entry point of ``python -m services.reward.worker``."""
+    """Entry point of ``python -m penstock.services.reward.worker``."""
     # What a function prints must not mix with the replies: they get a descriptor of their own.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocols.experience import Sampling
-from services.section import Section
+from penstock.protocols.experience import Sampling
+from penstock.services.runtime.settings import Section
 
 
 class TorchEngineConfig(Section):

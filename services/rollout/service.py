@@ -16,9 +16,9 @@ import numpy as np
 import structlog
 import torch
 
-from protocols.experience import UNSAMPLED, Group, Trajectory, as_bytes, nothing_kept, pack_group
-from protocols.mailbox import DeadlineError, FencedError
-from protocols.messages import (
+from penstock.protocols.experience import UNSAMPLED, Group, Trajectory, as_bytes, nothing_kept, pack_group
+from penstock.protocols.mailbox import DeadlineError, FencedError
+from penstock.protocols.messages import (
     CommitVersion,
     Credit,
     Failed,
@@ -32,15 +32,16 @@ from protocols.messages import (
     Propose,
     Stop,
 )
-from services import determinism, failpoint, pulse
-from services.actor import Actor, Place
-from services.rollout.canary import CanaryError, check_canary
-from services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
-from services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
-from services.rollout.receiver import Prepared, Receiver
-from services.rollout.text import Text
-from services.section import SetupError
-from services.weights.config import WeightsConfig
+from penstock.services.modeling import determinism
+from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
+from penstock.services.rollout.tokenizer import Tokenizer
+from penstock.services.runtime import failpoint, health
+from penstock.services.runtime.actor import Actor, ActorContext
+from penstock.services.runtime.errors import SetupError
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.receiver.canary import CanaryError, check_canary
+from penstock.services.weights.receiver.receiver import Prepared, Receiver
 
 log = structlog.get_logger()
 
@@ -74,7 +75,7 @@ class Rollout:
 
     def __init__(
         self,
-        place: Place,
+        place: ActorContext,
         config: RolloutConfig,
         weights: WeightsConfig,
         model_path: str,
@@ -87,7 +88,7 @@ class Rollout:
             engine = config.engine.model_copy(update={"max_sequences": config.sampling.n})  # a group at a time
             config = config.model_copy(update={"engine": engine})
         self.actor = Actor("rollout", place)
-        self._text = Text(model_path)
+        self._text = Tokenizer(model_path)
         self.engine = make_engine(config, model_path, dtype, self._text)
         self._receiver = Receiver(self.engine, self.actor.mailbox, weights, place.keys)
         self._work: dict[int, _Work] = {}
@@ -117,7 +118,7 @@ class Rollout:
         self._give_credit()
         reason: str | None = None
         while reason is None:
-            pulse.beat()
+            health.beat()
             reason = self._read_inbox(wait=not self.engine.pending())
             if self.engine.pending():
                 with self.actor.busy():
@@ -303,7 +304,7 @@ class Rollout:
         self.actor.gauges = gauges
 
 
-def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Text) -> Engine:
+def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer) -> Engine:
     """The engine that ``config.engine`` names. Its weights come by the weight channel."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -315,11 +316,11 @@ def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Text) 
         generation_config = model_config
     stop_ids = text.stop_ids(generation_config)
     if isinstance(engine, TorchEngineConfig):
-        from services.rollout.engines.torch.engine import TorchEngine
+        from penstock.services.rollout.engines.torch.engine import TorchEngine
 
         return TorchEngine(engine, model_config, dtype, stop_ids, lambda ids: text.decode([ids])[0])
     if isinstance(engine, VllmEngineConfig):
-        from services.rollout.engines.vllm.engine import VllmEngine
+        from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
         sampling = config.sampling.training()
         return VllmEngine(engine, model_config, model_path, dtype, stop_ids, sampling, config.threads)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocols.experience import Trajectory, unpack_group
-from protocols.messages import Batch, TakenGroup
+from penstock.protocols.experience import Trajectory, unpack_group
+from penstock.protocols.messages import Batch, TakenGroup
 
 
 class BatchError(ValueError):
@@ -16,7 +16,7 @@ class BatchError(ValueError):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingBatch:
     """What one step trains on. Lists are over trajectories, in the order of the ledger."""
 
     trajectories: list[Trajectory]
@@ -37,7 +37,7 @@ class Step:
         return version - np.concatenate([t.versions[t.loss_mask == 1] for t in self.trajectories])
 
 
-def open_batch(batch: Batch, max_lag: int) -> Step:
+def open_batch(batch: Batch, max_lag: int) -> TrainingBatch:
     """Unpacks and checks ``batch``. Raises `BatchError`, `ExperienceError` or `WireError`."""
     trajectories: list[Trajectory] = []
     reference: list[np.ndarray] | None = [] if all(g.reference is not None for g in batch.groups) else None
@@ -50,7 +50,7 @@ def open_batch(batch: Batch, max_lag: int) -> Step:
         groups += [taken.number] * len(group.trajectories)
         if reference is not None:
             reference += _split(taken, group.trajectories)
-    step = Step(trajectories, np.concatenate(rewards), np.array(groups, np.int64), reference)
+    step = TrainingBatch(trajectories, np.concatenate(rewards), np.array(groups, np.int64), reference)
     if len(step.rewards) != len(trajectories):
         raise BatchError(f"step {batch.step}: {len(step.rewards)} rewards for {len(trajectories)} trajectories")
     lags = step.lags(batch.step)

@@ -16,10 +16,10 @@ from typing import Any
 import structlog
 from safetensors.torch import load_file, save_file
 
-from services.section import SetupError
-from services.trainer.learner import Learner
-from services.trainer.parallel import full, like
-from services.trainer.world import World
+from penstock.services.modeling.parallel.fsdp import full, like
+from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.learner import Learner
 
 log = structlog.get_logger()
 

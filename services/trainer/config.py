@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.section import Section
+from penstock.services.runtime.settings import Section
 
 
 class GroupAdvantage(Section):

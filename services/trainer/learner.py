@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from protocols.experience import UNSAMPLED, Trajectory
-from services import pulse
-from services.model import shares_prompts
-from services.packing import Rows, plan_rows
-from services.trainer.algorithms.compose import Algorithm, Part, Totals
-from services.trainer.batch import Step
-from services.trainer.config import OptimizerConfig, TrainerConfig
-from services.trainer.mismatch import Mismatch
-from services.trainer.parallel import forward, full, let_go
-from services.trainer.world import World
+from penstock.protocols.experience import UNSAMPLED, Trajectory
+from penstock.services.modeling.logprobs import shares_prompts
+from penstock.services.modeling.packing import Rows, plan_rows
+from penstock.services.modeling.parallel.fsdp import forward, full, let_go
+from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime import health
+from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
+from penstock.services.trainer.batch import TrainingBatch
+from penstock.services.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.services.trainer.mismatch import Mismatch
 
 
 class Learner:
@@ -54,7 +54,7 @@ class Learner:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
 
-    def train(self, step: Step, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def train(self, step: TrainingBatch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """One optimizer step on ``step``; the model then is `version` + 1. ``before_update`` is called once the
         gradient is there, before a parameter changes. Returns the step's metrics."""
         rate = learning_rate(self._config.optimizer, self.version, self._config.steps)
@@ -72,7 +72,7 @@ class Learner:
         self.version += 1
         return metrics
 
-    def accumulate(self, step: Step) -> tuple[float, dict[str, float]]:
+    def accumulate(self, step: TrainingBatch) -> tuple[float, dict[str, float]]:
         """Adds the gradient of the whole step to the parameters, a micro-batch at a time. The result does not depend
         on how the step is cut, up to rounding. Returns the loss and metrics."""
         rewarded = np.flatnonzero(step.rewarded)
@@ -93,7 +93,7 @@ class Learner:
 
         def parts() -> Iterator[Part]:
             for rows, _ in plan:
-                pulse.beat()
+                health.beat()
                 with self._autocast():
                     log_prob = forward(self.model, rows, self._temperature)
                 index = torch.tensor(rows.index, device=self.device)
@@ -141,7 +141,7 @@ class Learner:
         let_go(self.model)
         return found[0, : size - 1].float().cpu().tolist()
 
-    def _advantages(self, step: Step, rewarded: np.ndarray) -> torch.Tensor:
+    def _advantages(self, step: TrainingBatch, rewarded: np.ndarray) -> torch.Tensor:
         scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
         groups = torch.from_numpy(step.groups[rewarded])
         return self.algorithm.advantages(scores, groups).float().to(self.device)
@@ -160,7 +160,7 @@ class Learner:
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self._bf16 else nullcontext()
 
-    def _describe(self, step: Step) -> dict[str, float]:
+    def _describe(self, step: TrainingBatch) -> dict[str, float]:
         lags = step.lags(self.version)
         lengths = np.array([t.sampled for t in step.trajectories])
         rewards = step.rewards[step.rewarded]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.trainer.algorithms.masked import LOG_RATIO_LIMIT
-from services.trainer.world import World
+from penstock.services.modeling.parallel.world import World
+from penstock.services.trainer.algorithms.masked import LOG_RATIO_LIMIT
 
 SUMS = (
     "tokens", "absolute", "kl", "kl_k3", "chi2_token", "weight", "weight2", "fresh_tokens", "fresh",

@@ -11,17 +11,17 @@ import numpy as np
 import structlog
 import torch
 
-from protocols.messages import Batch
-from services import determinism
-from services.actor import Place
-from services.model import device_of, load_model, load_tokenizer
-from services.trainer import checkpoint
-from services.trainer.batch import open_batch
-from services.trainer.config import TrainerConfig
-from services.trainer.learner import Learner
-from services.trainer.parallel import shard
-from services.trainer.world import World, local_device
-from services.weights.config import WeightsConfig
+from penstock.protocols.messages import Batch
+from penstock.services.modeling import determinism
+from penstock.services.modeling.load import device_of, load_model, load_tokenizer
+from penstock.services.modeling.parallel.fsdp import shard
+from penstock.services.modeling.parallel.world import World, local_device
+from penstock.services.runtime.actor import ActorContext
+from penstock.services.trainer import checkpoint
+from penstock.services.trainer.batch import open_batch
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from penstock.services.weights.config import WeightsConfig
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ class TrainerSettings:
         return np.random.default_rng(0).integers(0, text.vocab_size, length).tolist() if length > 1 else []
 
 
-def make_learner(place: Place, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:
+def make_learner(place: ActorContext, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:
     """The world, and in it the learner at the newest checkpoint or at the start; the tokenizer; the ledger's tail."""
     torch.set_num_threads(place.threads)
     device = local_device(device_of(settings.trainer.device))

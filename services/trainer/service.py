@@ -8,8 +8,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import structlog
 
-from protocols.mailbox import DeadlineError, RefusedError
-from protocols.messages import (
+from penstock.protocols.mailbox import DeadlineError, RefusedError
+from penstock.protocols.messages import (
     Batch,
     Canary,
     Checkpointed,
@@ -21,14 +21,14 @@ from protocols.messages import (
     Resumed,
     Take,
 )
-from services import failpoint, pulse
-from services.actor import Actor, Place
-from services.trainer import checkpoint
-from services.trainer.publisher import Job, Publisher
-from services.trainer.rank import TrainerSettings, make_learner, train
-from services.trainer.snapshot import Snapshot
-from services.trainer.source import Source
-from services.trainer.world import Order
+from penstock.services.modeling.parallel.world import Order
+from penstock.services.runtime import failpoint, health
+from penstock.services.runtime.actor import Actor, ActorContext
+from penstock.services.trainer import checkpoint
+from penstock.services.trainer.rank import TrainerSettings, make_learner, train
+from penstock.services.weights.sender.publisher import Job, Publisher
+from penstock.services.weights.sender.shard_exporter import ShardExporter
+from penstock.services.weights.sender.snapshot import Snapshot
 
 log = structlog.get_logger()
 
@@ -37,20 +37,19 @@ TAKE_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 120.0
 IDLE_S = 20.0
 """The other ranks hear from this one at least this often."""
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
 class Trainer:
     """The trainer process. `run` returns the reason it ended for."""
 
-    def __init__(self, place: Place, settings: TrainerSettings) -> None:
+    def __init__(self, place: ActorContext, settings: TrainerSettings) -> None:
         self._settings = settings
         self.actor = Actor("trainer", place)
         self._folder = settings.checkpoints
         self._world, self._learner, self._tokenizer, tail = make_learner(place, settings)
         self._tail = [LedgerRow(**row) for row in tail]
         """The last committed steps, for a broker whose store has lost them."""
-        source = Source(self._learner.parameters, settings.dtype, settings.weights.bucket_bytes, self._world)
+        source = ShardExporter(self._learner.parameters, settings.dtype, settings.weights.bucket_bytes, self._world)
         self._publisher = Publisher(settings.weights, source, settings.run_key, self.actor.mailbox, place.keys)
         self._job: Job | None = None
         self._canary = settings.canary(self._learner.model.config)
@@ -183,7 +182,7 @@ class Trainer:
     def _score_canary(self) -> Canary | None:
         if not self._canary:
             return None
-        tolerance = self._settings.weights.canary_tolerance or CANARY_TOLERANCE[self._settings.dtype]
+        tolerance = self._settings.weights.tolerance(self._settings.dtype)
         return Canary(tokens=self._canary, logprobs=self._learner.score(self._canary), tolerance=tolerance)
 
     def _ledger_tail(self) -> LedgerTail:
@@ -196,7 +195,7 @@ class Trainer:
             self._world.order(what, batch)
 
     def _keep_awake(self) -> None:
-        pulse.beat()
+        health.beat()
         if time.monotonic() - self._said_at > IDLE_S:
             self._order("wait")
 

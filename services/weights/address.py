@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, ip_network
 
 import psutil
 
-from services.section import SetupError
+from penstock.services.runtime.errors import SetupError
 
 
 def interface_of(address: str) -> str:

@@ -6,8 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from protocols.weights import ALIGN
-from services.section import Section
+from penstock.protocols.versions import ALIGN
+from penstock.services.runtime.settings import Section
+
+CANARY_TOLERANCE: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+"""Largest mean difference of the canary's log-probabilities, by the dtype that is published."""
 
 
 class WeightsConfig(Section):
@@ -42,3 +45,7 @@ class WeightsConfig(Section):
     def bucket_bytes(self) -> int:
         """Of a bucket, which ends where a weight may begin."""
         return max(ALIGN, int(self.bucket_mb * (1 << 20)) // ALIGN * ALIGN)
+
+    def tolerance(self, dtype: str) -> float:
+        """`canary_tolerance`, or the table's for ``dtype``."""
+        return self.canary_tolerance or CANARY_TOLERANCE[dtype]

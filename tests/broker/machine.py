@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.broker.experience import Experience
-from services.broker.gate import Gate
-from services.broker.ledger import Step
+from penstock.services.broker.rules.gate import Gate
+from penstock.services.broker.rules.groups import Experience
+from penstock.services.broker.rules.ledger import Step
 
 
 class Memory:

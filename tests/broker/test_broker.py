@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import redis
 
-from protocols import messages as m
-from protocols.experience import Group, Trajectory, as_bytes, pack_group
-from protocols.mailbox import FencedError, Mailbox, RefusedError
-from protocols.weights import Digests
-from services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
-from services.broker.desk import BrokerSettings
-from services.broker.service import Broker
-from services.broker.store import StoreError
-from services.rollout.config import SamplingConfig
+from penstock.protocols import messages as m
+from penstock.protocols.experience import Group, Trajectory, as_bytes, pack_group
+from penstock.protocols.mailbox import FencedError, Mailbox, RefusedError
+from penstock.protocols.versions import Digests
+from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
+from penstock.services.broker.service import Broker
+from penstock.services.broker.state import BrokerSettings
+from penstock.services.broker.store import StoreError
+from penstock.services.rollout.config import SamplingConfig
 
 N, B = 2, 3
 
@@ -178,7 +178,7 @@ def test_the_gate_opens_with_the_versions(stage: Stage) -> None:
 def test_what_is_acknowledged_is_in_redis(stage: Stage, redis_url: str) -> None:
     rollout = stage.rollout()
     lease = rollout.leases(1)[0]
-    assert rollout.finish(lease) == m.Noted()
+    assert rollout.finish(lease) == m.Ack()
     client = redis.Redis.from_url(redis_url)
     assert client.hget("penstock:test:payload:0", "experience")
     assert client.hexists("penstock:test:replay", "0") and not client.hexists("penstock:test:leases", "0")
@@ -195,8 +195,8 @@ def test_a_dead_rollouts_groups_are_leased_again_and_its_late_answer_counts_once
     second.finish(again[0])
     late = Peer(stage.broker.address, "rollout", "rollout-0", "1")  # it wakes up and says hello again
     stage.peers.append(late)
-    assert late.finish(held[0]) == m.Noted() and late.finish(held[1]) == m.Noted()
-    assert second.finish(again[1]) == m.Noted()
+    assert late.finish(held[0]) == m.Ack() and late.finish(held[1]) == m.Ack()
+    assert second.finish(again[1]) == m.Ack()
     state = stage.trainer.box.ask(m.StatusRequest(), 5).state
     assert state["totals"]["finished"] == 2 and state["totals"]["late_answers"] == 2
 
@@ -264,7 +264,7 @@ def test_bad_experience_is_refused_and_the_group_can_still_be_finished(stage: St
     lease = rollout.leases(1)[0]
     with pytest.raises(RefusedError, match="not msgpack|a group has the fields"):
         rollout.box.ask(m.Finished(number=0, attempt=1, experience=np.zeros(9, np.uint8)), 5)
-    assert rollout.finish(lease) == m.Noted()
+    assert rollout.finish(lease) == m.Ack()
 
 
 def test_a_group_that_may_kill_its_rollouts_is_given_alone_and_then_dropped(stage: Stage) -> None:
@@ -337,7 +337,7 @@ def test_the_last_step_takes_what_the_prompts_have_left(tmp_path: Path, redis_ur
 def test_a_broker_that_was_killed_after_the_end_says_so_when_it_is_back(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.broker.service.LINGER_S", 0.5)
+    monkeypatch.setattr("penstock.services.broker.service.LINGER_S", 0.5)
     one = settings(tmp_path, steps=1)
     stage = Stage(tmp_path, redis_url, steps=1)
     rollout = stage.rollout()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.broker.gate import Gate
+from penstock.services.broker.rules.gate import Gate
 
 
 @given(

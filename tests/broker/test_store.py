@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.redis_server import PrivateRedis
-from services.broker.config import StoreConfig
-from services.broker.store import Store, StoreError
+from penstock.pipeline.run.redis_server import PrivateRedis
+from penstock.services.broker.config import StoreConfig
+from penstock.services.broker.store import Store, StoreError
 
 
 class Server:

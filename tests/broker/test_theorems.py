@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from services.broker.gate import Gate
-from services.broker.leases import Lease
-from services.broker.ledger import LedgerError
+from penstock.services.broker.rules.gate import Gate
+from penstock.services.broker.rules.leases import Lease
+from penstock.services.broker.rules.ledger import LedgerError
 from tests.broker.machine import Holder, World
 
 EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "2000"))

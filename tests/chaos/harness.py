@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.failpoint import VARIABLE
+from penstock.services.runtime.failpoint import VARIABLE
 from tests.e2e.runs import QUICKSTART, Run, check_promises
 
 ACTORS = ("trainer", "broker", "redis", "rollout-0", "rollout-1", "reward-0", "reference-0")

@@ -11,22 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import Config, load
-from pipeline.summary import read_lines
-from protocols.experience import Trajectory
-from services.broker.data import open_source
-from services.broker.prompts import PromptStream
-from services.failpoint import VARIABLE
-from services.model import load_model, logprobs, shares_prompts
-from services.packing import plan_rows
-from services.reward.functions.exact_match import exact_match
-from services.rollout.engines.base import Request
-from services.rollout.engines.torch.engine import TorchEngine
-from services.rollout.text import Text
-from services.trainer.batch import Step
-from services.trainer.learner import Learner
-from services.trainer.source import Source
-from services.trainer.world import World
+from penstock.pipeline.config import Config, load
+from penstock.pipeline.run.summary import read_lines
+from penstock.protocols.experience import Trajectory
+from penstock.services.data import open_source
+from penstock.services.data.prompts import PromptStream
+from penstock.services.modeling.load import load_model
+from penstock.services.modeling.logprobs import logprobs, shares_prompts
+from penstock.services.modeling.packing import plan_rows
+from penstock.services.modeling.parallel.world import World
+from penstock.services.reward.functions.exact_match import exact_match
+from penstock.services.rollout.engines.base import Request
+from penstock.services.rollout.engines.torch.engine import TorchEngine
+from penstock.services.rollout.tokenizer import Tokenizer
+from penstock.services.runtime.failpoint import VARIABLE
+from penstock.services.trainer.batch import TrainingBatch
+from penstock.services.trainer.learner import Learner
+from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.chaos.harness import SMALL
 from tests.e2e.runs import ROOT, Run, check_promises
 
@@ -52,7 +53,7 @@ def test_a_trainer_killed_three_times_makes_the_versions_of_an_undisturbed_repla
     check_promises(summary)
     assert summary["restarts"] == 3
     assert len(digests(run.folder)) == 12
-    command = [sys.executable, "-m", "pipeline.cli", "replay", str(run.folder)]
+    command = [sys.executable, "-m", "penstock.pipeline.cli", "replay", str(run.folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 of 12 versions have the recorded digest" in done.stdout
@@ -74,7 +75,7 @@ def synchronous(config: Config, model_path: Path) -> list[str]:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     cpu = torch.device("cpu")
-    text = Text(str(model_path))
+    text = Tokenizer(str(model_path))
     model, reference = (load_model(str(model_path), "float32", cpu) for _ in range(2))
     learner = Learner(model, config.trainer, "float32", 1.0)
     reference.eval()
@@ -118,8 +119,8 @@ def synchronous(config: Config, model_path: Path) -> list[str]:
             trajectories += made
             references += columns
         groups = np.repeat(np.array(numbers), sampling.n)
-        learner.train(Step(trajectories, np.array(rewards, np.float32), groups, references))
-        source = Source(dict(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu))
+        learner.train(TrainingBatch(trajectories, np.array(rewards, np.float32), groups, references))
+        source = ShardExporter(dict(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu))
         found.append(source.digest())
     torch.use_deterministic_algorithms(False)
     return found

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.failpoint import VARIABLE
+from penstock.services.runtime.failpoint import VARIABLE
 from tests.chaos.harness import COMMON, SMALL
 from tests.e2e.runs import ROOT, Run, check_promises
 
@@ -92,7 +92,7 @@ def test_one_stops_past_the_deadline_and_two_join_while_versions_are_published(t
         command = [
             sys.executable,
             "-m",
-            "pipeline.cli",
+            "penstock.pipeline.cli",
             "serve",
             "rollout",
             "--config",

@@ -9,8 +9,8 @@ import json
 import socket
 import sys
 
-from protocols.mailbox import DeadlineError, Mailbox, incarnation_of
-from protocols.messages import Hello
+from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
+from penstock.protocols.messages import Hello
 
 
 def is_open(host: str, port: int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 import yaml
 
-from pipeline.cli import app
+from penstock.pipeline.cli import app
 
 ROOT = Path(__file__).parents[2]
 FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.summary import read_lines
+from penstock.pipeline.run.summary import read_lines
 from tests.deploy.stack import until
 from tests.e2e.runs import ROOT, Run, check_promises
 
@@ -77,7 +77,9 @@ def test_a_rollout_on_another_host_joins_and_comes_back_after_the_link_was_cut(t
     serve = ["serve", "rollout", "--config", str(run.folder / "config.yaml"), "--folder", str(second), "--name", "far"]
     serve += ["--broker", address, "--keys", str(second / "client.json")]
     with (tmp_path / "far.log").open("wb") as log:
-        far = subprocess.Popen([*on(SECOND), sys.executable, "-m", "pipeline.cli", *serve], cwd=ROOT, stderr=log)
+        far = subprocess.Popen(
+            [*on(SECOND), sys.executable, "-m", "penstock.pipeline.cli", *serve], cwd=ROOT, stderr=log
+        )
     until("a version over gloo", lambda: any(r["transport"] == "gloo" for r in loads(run, "far")), 60)
     finished = second / "logs" / "far.finished.jsonl"
     until("groups from the second host", lambda: len(read_lines(finished)) > 20, 60)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from services.rollout.config import TorchEngineConfig
-from services.rollout.engines.base import Memory
-from services.rollout.engines.torch.engine import TorchEngine
-from services.weights import flat
-from services.weights.memory import Mappings
+from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.engines.torch.engine import TorchEngine
+from penstock.services.weights.buffers import Mappings
+from penstock.services.weights.layout import view_weights
+from penstock.services.weights.receiver.loader import MappedVersion
 
 
 class Remote(TorchEngine):
@@ -27,13 +27,13 @@ class Remote(TorchEngine):
         super().__init__(config, AutoConfig.from_pretrained(model_path), dtype, stop_ids, str)
         self._mappings, self._flag = Mappings(), Path(options["flag"])
 
-    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Any:
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None) -> Any:
         assert memory, "a remote engine is told where its weights lie"
         return memory
 
-    def swap(self, prepared: Memory, version: int) -> None:
+    def swap(self, prepared: MappedVersion, version: int) -> None:
         buffer = self._mappings.map(prepared.path, prepared.offset, prepared.layout.nbytes)
-        super().swap(super().prepare(flat.views(prepared.layout, buffer.clone())), version)
+        super().swap(super().prepare(view_weights(prepared.layout, buffer.clone())), version)
 
     def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
         found = super().score(self._model.weights, tokens)

@@ -33,7 +33,15 @@ class Run:
     ) -> None:
         self.folder = folder / "run"
         self.output = folder / "output"
-        command = [sys.executable, "-m", "pipeline.cli", "run", str(config), f"run.folder={folder}", "run.name=run"]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.pipeline.cli",
+            "run",
+            str(config),
+            f"run.folder={folder}",
+            "run.name=run",
+        ]
         with self.output.open("wb") as out:
             self.process = subprocess.Popen([*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import make_tiny
-from pipeline.config import load
-from services.broker.config import HubData
-from services.broker.data import DataError, open_source
+from penstock.pipeline.cli import make_tiny
+from penstock.pipeline.config import load
+from penstock.services.data import DataError, open_source
+from penstock.services.data.config import HubData
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
 
 ROWS = [

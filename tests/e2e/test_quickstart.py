@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.config import load
-from services.broker.data import open_source
+from penstock.pipeline.config import load
+from penstock.services.data import open_source
 from tests.e2e.runs import QUICKSTART, Run, check_promises
 
 

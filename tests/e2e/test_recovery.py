@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.summary import steps_of
+from penstock.pipeline.run.summary import steps_of
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
 
 
 def resume(run: Run, overrides: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline.cli", "run", str(QUICKSTART), "--resume", str(run.folder)]
+    command = [sys.executable, "-m", "penstock.pipeline.cli", "run", str(QUICKSTART), "--resume", str(run.folder)]
     return subprocess.run([*command, *SHORT, *overrides], capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 

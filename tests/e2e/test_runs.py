@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from pipeline.summary import steps_of
+from penstock.pipeline.run.summary import steps_of
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
 
 FIELDS = """
@@ -124,7 +124,7 @@ def test_actors_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
 
 
 def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline.cli", *arguments]
+    command = [sys.executable, "-m", "penstock.pipeline.cli", *arguments]
     env = {**os.environ, **environment}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
@@ -146,7 +146,7 @@ def serve_each(tmp_path: Path, redis_url: str, port: int, overrides: list[str]) 
         if actor != "broker":
             arguments += ["--broker", f"tcp://127.0.0.1:{port}"]
         env = {**os.environ, "PENSTOCK_PULSE": str(tmp_path / actor), "PENSTOCK_STORE": redis_url}
-        command = [sys.executable, "-m", "pipeline.cli", *arguments]
+        command = [sys.executable, "-m", "penstock.pipeline.cli", *arguments]
         actors[actor] = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
     return actors
 
@@ -155,7 +155,7 @@ def test_actors_can_be_started_one_by_one(tmp_path: Path, redis_url: str) -> Non
     folder, port = tmp_path / "run", free_port()
     overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "store.shutdown=true", "trainer.steps=40"]
     actors = serve_each(tmp_path, redis_url, port, overrides)
-    watching = [sys.executable, "-m", "pipeline.cli", "top", "--broker", f"tcp://127.0.0.1:{port}"]
+    watching = [sys.executable, "-m", "penstock.pipeline.cli", "top", "--broker", f"tcp://127.0.0.1:{port}"]
     while not (folder / "metrics.jsonl").is_file():
         time.sleep(0.1)
     watcher = subprocess.Popen(watching, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import redis
 
-from pipeline.bench.soak import TINY
+from penstock.pipeline.bench.soak import TINY
 from tests.e2e.runs import Run, check_promises
 
 

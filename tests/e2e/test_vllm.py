@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from pipeline.config import load
-from services.broker.archive import read
-from services.model import load_model
-from services.trainer.batch import open_batch
-from services.trainer.learner import Learner
+from penstock.pipeline.config import load
+from penstock.services.broker.archive import read
+from penstock.services.modeling.load import load_model
+from penstock.services.trainer.batch import open_batch
+from penstock.services.trainer.learner import Learner
 from tests.e2e.runs import ROOT, Run, check_promises
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -85,7 +85,7 @@ def test_a_mixed_fleet_with_a_death_and_a_late_joiner(tmp_path: Path) -> None:
         if "address" in line
     }
     command = [
-        sys.executable, "-m", "pipeline.cli", "serve", "rollout", "--config", str(run.folder / "config.yaml"),
+        sys.executable, "-m", "penstock.pipeline.cli", "serve", "rollout", "--config", str(run.folder / "config.yaml"),
         "--broker", broker, "--folder", str(run.folder), "--name", "late",
         "rollout.engine={type: torch, max_sequences: 128, max_length: 32}",
     ]  # fmt: skip

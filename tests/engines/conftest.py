@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.rollout.config import SamplingConfig
+from penstock.services.rollout.config import SamplingConfig
 from tests.engines.server import serving
 from tests.engines.workbench import Workbench, make_models
 

@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from protocols.experience import Sampling
-from services.rollout.engines.asynchronous import AsyncEngine
-from services.rollout.engines.base import Completion, EngineError, Refusal, Request, RequestError
+from penstock.protocols.experience import Sampling
+from penstock.services.rollout.engines.asynchronous import AsyncEngine
+from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, Request, RequestError
 from tests.weights.channel import until
 
 

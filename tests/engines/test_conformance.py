@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import Completion, Engine, RequestError
+from penstock.services.rollout.engines.base import Completion, Engine, RequestError
 from tests.engines.workbench import CLOSE, LETTERS, Workbench
 
 

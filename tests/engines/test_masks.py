@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from protocols.experience import UNSAMPLED, Trajectory
-from services.model import logprobs
-from services.packing import plan_rows
-from services.rollout.config import SamplingConfig
+from penstock.protocols.experience import UNSAMPLED, Trajectory
+from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.packing import plan_rows
+from penstock.services.rollout.config import SamplingConfig
 from tests.engines.workbench import CLOSE, Workbench, make_models
 
 TEMPERATURE, TOP_K, TOP_P = 0.3, 40, 0.6

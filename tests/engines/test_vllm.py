@@ -11,9 +11,9 @@ import numpy as np
 import psutil
 import pytest
 
-from services.rollout.config import SamplingConfig
-from services.rollout.engines.base import EngineError
-from services.section import SetupError
+from penstock.services.rollout.config import SamplingConfig
+from penstock.services.rollout.engines.base import EngineError
+from penstock.services.runtime.errors import SetupError
 from tests.engines.workbench import Workbench, make_models
 
 pytestmark = pytest.mark.vllm

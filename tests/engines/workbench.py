@@ -12,12 +12,12 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from pipeline.recipes.tiny import make_tokenizer
-from protocols.experience import Sampling
-from services.rollout.config import EngineConfig, RolloutConfig, SamplingConfig
-from services.rollout.engines.base import Completion, Engine, Request
-from services.rollout.service import make_engine
-from services.rollout.text import Text
+from penstock.pipeline.models.tiny import make_tokenizer
+from penstock.protocols.experience import Sampling
+from penstock.services.rollout.config import EngineConfig, RolloutConfig, SamplingConfig
+from penstock.services.rollout.engines.base import Completion, Engine, Request
+from penstock.services.rollout.service import make_engine
+from penstock.services.rollout.tokenizer import Tokenizer
 
 LETTERS = [chr(0x4E00 + i) for i in range(297)]
 CLOSE = 2e-4
@@ -39,7 +39,7 @@ class Workbench:
     def __init__(self, folder: Path, models: list[Any], options: Mapping[str, Any], sampling: SamplingConfig) -> None:
         self.models = models
         config: Any = TypeAdapter(EngineConfig).validate_python(options)
-        self.text = Text(str(folder))
+        self.text = Tokenizer(str(folder))
         rollout = RolloutConfig(engine=config, sampling=sampling)
         self.engine: Engine = make_engine(rollout, str(folder), "float32", self.text)
         self.stop_ids = {1}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ASK = """
 import sys, pathlib
-from pipeline.claim import claim
+from penstock.pipeline.resources.gpu_locks import claim
 print(*claim(pathlib.Path(sys.argv[1]), ["0", "1", "2"], int(sys.argv[2])), flush=True)
 sys.stdin.read()
 """

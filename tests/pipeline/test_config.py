@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from pipeline.cli import app
-from pipeline.config import ConfigError, dump, hide_password, load, parse
+from penstock.pipeline.cli import app
+from penstock.pipeline.config import ConfigError, dump, hide_password, load, parse
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pipeline.cli import app
-from pipeline.config import ConfigError, load
-from pipeline.placement import place
-from pipeline.plan import OVERHEAD_GIB, plan, shape_of, total_gpus, trainer_gib
+from penstock.pipeline.cli import app
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.resources.gpus import total_gpus
+from penstock.pipeline.resources.memory import OVERHEAD_GIB, plan, shape_of, trainer_gib
+from penstock.pipeline.resources.placement import place
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
 GRPO = [path for path in CONFIGS if path.name.startswith("grpo-")]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from protocols.channel import BucketError, Intake, Sender
-from protocols.weights import DigestError, Digests, digests_of, layout
+from penstock.protocols.channel import BucketError, PublishState, VersionAssembly
+from penstock.protocols.versions import DigestError, Digests, digests_of, lay_out
 
 EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "1000")) // 2
-LAYOUT = layout([("w", "float32", (48,), 192)], 64)
+LAYOUT = lay_out([("w", "float32", (48,), 192)], 64)
 BUCKETS = len(LAYOUT.spans)
 DEADLINE_S = 10.0
 
@@ -29,12 +29,12 @@ class Version:
 
 @dataclass
 class Receiver:
-    """What `services.rollout.receiver` does around an `Intake`, without threads."""
+    """What `services.weights.receiver.receiver` does around an `VersionAssembly`, without threads."""
 
     identity: str
     world: World
     newest: tuple[int, int] | None = None
-    intake: Intake | None = None
+    intake: VersionAssembly | None = None
     shadow: bytearray = field(default_factory=lambda: bytearray(LAYOUT.nbytes))
     commits: dict[tuple[int, int], Digests] = field(default_factory=dict)
     serving: tuple[int, str, bytes] | None = None
@@ -44,7 +44,7 @@ class Receiver:
         if self.newest is not None and (epoch, version) <= self.newest:
             return
         self.newest, self.opened_at = (epoch, version), self.world.now
-        self.intake, self.shadow = Intake(epoch, version, LAYOUT), bytearray(LAYOUT.nbytes)
+        self.intake, self.shadow = VersionAssembly(epoch, version, LAYOUT), bytearray(LAYOUT.nbytes)
         self.settle()
 
     def bucket(self, epoch: int, version: int, index: int, data: bytes) -> None:
@@ -82,7 +82,7 @@ class Receiver:
             self.world.say("loaded", self.identity, intake.epoch, intake.version, intake.expected.whole)
             self.intake = None
 
-    def complete(self, intake: Intake) -> bool:
+    def complete(self, intake: VersionAssembly) -> bool:
         return intake.whole() is not None
 
     def ask_again(self) -> None:
@@ -125,7 +125,7 @@ class World:
     def start_trainer(self) -> None:
         """Also again, from a checkpoint: versions are made anew, with other bytes."""
         self.started += 1
-        self.sender = Sender(1000 * self.started, DEADLINE_S)
+        self.sender = PublishState(1000 * self.started, DEADLINE_S)
         self.snapshot: Version | None = None
         self.version = max(0, self.version - self.random.randrange(3))
         self.network = [message for message in self.network if message[0] not in ("fetch", "loaded", "failed")]
@@ -279,7 +279,7 @@ def test_nobody_serves_what_was_not_published_and_all_converge(random: Any, rece
 
 
 def test_epochs_only_rise_for_a_rollout_that_was_forgotten_and_is_back() -> None:
-    sender = Sender(100, DEADLINE_S)
+    sender = PublishState(100, DEADLINE_S)
     here = {"a": (-1, ""), "b": (-1, "")}
     sender.present(here)
     sender.invitations(0.0)
@@ -308,7 +308,7 @@ class Trusting(Receiver):
             self.intake.expected = self.commits.get((self.intake.epoch, self.intake.version))
         super().settle()
 
-    def complete(self, intake: Intake) -> bool:
+    def complete(self, intake: VersionAssembly) -> bool:
         return not intake.missing
 
 
@@ -332,7 +332,7 @@ class Stubborn(Receiver):
         self.intake = None
 
 
-class Forgetful(Sender):
+class Forgetful(PublishState):
     """Never votes out who is late."""
 
     def late(self, now: float) -> list[Any]:

@@ -9,28 +9,28 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pipeline.bench.noting import noting
-from protocols import keys
-from protocols.keys import ClientKeys, KeysError
-from protocols.mailbox import AddressError, DeadlineError, Exchange, Mailbox
-from protocols.messages import Noted, Take
+from penstock.pipeline.harness.ack_server import ack_server
+from penstock.protocols import keys
+from penstock.protocols.keys import ClientKeys, KeysError
+from penstock.protocols.mailbox import AddressError, DeadlineError, Mailbox, RouterServer
+from penstock.protocols.messages import Ack, Take
 
 
 @pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Exchange]:
+def broker(tmp_path: Path) -> Iterator[RouterServer]:
     keys.make(tmp_path / "keys")
-    with noting(Exchange("tcp://0.0.0.0:0", keys.load_broker(tmp_path / "keys" / "broker.json"))) as exchange:
+    with ack_server(RouterServer("tcp://0.0.0.0:0", keys.load_broker(tmp_path / "keys" / "broker.json"))) as exchange:
         yield exchange
 
 
-def address(exchange: Exchange) -> str:
+def address(exchange: RouterServer) -> str:
     return exchange.address.replace("0.0.0.0", "127.0.0.1")
 
 
-def test_the_runs_key_opens_the_door_and_no_other_does(broker: Exchange, tmp_path: Path) -> None:
+def test_the_runs_key_opens_the_door_and_no_other_does(broker: RouterServer, tmp_path: Path) -> None:
     mine = keys.load_client(tmp_path / "keys" / "client.json")
     box = Mailbox(address(broker), "friend#1", mine)
-    assert box.ask(Take(step=1), 5) == Noted()
+    assert box.ask(Take(step=1), 5) == Ack()
     public, secret = (key.decode() for key in zmq.curve_keypair())
     wrong = ClientKeys(mine.broker_public, public, secret)
     for stranger in (None, wrong):
@@ -38,14 +38,14 @@ def test_the_runs_key_opens_the_door_and_no_other_does(broker: Exchange, tmp_pat
         with pytest.raises(DeadlineError):
             outside.ask(Take(step=1), 1.0)
         outside.close(0)
-    assert box.ask(Take(step=2), 5) == Noted()
+    assert box.ask(Take(step=2), 5) == Ack()
     assert broker.strangers >= 2
     box.close()
 
 
 def test_a_socket_that_others_can_reach_needs_keys() -> None:
     with pytest.raises(AddressError, match="can be reached from other machines"):
-        Exchange("tcp://0.0.0.0:0")
+        RouterServer("tcp://0.0.0.0:0")
 
 
 def test_keys_are_their_owners_alone_and_made_once(tmp_path: Path) -> None:

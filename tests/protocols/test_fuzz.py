@@ -11,18 +11,18 @@ import numpy as np
 import psutil
 import zmq
 
-from pipeline.bench.noting import noting
-from protocols import wire
-from protocols.experience import ExperienceError, as_bytes, pack_group, unpack_group
-from protocols.mailbox import Exchange, Mailbox
-from protocols.messages import (
+from penstock.pipeline.harness.ack_server import ack_server
+from penstock.protocols import wire
+from penstock.protocols.experience import ExperienceError, as_bytes, pack_group, unpack_group
+from penstock.protocols.mailbox import Mailbox, RouterServer
+from penstock.protocols.messages import (
+    Ack,
     Commit,
     Credit,
     Finished,
     Heartbeat,
     Hello,
     Message,
-    Noted,
     Scored,
     Take,
     from_envelope,
@@ -108,14 +108,14 @@ def test_the_decoder_survives_and_does_not_grow() -> None:
 
 def test_a_live_mailbox_answers_valid_traffic_all_the_while() -> None:
     dice, real, answered = random.Random(2), seeds(), 0
-    with noting(Exchange("tcp://127.0.0.1:0")) as exchange:
+    with ack_server(RouterServer("tcp://127.0.0.1:0")) as exchange:
         rogue = zmq.Context.instance().socket(zmq.DEALER)
         rogue.connect(exchange.address)
         box = Mailbox(exchange.address, "honest#1")
         for count in range(LIVE):
             rogue.send_multipart(mutate(dice.choice(real), dice))
             if count % 200 == 0:
-                assert box.ask(Take(step=count), 20) == Noted()
+                assert box.ask(Take(step=count), 20) == Ack()
                 answered += 1
             while rogue.poll(0):
                 rogue.recv_multipart()

@@ -2,43 +2,77 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "datasets", "matplotlib")
 
 
 @pytest.mark.parametrize(
-    "module", ["protocols.mailbox", "protocols.messages", "protocols.weights", "pipeline.config", "pipeline.cli",
-               "services.broker.service", "services.reward.service"]
-)  # fmt: skip
+    "module",
+    [
+        "penstock",
+        "penstock.protocols.mailbox",
+        "penstock.protocols.messages",
+        "penstock.protocols.versions",
+        "penstock.pipeline.config",
+        "penstock.pipeline.cli",
+        "penstock.services.runtime.actor",
+        "penstock.services.broker.service",
+        "penstock.services.reward.service",
+    ],
+)
 def test_no_heavy_import(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_imports_run_one_way() -> None:
-    import ast
-    from pathlib import Path
+SHARED = {"runtime", "modeling", "data", "weights"}
+"""Rooms of ``services/`` that every actor may use."""
 
-    root = Path(__file__).parents[2]
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def test_imports_run_one_way() -> None:
     allowed = {"protocols": {"protocols"}, "services": {"protocols", "services"}}
-    shared = {p.stem for p in (root / "services").glob("*.py")} | {"weights"}
-    for layer, may in allowed.items():
-        for path in (root / layer).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                modules = (
-                    [a.name for a in node.names]
-                    if isinstance(node, ast.Import)
-                    else ([node.module] if isinstance(node, ast.ImportFrom) and node.module else [])
-                )
-                for module in modules:
-                    top, *rest = module.split(".")
-                    if top in ("protocols", "services", "pipeline"):
-                        assert top in may, f"{path} imports {module}"
-                    if layer == "services" and top == "services" and rest:
-                        mine = path.relative_to(root / "services").parts[0].removesuffix(".py")
-                        assert rest[0] == mine or rest[0] in shared, f"{path} imports another service: {module}"
+    for layer in ("protocols", "services", "pipeline"):
+        for path in (ROOT / layer).rglob("*.py"):
+            for module in _imported(path):
+                top, *rest = module.split(".")
+                assert top not in ("protocols", "services", "pipeline"), f"{path} imports {module} without penstock"
+                if top != "penstock" or not rest:
+                    continue
+                assert layer == "pipeline" or rest[0] in allowed[layer], f"{path} imports {module}"
+                if layer == "services" and rest[0] == "services" and len(rest) > 1:
+                    mine = path.relative_to(ROOT / "services").parts[0]
+                    assert rest[1] == mine or rest[1] in SHARED, f"{path} imports another service: {module}"
+
+
+def test_shared_rooms_know_no_actor() -> None:
+    for room in SHARED:
+        for path in (ROOT / "services" / room).rglob("*.py"):
+            for module in _imported(path):
+                parts = module.split(".")
+                if parts[:2] == ["penstock", "services"] and len(parts) > 2:
+                    assert parts[2] in SHARED, f"{path} imports {module}"
+                    assert room != "runtime" or parts[2] == "runtime", f"{path} imports {module}"
+
+
+def test_nothing_of_ours_is_claimed_in_site_packages_but_penstock(tmp_path: Path) -> None:
+    (tmp_path / "pipeline.py").write_text("mine = True")
+    code = "import pipeline, penstock.pipeline.config; print(pipeline.mine)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip() == "True", done.stderr

@@ -9,18 +9,18 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from protocols import mailbox as mb
-from protocols.mailbox import AddressError, DeadlineError, Exchange, FencedError, Mailbox, RefusedError
-from protocols.messages import Credit, Fenced, Heartbeat, Noted, Refused, Stop, Take
+from penstock.protocols import mailbox as mb
+from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError, RouterServer
+from penstock.protocols.messages import Ack, Credit, Fenced, Heartbeat, Refused, Stop, Take
 
 
 class Answering:
     """An exchange in a thread that answers by a function."""
 
     def __init__(self) -> None:
-        self.exchange = Exchange("tcp://127.0.0.1:0")
+        self.exchange = RouterServer("tcp://127.0.0.1:0")
         self.seen: list[tuple[str, int, object]] = []
-        self.answer = lambda identity, request, message: Noted()
+        self.answer = lambda identity, request, message: Ack()
         self._open = True
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ def box(broker: Answering) -> Iterator[Mailbox]:
 
 
 def test_ask_is_answered(broker: Answering, box: Mailbox) -> None:
-    assert box.ask(Take(step=1), 5) == Noted()
+    assert box.ask(Take(step=1), 5) == Ack()
     assert broker.seen[0][0] == "tester#1"
 
 
@@ -84,9 +84,9 @@ def test_no_answer_is_a_deadline_that_names_what_was_asked(broker: Answering, bo
 
 def test_requests_are_sent_again(broker: Answering, box: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mb, "RESEND_S", 0.2)
-    answers = iter([None, None, Noted()])
+    answers = iter([None, None, Ack()])
     broker.answer = lambda *_: next(answers)
-    assert box.ask(Take(step=1), 5) == Noted()
+    assert box.ask(Take(step=1), 5) == Ack()
     assert len({request for _, request, _ in broker.seen}) == 1 and len(broker.seen) == 3
 
 
@@ -119,7 +119,7 @@ def test_a_malformed_message_costs_only_itself(broker: Answering, box: Mailbox) 
         rogue.send_multipart(frames)
         assert rogue.poll(5000)
         rogue.recv_multipart()
-    assert box.ask(Take(step=1), 5) == Noted()
+    assert box.ask(Take(step=1), 5) == Ack()
     assert broker.exchange.refused == 4
     rogue.close()
     context.term()
@@ -127,28 +127,28 @@ def test_a_malformed_message_costs_only_itself(broker: Answering, box: Mailbox) 
 
 def test_a_busy_port_is_a_clear_error(broker: Answering) -> None:
     with pytest.raises(AddressError, match=r"broker.bind: cannot bind .*another process has this port"):
-        Exchange(broker.exchange.address)
+        RouterServer(broker.exchange.address)
 
 
 def test_an_actor_outlives_its_broker() -> None:
     first = Answering()
     address = first.exchange.address
     box = Mailbox(address, "tester#1")
-    assert box.ask(Take(step=1), 5) == Noted()
+    assert box.ask(Take(step=1), 5) == Ack()
     first.close()
     waiting = box.ask_later(Take(step=2), 20)
     second = Answering.__new__(Answering)
     deadline = time.monotonic() + 5
     while True:
         try:
-            second.exchange = Exchange(address)
+            second.exchange = RouterServer(address)
             break
         except AddressError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    second.seen, second.answer, second._open = [], lambda *_: Noted(), True
+    second.seen, second.answer, second._open = [], lambda *_: Ack(), True
     second._thread = threading.Thread(target=second._run, daemon=True)
     second._thread.start()
-    assert waiting.result(20) == Noted()
+    assert waiting.result(20) == Ack()
     box.close()
     second.close()

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from protocols import wire
-from protocols.experience import ExperienceError, Group, pack_group, unpack_group
-from protocols.messages import Finished, Take, from_envelope, to_envelope
+from penstock.protocols import wire
+from penstock.protocols.experience import ExperienceError, Group, pack_group, unpack_group
+from penstock.protocols.messages import Finished, Take, from_envelope, to_envelope
 from tests.conftest import make_group, with_masks
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 import psutil
 import pytest
 
-from services.reward.config import FunctionConfig
-from services.reward.pool import FunctionError, Item, Pool
+from penstock.services.reward.config import FunctionConfig
+from penstock.services.reward.pool import FunctionError, Item, Pool
 
 HERE = "tests.reward.functions"
 
@@ -81,7 +81,7 @@ def test_no_worker_is_left_behind() -> None:
 def test_registered_functions(call: Callable, expected: float) -> None:
     from importlib import import_module
 
-    from services.reward.config import REGISTRY
+    from penstock.services.reward.config import REGISTRY
 
     def find(name: str) -> Callable:
         module, _, function = REGISTRY[name].partition(":")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from protocols.experience import Sampling
-from services.rollout.config import TorchEngineConfig
-from services.rollout.engines.base import Completion, Engine, Request, RequestError
-from services.rollout.engines.torch.engine import TorchEngine
-from services.rollout.engines.torch.hosted import HostedModel
-from services.rollout.engines.torch.native import NativeModel
+from penstock.protocols.experience import Sampling
+from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.engines.base import Completion, Engine, Request, RequestError
+from penstock.services.rollout.engines.torch.engine import TorchEngine
+from penstock.services.rollout.engines.torch.hosted import HostedModel
+from penstock.services.rollout.engines.torch.native import NativeModel
 from tests.conftest import TINY
 
 LLAMA3_ROPE = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import ConfigError, load
-from services.rollout.config import VllmEngineConfig
-from services.rollout.engines.vllm.arguments import engine_arguments
-from services.section import SetupError
+from penstock.pipeline.config import ConfigError, load
+from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.engines.vllm.arguments import engine_arguments
+from penstock.services.runtime.errors import SetupError
 
 QUICKSTART = Path("configs/quickstart.yaml")
 VLLM = "rollout.engine={type: vllm, max_length: 32}"

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from protocols.mailbox import Mailbox
-from protocols.messages import Hello
-from services.trainer import checkpoint
-from services.trainer.config import TrainerConfig
-from services.trainer.learner import Learner
-from services.trainer.parallel import full, shard
-from services.trainer.publisher import Job, Publisher
-from services.trainer.source import Source
-from services.trainer.world import World
-from services.weights.config import WeightsConfig
+from penstock.protocols.mailbox import Mailbox
+from penstock.protocols.messages import Hello
+from penstock.services.modeling.parallel.fsdp import full, shard
+from penstock.services.modeling.parallel.world import World
+from penstock.services.trainer import checkpoint
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.sender.publisher import Job, Publisher
+from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.conftest import TINY
 from tests.trainer.steps import Tokenizer, a_step
 
@@ -45,7 +45,7 @@ def main(address: str, folder: Path) -> None:
     config = TrainerConfig.model_validate(CONFIG | ALGORITHM)
     learner = Learner(model, config, "float32", 1.0, world)
     plain = Learner(a_model(), config, "float32", 1.0, World(CPU))
-    source = Source(learner.parameters, "float32", 4096, world)
+    source = ShardExporter(learner.parameters, "float32", 4096, world)
     staging = sum(b.numel() for b in (source._staging, source._arrivals) if b is not None)
     assert staging <= 2 * source.layout.bucket_bytes, "two buckets, whatever the size of the model"
     publisher = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.trainer.batch import Step
+from penstock.services.trainer.batch import TrainingBatch
 from tests.conftest import make_group
 
 
@@ -15,8 +15,8 @@ class Tokenizer:
         (folder / "tokenizer.json").write_text("{}")
 
 
-def a_step(seed: int) -> Step:
+def a_step(seed: int) -> TrainingBatch:
     random = np.random.default_rng(seed)
     groups = [make_group(random, number) for number in range(3)]
     trajectories = [t for group in groups for t in group.trajectories]
-    return Step(trajectories, random.random(12).astype(np.float32), np.repeat(np.arange(3), 4), None)
+    return TrainingBatch(trajectories, random.random(12).astype(np.float32), np.repeat(np.arange(3), 4), None)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from protocols.experience import as_bytes, pack_group
-from protocols.messages import Batch, TakenGroup
-from services.model import load_model
-from services.trainer import checkpoint
-from services.trainer.batch import BatchError, open_batch
-from services.trainer.config import TrainerConfig
-from services.trainer.learner import Learner
+from penstock.protocols.experience import as_bytes, pack_group
+from penstock.protocols.messages import Batch, TakenGroup
+from penstock.services.modeling.load import load_model
+from penstock.services.trainer import checkpoint
+from penstock.services.trainer.batch import BatchError, open_batch
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
 from tests.conftest import TINY, make_group
 from tests.trainer.steps import Tokenizer, a_step
 

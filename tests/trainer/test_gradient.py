@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from protocols.experience import Trajectory
-from services.trainer.batch import Step
-from services.trainer.config import AlgorithmConfig, TrainerConfig
-from services.trainer.learner import Learner, learning_rate
+from penstock.protocols.experience import Trajectory
+from penstock.services.trainer.batch import TrainingBatch
+from penstock.services.trainer.config import AlgorithmConfig, TrainerConfig
+from penstock.services.trainer.learner import Learner, learning_rate
 from tests.conftest import TINY, make_group
 
 GROUPS, N = 6, 4
@@ -26,7 +26,7 @@ def make_model() -> Any:
     return model.double()
 
 
-def make_step(model: Any) -> Step:
+def make_step(model: Any) -> TrainingBatch:
     """Groups of several versions, with behaviour log-probabilities near the model's and one reward missing."""
     random = np.random.default_rng(3)
     trajectories: list[Trajectory] = []
@@ -45,10 +45,10 @@ def make_step(model: Any) -> Step:
     rewards[5] = np.nan
     reference = [np.minimum(t.logprobs + random.normal(0, 0.4, len(t.tokens)), 0) * t.loss_mask for t in near]
     reference = [values.astype(np.float32) for values in reference]
-    return Step(near, rewards, np.repeat(np.arange(GROUPS), N), reference)
+    return TrainingBatch(near, rewards, np.repeat(np.arange(GROUPS), N), reference)
 
 
-def plain_gradient(model: Any, step: Step, ratio: str, correction: bool, kl: float) -> dict[str, torch.Tensor]:
+def plain_gradient(model: Any, step: TrainingBatch, ratio: str, correction: bool, kl: float) -> dict[str, torch.Tensor]:
     """The same loss, one trajectory and one token at a time."""
     model.zero_grad()
     valid = [i for i in range(len(step.trajectories)) if not np.isnan(step.rewards[i])]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.model import logprobs
-from services.packing import plan_rows
+from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.packing import plan_rows
 from tests.conftest import TINY, make_group
 
 

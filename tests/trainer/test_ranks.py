@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.bench.relay import Relay
-from services.rollout.config import TorchEngineConfig
-from services.rollout.engines.torch.engine import TorchEngine
-from services.trainer.parallel import rows_of
-from services.weights.config import WeightsConfig
+from penstock.pipeline.harness.fake_broker import FakeBroker
+from penstock.services.modeling.parallel.fsdp import rows_of
+from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.engines.torch.engine import TorchEngine
+from penstock.services.weights.config import WeightsConfig
 from tests.e2e.runs import ROOT, SHORT, Run, check_promises
 from tests.trainer.rank_program import VERSIONS, a_model, tokens
 from tests.weights.channel import Rollout, until
@@ -24,7 +24,7 @@ from tests.weights.channel import Rollout, until
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) -> None:
-    relay = Relay()
+    relay = FakeBroker()
     rollouts: list[Rollout] = []
     found: dict[tuple[str, int], np.ndarray] = {}
 

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.bench.relay import Relay
-from protocols import messages as m
-from protocols.mailbox import Mailbox
-from services.rollout.engines.base import Memory
-from services.rollout.receiver import Prepared, Receiver
-from services.trainer.publisher import Job, Publisher
-from services.trainer.source import Source
-from services.trainer.world import World
-from services.weights.config import WeightsConfig
+from penstock.pipeline.harness.fake_broker import FakeBroker
+from penstock.protocols import messages as m
+from penstock.protocols.mailbox import Mailbox
+from penstock.services.modeling.parallel.world import World
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.receiver.loader import MappedVersion
+from penstock.services.weights.receiver.receiver import Prepared, Receiver
+from penstock.services.weights.sender.publisher import Job, Publisher
+from penstock.services.weights.sender.shard_exporter import ShardExporter
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -31,7 +31,9 @@ class Holder:
     device = torch.device("cpu")
     remote = False
 
-    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> dict[str, torch.Tensor]:
+    def prepare(
+        self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None
+    ) -> dict[str, torch.Tensor]:
         return dict(weights)
 
     def score(self, prepared: Mapping[str, torch.Tensor], tokens: np.ndarray) -> np.ndarray:
@@ -89,13 +91,13 @@ class Channel:
     """A trainer whose model has ``named`` weights, and rollouts that join when asked to."""
 
     def __init__(self, named: Named, dtype: str = "float32", verify: bool = True, **config: Any) -> None:
-        self.relay = Relay()
+        self.relay = FakeBroker()
         self.verify = verify
         self.box = Mailbox(self.relay.address, "trainer#1")
         config = {"deadline_s": 5, "stall_s": 3, "bucket_mb": 0.002, **config}
         self.config = WeightsConfig.model_validate(config)
         self.named = named
-        self.source = Source(dict(named), dtype, self.config.bucket_bytes, World(torch.device("cpu")))
+        self.source = ShardExporter(dict(named), dtype, self.config.bucket_bytes, World(torch.device("cpu")))
         self.run_key = f"test-{os.getpid()}-{id(self)}"
         self.publisher = Publisher(self.config, self.source, self.run_key, self.box, verify=verify)
         self.box.ask(m.Hello(kind="trainer", name="trainer", host="", pid=1), 5)

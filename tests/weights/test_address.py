@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.section import SetupError
-from services.weights.address import own_address
+from penstock.services.runtime.errors import SetupError
+from penstock.services.weights.address import own_address
 
 
 def test_an_address_is_itself_and_a_network_is_looked_up() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from services.weights import sparse
+from penstock.services.weights import delta
 
 words = st.integers(0, 400).flatmap(
     lambda size: st.tuples(hnp.arrays(np.uint16, size), hnp.arrays(np.uint16, size), hnp.arrays(np.bool_, size))
@@ -17,8 +17,8 @@ words = st.integers(0, 400).flatmap(
 
 def test_every_16_bit_float_has_its_own_place_in_the_order() -> None:
     bits = np.arange(65536, dtype=np.uint16)
-    places = sparse._ordered(bits)
-    assert (sparse._unordered(places) == bits).all() and len(np.unique(places)) == 65536
+    places = delta._ordered(bits)
+    assert (delta._unordered(places) == bits).all() and len(np.unique(places)) == 65536
     values = (bits.astype(np.uint32) << 16).view(np.float32)
     finite = np.isfinite(values)
     assert (np.diff(values[finite][np.argsort(places[finite])]) >= 0).all()
@@ -29,12 +29,12 @@ def test_every_16_bit_float_has_its_own_place_in_the_order() -> None:
 def test_what_is_applied_is_bit_for_bit_the_new_version(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     old, other, chosen = case
     new = np.where(chosen, other, old)
-    encoded = sparse.encode(old.view(np.uint8), new.view(np.uint8))
+    encoded = delta.encode(old.view(np.uint8), new.view(np.uint8))
     if encoded is None:
         return
-    assert sparse.changes_in(encoded) == int((old != new).sum())
+    assert delta.changes_in(encoded) == int((old != new).sum())
     found = old.copy()
-    sparse.apply(encoded, found.view(np.uint8))
+    delta.apply(encoded, found.view(np.uint8))
     assert (found == new).all()
 
 
@@ -45,22 +45,22 @@ def test_large_buckets(density: float, moves: int) -> None:
     new = old.copy()
     chosen = dice.random(len(old)) < density
     new[chosen] += dice.integers(1, moves + 1, int(chosen.sum())).astype(np.uint16)
-    encoded = sparse.encode(old.view(np.uint8), new.view(np.uint8))
+    encoded = delta.encode(old.view(np.uint8), new.view(np.uint8))
     assert encoded is not None and len(encoded) <= 16 + 7 * chosen.sum()
-    sparse.apply(encoded, old.view(np.uint8))
+    delta.apply(encoded, old.view(np.uint8))
     assert (old == new).all()
 
 
 def test_a_version_that_is_new_altogether_is_not_encoded() -> None:
     dice = np.random.default_rng(2)
     old, new = dice.integers(0, 256, (2, 4096), dtype=np.uint8)
-    assert sparse.encode(old, new) is None
+    assert delta.encode(old, new) is None
 
 
 @given(st.binary(max_size=80))
 def test_other_bytes_are_refused_or_change_elements_and_nothing_else(data: bytes) -> None:
     bucket = np.zeros(64, np.uint8)
     try:
-        sparse.apply(data, bucket)
-    except sparse.EncodingError:
+        delta.apply(data, bucket)
+    except delta.EncodingError:
         pass

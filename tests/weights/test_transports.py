@@ -15,12 +15,14 @@ import pytest
 import structlog
 import torch
 
-from protocols import messages as m
-from protocols.mailbox import Mailbox
-from protocols.weights import DigestError, SnapshotRoute
-from services.rollout.engines.base import Memory
-from services.trainer import broadcast
-from services.weights import flat, shm
+from penstock.protocols import messages as m
+from penstock.protocols.mailbox import Mailbox
+from penstock.protocols.versions import DigestError, SnapshotRoute
+from penstock.services.weights.byte_views import as_array, from_memory
+from penstock.services.weights.layout import make_layout
+from penstock.services.weights.receiver.loader import MappedVersion
+from penstock.services.weights.sender import broadcast
+from penstock.services.weights.transports import shared_memory
 from tests.weights.channel import Channel, Holder, Named, score, until
 
 
@@ -179,7 +181,7 @@ def test_no_segment_is_written_while_somebody_serves_from_it(shared: Channel) ->
     shared.publish(0)
     stopped.wait(0), other.wait(0)
     shared.relay.muted.add(stopped.name)
-    for version in range(1, 3 * shm.SEGMENTS):
+    for version in range(1, 3 * shared_memory.SEGMENTS):
         become(shared, version)
         shared.publish(version)
         other.wait(version)
@@ -188,19 +190,19 @@ def test_no_segment_is_written_while_somebody_serves_from_it(shared: Channel) ->
 
 def test_segments_do_not_pile_up(shared: Channel) -> None:
     rollout = shared.join()
-    for version in range(3 * shm.SEGMENTS):
+    for version in range(3 * shared_memory.SEGMENTS):
         shared.publish(version)
         rollout.wait(version)
-    mine = f"{shm._prefix(shared.run_key)}*"
-    assert len([p for p in shm.directory().glob(mine) if "probe" not in p.name]) <= shm.SEGMENTS
+    mine = f"{shared_memory._prefix(shared.run_key)}*"
+    assert len([p for p in shared_memory.directory().glob(mine) if "probe" not in p.name]) <= shared_memory.SEGMENTS
     shared.publisher.close()
-    assert not [p for p in shm.directory().glob(mine) if "probe" not in p.name]
+    assert not [p for p in shared_memory.directory().glob(mine) if "probe" not in p.name]
 
 
 def test_who_does_not_see_the_nonce_is_not_served_by_shared_memory(
     shared: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "read_probe", lambda name: "")
+    monkeypatch.setattr(shared_memory, "read_probe", lambda name: "")
     rollout = shared.join()
     shared.publish(0)
     assert same(rollout.wait(0), 0) and rollout.loaded[0].transport == "gloo"
@@ -238,7 +240,7 @@ def test_changes_are_sent_where_that_is_less_and_the_result_is_the_same(transpor
 
 def flip(channel: Channel, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Flips a bit of what arrives, ``times`` times; returns the list of buckets that were hit."""
-    from services.rollout import receiver as module
+    from penstock.services.weights.receiver import receiver as module
 
     hit: list[int] = []
     original = module.bucket_digest
@@ -283,7 +285,7 @@ class Damage:
     """Flips a bit of the segment after it was hashed and before its receivers look."""
 
     def __init__(self, channel: Channel) -> None:
-        from services.trainer.snapshot import Snapshot
+        from penstock.services.weights.sender.snapshot import Snapshot
 
         original = channel.publisher._finish
         self.snapshot: Snapshot | None = None
@@ -294,18 +296,18 @@ class Damage:
             assert snapshot.segment
             original(snapshot)
 
-        segment_filled = shm.Segment.filled
+        segment_filled = shared_memory.Segment.filled
 
-        def filled(segment: shm.Segment, buckets: int) -> None:
+        def filled(segment: shared_memory.Segment, buckets: int) -> None:
             pass  # receivers see the buckets only once they are damaged
 
         def finish_and_fill(snapshot: Snapshot) -> None:
             finish(snapshot)
-            shm.Segment.filled = segment_filled  # type: ignore[method-assign]
+            shared_memory.Segment.filled = segment_filled  # type: ignore[method-assign]
             assert snapshot.segment
             snapshot.segment.filled(len(snapshot.layout.spans))
 
-        shm.Segment.filled = filled  # type: ignore[method-assign]
+        shared_memory.Segment.filled = filled  # type: ignore[method-assign]
         channel.publisher._finish = finish_and_fill  # type: ignore[method-assign]
         self._channel, self._original = channel, original
 
@@ -321,7 +323,9 @@ def test_an_engine_that_makes_something_else_of_right_bytes_does_not_serve_it(sh
 
         careless = True
 
-        def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> dict[str, torch.Tensor]:
+        def prepare(
+            self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None
+        ) -> dict[str, torch.Tensor]:
             made = {name: tensor.clone() for name, tensor in weights.items()}
             if self.careless:
                 made["w1"][3:] = 0
@@ -393,17 +397,17 @@ def test_a_late_joiner_waits_for_nobody_and_takes_part_from_the_next_epoch(chann
     assert len({rollout.loaded[1].epoch for rollout in channel.rollouts}) == 1
 
 
-@pytest.mark.parametrize("name", ["../etc/passwd", "other-thing", f"{shm.PREFIX}missing"])
+@pytest.mark.parametrize("name", ["../etc/passwd", "other-thing", f"{shared_memory.PREFIX}missing"])
 def test_foreign_segments_are_refused(name: str) -> None:
     with pytest.raises(DigestError):
-        shm.Attachments().attach(name, 10)
+        shared_memory.Attachments().attach(name, 10)
 
 
 def test_a_segment_that_is_read_is_not_begun_and_one_of_another_version_is_refused() -> None:
-    segment = shm.Segment("test-locks", 4096)
+    segment = shared_memory.Segment("test-locks", 4096)
     assert segment.begin(1)
     segment.filled(3)
-    reader = shm.Attachments().attach(segment.name, 4096)
+    reader = shared_memory.Attachments().attach(segment.name, 4096)
     assert reader.filled(1) == 3
     with pytest.raises(DigestError, match="holds version 1, not 2"):
         reader.filled(2)
@@ -418,7 +422,7 @@ def test_families_of_projections_lie_side_by_side() -> None:
     for part in ("q_proj", "k_proj", "v_proj"):
         shapes |= {f"l.self_attn.{part}.weight": (8, 32), f"l.self_attn.{part}.bias": (8,)}
     shapes |= {"l.mlp.up_proj.weight": (16, 32), "l.mlp.gate_proj.weight": (16, 32), "norm": (32,)}
-    names = [weight.name for weight in flat.place(shapes, "float32").weights]
+    names = [weight.name for weight in make_layout(shapes, "float32").weights]
     assert names[:3] == [f"l.self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj")]
     assert names.index("l.mlp.gate_proj.weight") + 1 == names.index("l.mlp.up_proj.weight")
     assert sorted(names) == sorted(shapes)
@@ -426,22 +430,22 @@ def test_families_of_projections_lie_side_by_side() -> None:
 
 def test_a_read_only_buffer_makes_no_noise() -> None:
     data = bytes(range(64))
-    assert flat.from_memory(memoryview(data)).tolist() == list(data)
-    assert np.array_equal(flat.as_array(memoryview(data)), np.arange(64))
+    assert from_memory(memoryview(data)).tolist() == list(data)
+    assert np.array_equal(as_array(memoryview(data)), np.arange(64))
 
 
 def test_a_process_ends_in_good_order_while_a_thread_waits_for_a_broadcast() -> None:
     waiting = """
         import threading, time, torch
-        from protocols.weights import CollectiveRoute, Layout
-        from services.actor import end
-        from services.weights.collective import Group, serve_store
+        from penstock.protocols.versions import CollectiveRoute, Layout
+        from penstock.services.runtime.actor import end
+        from penstock.services.weights.transports.broadcast_group import BroadcastGroup, serve_store
         store, address = serve_store("127.0.0.1")
         route = CollectiveRoute(type="gloo", store=address, ranks={"rollout-0#1": 1}, stall_s=20)
         groups = {}
-        sender = threading.Thread(target=lambda: groups.update(sender=Group(route, 0, 0, "127.0.0.1", store)))
+        sender = threading.Thread(target=lambda: groups.update(sender=BroadcastGroup(route, 0, 0, "127.0.0.1", store)))
         sender.start()
-        group = Group(route, 0, 1, "127.0.0.1")
+        group = BroadcastGroup(route, 0, 1, "127.0.0.1")
         sender.join()
         where, shadow = Layout(weights=(), nbytes=4096, bucket_bytes=4096), torch.zeros(4096, dtype=torch.uint8)
         threading.Thread(target=group.receive, args=(where, shadow, print), daemon=True).start()

@@ -12,9 +12,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.rollout.engines.base import Completion, EngineError, Refusal, Request, RequestError, refuse_unfit
-from services.rollout.engines.torch.sampling import stream_key
-from services.section import SetupError
+from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, Request, RequestError, refuse_unfit
+from penstock.services.rollout.engines.torch.sampling import stream_key
+from penstock.services.runtime.errors import SetupError
 
 T = TypeVar("T")
 

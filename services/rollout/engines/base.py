@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
-from protocols.experience import Finish, Sampling, nothing_kept
-from protocols.weights import Layout
-from services.weights import flat
+from penstock.protocols.experience import Finish, Sampling, nothing_kept
+from penstock.services.weights.layout import FUSED
+from penstock.services.weights.receiver.loader import WeightLoader
 
 
 class RequestError(ValueError):
@@ -25,7 +24,7 @@ class EngineError(RuntimeError):
 def refuse_partial(names: Collection[str]) -> None:
     """Raises `EngineError` where a matrix that engines fuse would arrive in part: they would serve wrong weights."""
     for name in names:
-        for family in flat.FUSED:
+        for family in FUSED:
             for member in family:
                 if f".{member}." in name:
                     missing = [m for m in family if name.replace(f".{member}.", f".{m}.") not in names]
@@ -33,17 +32,6 @@ def refuse_partial(names: Collection[str]) -> None:
                         raise EngineError(
                             f"{name} comes without its {' and '.join(missing)}, which engines fuse with it"
                         )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Where another process of this host finds a version."""
-
-    path: str
-    """A file that it can map."""
-    offset: int
-    """Where in the file the flat buffer begins."""
-    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -99,18 +87,12 @@ class Refusal:
 
 
 @runtime_checkable
-class Engine(Protocol):
+class Engine(WeightLoader, Protocol):
     """A generator whose weights can be replaced between two decoding steps, with requests in flight.
 
-    `prepare` and `score` may run in another thread while `step` runs; everything else is called from one thread.
+    A `WeightLoader`'s `prepare` and `score` may run in another thread while `step` runs; everything else is called from
+    one thread.
     """
-
-    device: torch.device
-    """Where `prepare` wants the weights."""
-    remote: bool
-    """Its weights lie in processes of its own, and a version is loaded over the one that serves. So `prepare` is told
-    where they find it, and `score` can be asked only after `swap`; until the score is right, nothing that was finished
-    since then leaves the rollout."""
 
     version: int
     """The version it samples with; -1 before the first weights."""
@@ -131,16 +113,6 @@ class Engine(Protocol):
 
     def pending(self) -> int:
         """Continuations that are queued or running."""
-
-    def prepare(self, weights: Mapping[str, Any], memory: Memory | None = None) -> Any:
-        """Turns verified tensors (transformers' names, on the host) into whatever `swap` takes. It may keep the tensors
-        as they are: they stay unchanged until another version was swapped in. It must not write to them. ``memory``
-        says where they lie, where the engine is `remote` and they are in memory that can be shared."""
-
-    def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
-        """Log-probabilities (float32 ``[tokens - 1]``, temperature 1) of all ``tokens`` (int32) but the first, under
-        weights that are not swapped in yet (`remote`: that are): what is made of a version is checked before it
-        serves."""
 
     def swap(self, prepared: Any, version: int) -> None:
         """From now on, samples with these weights. Raises `EngineError` where they cannot be loaded."""

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from services.section import SetupError
-from services.trainer.algorithms.agg_loss import agg_loss
-from services.trainer.algorithms.grpo import grpo
-from services.trainer.algorithms.kl_penalty import kl_penalty
-from services.trainer.algorithms.masked import masked_mean
-from services.trainer.algorithms.ppo_clip import ppo_clip
-from services.trainer.algorithms.truncated import truncated
-from services.trainer.config import AlgorithmConfig, CustomFunction
+from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.algorithms.agg_loss import agg_loss
+from penstock.services.trainer.algorithms.grpo import grpo
+from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
+from penstock.services.trainer.algorithms.masked import masked_mean
+from penstock.services.trainer.algorithms.ppo_clip import ppo_clip
+from penstock.services.trainer.algorithms.truncated import truncated
+from penstock.services.trainer.config import AlgorithmConfig, CustomFunction
 
 
 class AlgorithmError(SetupError):

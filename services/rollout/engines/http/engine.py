@@ -23,10 +23,18 @@ import psutil
 import structlog
 import torch
 
-from protocols.experience import Finish
-from services.rollout.engines.asynchronous import AsyncEngine
-from services.rollout.engines.base import Completion, EngineError, Memory, Request, RequestError, refuse_partial
-from services.section import Section, SetupError
+from penstock.protocols.experience import Finish
+from penstock.services.rollout.engines.asynchronous import AsyncEngine
+from penstock.services.rollout.engines.base import (
+    Completion,
+    EngineError,
+    Request,
+    RequestError,
+    refuse_partial,
+)
+from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.settings import Section
+from penstock.services.weights.receiver.loader import MappedVersion
 
 log = structlog.get_logger()
 
@@ -137,7 +145,7 @@ class HttpEngine(AsyncEngine):
         """See `base.Engine.capacity`."""
         return self.options.max_sequences
 
-    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Version:
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None) -> Version:
         """See `base.Engine.prepare`: writes the version, in a folder of its own."""
         from safetensors.torch import save_file
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from services.rollout.engines.base import Request, RequestError
-from services.rollout.engines.http.engine import Answer, HttpEngine, HttpOptions, Version, ended_by_stop
-from services.section import Section, SetupError
+from penstock.services.rollout.engines.base import Request, RequestError
+from penstock.services.rollout.engines.http.engine import Answer, HttpEngine, HttpOptions, Version, ended_by_stop
+from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.settings import Section
 
 
 class Call(Section):

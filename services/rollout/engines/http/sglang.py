@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.rollout.engines.base import Request
-from services.rollout.engines.http.engine import Answer, HttpEngine, HttpOptions, Version, ended_by_stop
-from services.section import SetupError
+from penstock.services.rollout.engines.base import Request
+from penstock.services.rollout.engines.http.engine import Answer, HttpEngine, HttpOptions, Version, ended_by_stop
+from penstock.services.runtime.errors import SetupError
 
 
 class SGLangEngine(HttpEngine):

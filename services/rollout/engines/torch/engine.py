@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from protocols.experience import Finish, nothing_kept
-from services.model import DTYPES, ModelError, device_of
-from services.rollout.config import TorchEngineConfig
-from services.rollout.engines.base import Completion, Memory, Refusal, Request, RequestError, refuse_unfit
-from services.rollout.engines.torch import native
-from services.rollout.engines.torch.cache import SlotCache
-from services.rollout.engines.torch.hosted import HostedModel
-from services.rollout.engines.torch.sampling import sample, stream_key, uniforms
+from penstock.protocols.experience import Finish, nothing_kept
+from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.load import ModelError, device_of
+from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.engines.base import Completion, Refusal, Request, RequestError, refuse_unfit
+from penstock.services.rollout.engines.torch import native
+from penstock.services.rollout.engines.torch.cache import SlotCache
+from penstock.services.rollout.engines.torch.hosted import HostedModel
+from penstock.services.rollout.engines.torch.sampling import sample, stream_key, uniforms
+from penstock.services.weights.receiver.loader import MappedVersion
 
 
 @dataclass(slots=True)
@@ -144,7 +146,7 @@ class TorchEngine:
         """See `base.Engine.pending`."""
         return self._active + sum(request.sampling.n for request in self._queue)
 
-    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Any:
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None) -> Any:
         """See `base.Engine.prepare`."""
         try:
             return self._model.prepare(weights)

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from services.model import ModelError
-from services.rollout.engines.torch.cache import SlotCache
+from penstock.services.modeling.load import ModelError
+from penstock.services.rollout.engines.torch.cache import SlotCache
 
 
 class _SlotLayer(CacheLayerMixin):

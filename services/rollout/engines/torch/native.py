@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from services.rollout.engines.torch.cache import SlotCache
+from penstock.services.rollout.engines.torch.cache import SlotCache
 
 FAMILIES = {"llama", "qwen2", "qwen3"}
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import psutil
 
-from services.rollout.config import VllmEngineConfig
-from services.rollout.engines.vllm.plugin import BACKEND, OURS
-from services.section import SetupError
+from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.engines.vllm.plugin import BACKEND, OURS
+from penstock.services.runtime.errors import SetupError
 
-EXTENSION = "services.rollout.engines.vllm.worker.Extension"
+EXTENSION = "penstock.services.rollout.engines.vllm.worker.Extension"
 KV_SHARE = 0.2
 """Of the free host memory, the KV cache of a CPU takes at most this."""
 

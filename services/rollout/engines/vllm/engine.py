@@ -13,15 +13,23 @@ import psutil
 import structlog
 import torch
 
-from protocols.experience import Finish, Sampling
-from services.rollout.config import VllmEngineConfig
-from services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
-from services.rollout.engines.base import Completion, EngineError, Memory, Request, RequestError, refuse_partial
-from services.rollout.engines.torch import native
-from services.rollout.engines.vllm.arguments import engine_arguments, environment
-from services.section import SetupError
-from services.weights import flat
-from services.weights.memory import SharedBuffer
+from penstock.protocols.experience import Finish, Sampling
+from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
+from penstock.services.rollout.engines.base import (
+    Completion,
+    EngineError,
+    Request,
+    RequestError,
+    refuse_partial,
+)
+from penstock.services.rollout.engines.torch import native
+from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment
+from penstock.services.runtime.errors import SetupError
+from penstock.services.weights.buffers import SharedBuffer
+from penstock.services.weights.layout import make_layout, view_weights
+from penstock.services.weights.receiver.loader import MappedVersion
 
 log = structlog.get_logger()
 
@@ -85,7 +93,7 @@ class VllmEngine(AsyncEngine):
         self._processes: list[psutil.Process] = []
         environment(threads)
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-        itemsize = flat.DTYPES[dtype].itemsize
+        itemsize = DTYPES[dtype].itemsize
         kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
         arguments = engine_arguments(config, model_path, dtype, self._raw, kv, positions, sampling.top_k)
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
@@ -116,30 +124,30 @@ class VllmEngine(AsyncEngine):
             )
         super().submit(request)
 
-    def prepare(self, weights: Mapping[str, torch.Tensor], memory: Memory | None = None) -> Memory:
+    def prepare(self, weights: Mapping[str, torch.Tensor], memory: MappedVersion | None = None) -> MappedVersion:
         """See `base.Engine.prepare`. Weights that lie in memory of this process alone are copied once."""
         if memory is None:
             dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-            where = flat.place({name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)
-            buffer = SharedBuffer(where.nbytes)
-            for name, view in flat.views(where, buffer.tensor).items():
+            layout = make_layout({name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)
+            buffer = SharedBuffer(layout.nbytes)
+            for name, view in view_weights(layout, buffer.tensor).items():
                 view.copy_(weights[name])
             self._shared = [*self._shared[-1:], buffer]
-            memory = Memory(buffer.path, 0, where)
+            memory = MappedVersion(buffer.path, 0, layout)
         refuse_partial(memory.layout.names)
         return memory
 
-    def score(self, prepared: Memory, tokens: np.ndarray) -> np.ndarray:
+    def score(self, prepared: MappedVersion, tokens: np.ndarray) -> np.ndarray:
         """See `base.Engine.score`."""
         return self.call(self._score(tokens.tolist()), self._config.deadline_s, "score a sequence")
 
-    def swap(self, prepared: Memory, version: int) -> None:
+    def swap(self, prepared: MappedVersion, version: int) -> None:
         """See `base.Engine.swap`. Requests in flight are frozen, not lost, while the workers load."""
         self.call(self._load_version(prepared, version), self._config.deadline_s, f"load version {version}")
         self.serve(version)
 
     @staticmethod
-    def update_info(memory: Memory) -> dict[str, Any]:
+    def update_info(memory: MappedVersion) -> dict[str, Any]:
         """What our weight-transfer engine in the workers is told (`worker.ShadowUpdate`)."""
         return {"path": memory.path, "offset": memory.offset, "layout": memory.layout.model_dump_json()}
 
@@ -231,7 +239,7 @@ class VllmEngine(AsyncEngine):
         rows = list((await self._answer(prompt, parameters, "score", AHEAD)).prompt_logprobs)[1:]
         return np.array([row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)], np.float32)
 
-    async def _load_version(self, memory: Memory, version: int) -> None:
+    async def _load_version(self, memory: MappedVersion, version: int) -> None:
         core = self.llm.engine_core
         recompute = self._config.kv_on_update == "recompute"
         # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.

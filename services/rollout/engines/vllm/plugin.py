@@ -27,4 +27,6 @@ def register() -> None:
             os._exit(1)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "services.rollout.engines.vllm.worker", "ShadowTransfer")
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "penstock.services.rollout.engines.vllm.worker", "ShadowTransfer"
+    )

@@ -15,9 +15,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from protocols.weights import Layout
-from services.weights import flat
-from services.weights.memory import Mappings
+from penstock.protocols.versions import Layout
+from penstock.services.weights.buffers import Mappings
+from penstock.services.weights.layout import view_weights
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ShadowInit(WeightTransferInitInfo):
 
 @dataclass
 class ShadowUpdate(WeightTransferUpdateInfo):
-    """Where the version lies: `services.rollout.engines.base.Memory`, with the layout as JSON."""
+    """Where the version lies: `services.rollout.weights.receiver.loader.MappedVersion`, with the layout as JSON."""
 
     path: str
     offset: int
@@ -64,9 +64,9 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
 
     def receive_weights(self, update_info: ShadowUpdate) -> None:
         """Loads all weights. A version is whole, so projections that vLLM fuses arrive together."""
-        where = Layout.model_validate_json(update_info.layout)
-        buffer = self._mappings.map(update_info.path, update_info.offset, where.nbytes)
-        loaded = self.model.load_weights(iter(flat.views(where, buffer).items()))
+        layout = Layout.model_validate_json(update_info.layout)
+        buffer = self._mappings.map(update_info.path, update_info.offset, layout.nbytes)
+        loaded = self.model.load_weights(iter(view_weights(layout, buffer).items()))
         if loaded is not None and (missing := self._awaited - loaded):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
 

@@ -1,0 +1,32 @@
+"""A broker that notes everything and looks at nothing: for measuring and testing the mailbox alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.protocols.mailbox import RouterServer
+from penstock.protocols.messages import Ack
+
+
+@contextmanager
+def ack_server(exchange: RouterServer) -> Iterator[RouterServer]:
+    """Answers whatever comes to ``exchange`` with `Ack`, in a thread; closes it in the end."""
+    serving = threading.Event()
+    serving.set()
+
+    def serve() -> None:
+        while serving.is_set():
+            for identity, request, _ in exchange.receive(0.02):
+                exchange.send(identity, Ack(), request)
+            exchange.flush()
+
+    thread = threading.Thread(target=serve, name="ack_server", daemon=True)
+    thread.start()
+    try:
+        yield exchange
+    finally:
+        serving.clear()
+        thread.join()
+        exchange.close()

@@ -1,0 +1,74 @@
+"""A broker that only passes on what the weight channel says: for measuring and testing the channel alone."""
+
+from __future__ import annotations
+
+import threading
+
+from penstock.protocols import messages as m
+from penstock.protocols.mailbox import RouterServer
+
+
+class FakeBroker:
+    """Tells the trainer which rollouts are there and what they serve. Runs in a thread, until `close`."""
+
+    def __init__(self) -> None:
+        self.exchange = RouterServer("tcp://127.0.0.1:0")
+        self.serves: dict[str, tuple[int, str]] = {}
+        self.muted: set[str] = set()
+        """Rollouts that hear nothing."""
+        self.failures: list[m.LoadFailed] = []
+        self.loads: list[m.Loaded] = []
+        self.costs: dict[int, m.PublishCost] = {}
+        self._trainer: str | None = None
+        self._changed = self._open = True
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where actors reach it."""
+        return self.exchange.address
+
+    def bury(self, identity: str) -> None:
+        """A rollout is found dead."""
+        self.serves.pop(identity, None)
+        self._changed = True
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._open = False
+        self._thread.join(5)
+        self.exchange.close()
+
+    def _run(self) -> None:
+        while self._open:
+            for identity, request, message in self.exchange.receive(0.02):
+                self.exchange.send(identity, self._handle(identity, message), request)
+            if self._changed and self._trainer:
+                self._changed = False
+                self.exchange.send(self._trainer, m.Receivers(serves=dict(self.serves)))
+            self.exchange.flush()
+
+    def _handle(self, identity: str, message: m.Message) -> m.Message:
+        if isinstance(message, m.Hello) and message.kind == "trainer":
+            self._trainer, self._changed = identity, True
+        elif isinstance(message, m.Hello):
+            self.serves[identity], self._changed = (-1, ""), True
+        elif isinstance(message, m.Bye):
+            self.bury(identity)
+        elif isinstance(message, m.Invite | m.Propose | m.CommitVersion):
+            if isinstance(message, m.CommitVersion) and message.cost:
+                self.costs[message.version] = message.cost
+            for target in set(message.targets) & self.serves.keys() - self.muted:
+                self.exchange.send(target, message)
+            return m.Relayed(absent=[target for target in message.targets if target not in self.serves])
+        elif isinstance(message, m.Reach | m.Loaded | m.LoadFailed) and self._trainer:
+            report = message.model_copy(update={"receiver": identity})
+            if isinstance(report, m.Loaded):
+                self.loads.append(report)
+                if identity in self.serves:
+                    self.serves[identity], self._changed = (report.version, report.digest), True
+            elif isinstance(report, m.LoadFailed):
+                self.failures.append(report)
+            self.exchange.send(self._trainer, report)
+        return m.Ack()

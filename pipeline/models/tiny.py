@@ -1,0 +1,119 @@
+"""A tiny character-level model, warm-started on the run's own prompts."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from penstock.pipeline.config import TinyModel
+from penstock.protocols.experience import Prompt
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+ALPHABET = string.ascii_lowercase + string.digits + " =+-*/?.,:()"
+SEEN_PROMPTS = 2000
+"""Prompts that are looked through for characters beyond `ALPHABET`."""
+
+
+def answer_of(prompt: Prompt) -> str:
+    """The right answer, as the warm start teaches it. Raises `ValueError` where the data has none."""
+    truth = prompt.truth
+    if isinstance(truth, dict) and "entry" in truth:
+        truth = truth["entry"].get("answer")
+    if not isinstance(truth, str):
+        raise ValueError(f"model.warm_start: the truth of prompt {prompt.index} is not text, so there is no answer")
+    return truth
+
+
+def make_tokenizer(characters: set[str]) -> Any:
+    """One token a character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *sorted(characters)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, padding_side="left"
+    )
+
+
+def build(
+    config: TinyModel,
+    source: Sequence[Prompt],
+    folder: Path,
+    seed: int,
+    progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+) -> None:
+    """Makes tokenizer and model, warm-starts it on ``source`` and saves both in ``folder``. ``progress`` is told step,
+    steps and loss."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    random = np.random.default_rng([seed, 1])
+    seen = source[: min(SEEN_PROMPTS, len(source))]
+    characters = set(ALPHABET).union(*(p.as_text() + answer_of(p) for p in seen))
+    tokenizer = make_tokenizer(characters)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_length,
+            initializer_range=0.05,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+    warm = config.warm_start
+    optimizer = torch.optim.AdamW(model.parameters(), lr=warm.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.1 + 0.45 * (1 + np.cos(np.pi * step / max(1, warm.steps)))
+    )
+    for step in range(warm.steps):
+        chosen = [source[int(i)] for i in random.integers(len(source), size=warm.batch)]
+        tokens, wanted = _examples(tokenizer, chosen, warm.corrupted, random)
+        hidden = model(input_ids=tokens, attention_mask=(tokens != tokenizer.pad_token_id).long()).logits
+        loss = F.cross_entropy(hidden[:, :-1].flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=-100)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress(step + 1, warm.steps, float(loss.detach()))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def _examples(
+    tokenizer: Any, prompts: Sequence[Prompt], corrupted: float, random: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded tokens and targets (-100 where nothing is taught), int64 ``[batch, length]``."""
+    rows = []
+    for prompt in prompts:
+        answer = answer_of(prompt)
+        if random.random() < corrupted:
+            answer = "".join(random.permutation(list(answer)))
+        question = tokenizer(prompt.as_text())["input_ids"]
+        rows.append((question, [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]))
+    length = max(len(before) + len(taught) for before, taught in rows)
+    tokens = torch.full((len(rows), length), tokenizer.pad_token_id)
+    wanted = torch.full((len(rows), length), -100)
+    for row, (before, taught) in enumerate(rows):
+        end = len(before) + len(taught)
+        tokens[row, :end] = torch.tensor(before + taught)
+        wanted[row, len(before) : end] = torch.tensor(taught)
+    return tokens, wanted

@@ -1,0 +1,1 @@
+"""Looking at a run while it goes on."""

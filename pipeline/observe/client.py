@@ -1,0 +1,88 @@
+"""Looking at a run from outside: `penstock status` and `penstock top`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.observe.terminal import View
+from penstock.pipeline.run.serve import address_file, keys_folder
+from penstock.protocols.keys import load_client
+from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
+from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusRequest
+
+DEADLINE_S = 5.0
+SILENT_S = 60.0
+EVERY_S = 1.0
+
+
+def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tuple[str, Path | None]:
+    """The broker's address, and the keys to speak to it with, if there are any. Raises `ConfigError`."""
+    if run is None and broker is None:
+        raise ConfigError("give a run's folder, or the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
+    if broker is None:
+        assert run
+        if not address_file(run).is_file():
+            raise ConfigError(f"RUN: no broker has ever listened for {run}; is it a run's folder?")
+        broker = address_file(run).read_text().strip()
+    if keys is None and run and (keys_folder(run) / "client.json").is_file():
+        keys = keys_folder(run) / "client.json"
+    return broker, keys
+
+
+@contextmanager
+def watching(broker: str, keys: Path | None) -> Iterator[Mailbox]:
+    """A mailbox of an observer that the broker has let in. Raises `ConfigError` where it does not answer."""
+    name = f"observer-{socket.gethostname()}-{os.getpid()}"
+    mailbox = Mailbox(broker, incarnation_of(name), load_client(keys) if keys else None)
+    hello = Hello(kind="observer", name=name, host=socket.gethostname(), pid=os.getpid())
+    mailbox.hello = lambda: [hello]
+    mailbox.beat = Heartbeat
+    try:
+        try:
+            mailbox.ask(hello, DEADLINE_S)
+        except DeadlineError:
+            hint = (
+                f"; are the keys in {keys} those of this run?"
+                if keys
+                else "; beyond this machine it speaks only to --keys FILE, the run's keys/client.json"
+            )
+            raise ConfigError(f"no broker answers at {broker} within {DEADLINE_S:g} s{hint}") from None
+        yield mailbox
+        mailbox.tell(Bye(reason="has seen enough"))
+    finally:
+        mailbox.close()
+
+
+def state(mailbox: Mailbox) -> dict[str, Any]:
+    """The run as it is now (`protocols.messages.Status`). Raises `DeadlineError`."""
+    status = mailbox.ask(StatusRequest(), DEADLINE_S)
+    assert isinstance(status, Status)
+    return status.state
+
+
+def follow(console: Console, broker: str, keys: Path | None) -> None:
+    """Shows the run until it is over. Raises `ConfigError` where its broker was silent for too long."""
+    with watching(broker, keys) as mailbox:
+        now = state(mailbox)
+        heard = time.monotonic()
+        with View(console, f"penstock {now['run']}") as view:
+            while True:
+                view.update(now, now["restarts"])
+                if now["phase"] in ("done", "stopping"):
+                    return
+                time.sleep(EVERY_S)
+                try:
+                    now, heard = state(mailbox), time.monotonic()
+                except DeadlineError as late:
+                    if time.monotonic() - heard > SILENT_S:
+                        raise ConfigError(str(late)) from None
+                    view.note(f"the broker at {broker} does not answer; waiting …")

@@ -1,0 +1,1 @@
+"""GPUs and memory: what a run needs, and who gets what."""

@@ -1,0 +1,1 @@
+"""A run: its folder, its processes, its end."""

@@ -1,0 +1,39 @@
+"""What is written once a run is over: summary.json and report.html."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.report.build import write_report
+from penstock.pipeline.run.summary import summarize
+from penstock.protocols.messages import LedgerReply
+
+log = structlog.get_logger()
+
+
+def conclude(
+    folder: Path,
+    config: Config,
+    state: dict[str, Any],
+    ledger: LedgerReply,
+    restarts: int,
+    outcome: str,
+    error: str | None = None,
+) -> dict[str, Any]:
+    """Writes both; returns the summary. ``outcome`` is complete, interrupted or failed."""
+    summary = summarize(folder, state, ledger, restarts, outcome)
+    if error:
+        summary["error"] = error
+    try:
+        write_report(folder, config, summary)
+    except Exception as failed:  # a page that cannot be drawn is no reason to have no summary
+        log.exception("no report", error=str(failed))
+    aside = folder / ".summary.json"
+    aside.write_text(json.dumps(summary, indent=2) + "\n")
+    aside.rename(folder / "summary.json")  # last, and in one piece: who finds it knows that the run is over
+    return summary

@@ -1,0 +1,284 @@
+"""`penstock run`: prepares the folder and the model, starts every process, watches them, and writes what came of it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import structlog
+from rich.console import Console
+
+from penstock.pipeline.config import Config, TinyModel
+from penstock.pipeline.observe import client
+from penstock.pipeline.observe.terminal import View
+from penstock.pipeline.resources.gpus import visible_gpus
+from penstock.pipeline.resources.placement import place
+from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.finish import conclude
+from penstock.pipeline.run.folder import write_config
+from penstock.pipeline.run.redis_server import PrivateRedis
+from penstock.pipeline.run.serve import ActorName, keys_folder, run_key, threads_of
+from penstock.pipeline.run.supervisor import Child, Supervisor
+from penstock.protocols.keys import load_client
+from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
+from penstock.protocols.messages import (
+    Heartbeat,
+    Hello,
+    LedgerReply,
+    LedgerRequest,
+    Message,
+    Status,
+    StatusRequest,
+    StopRun,
+)
+from penstock.services.runtime import logs
+from penstock.services.weights.transports import shared_memory
+
+log = structlog.get_logger()
+
+BROKER_START_S = 90.0
+STATUS_EVERY_S = 0.5
+BROKER_SILENT_S = 60.0
+DRAIN_S = 120.0
+"""For the step in hand and a checkpoint of it."""
+STOP_S = 30.0
+
+
+class RunError(RuntimeError):
+    """The run could not go on; says why."""
+
+
+def run(config: Config, folder: Path, console: Console) -> dict[str, Any]:
+    """Runs everything; returns the summary. Raises `RunError` or a `SetupError`."""
+    logs.configure(folder.name, "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
+    write_config(config, folder)
+    (folder / "summary.json").unlink(missing_ok=True)
+    launch = _Launch(config, folder, console)
+    interrupted: list[int] = []
+    previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in (2, 15)}
+    try:
+        return launch.run(interrupted)
+    finally:
+        launch.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Launch:
+    """One run's processes and the connection to its broker."""
+
+    def __init__(self, config: Config, folder: Path, console: Console) -> None:
+        self._config, self._folder, self._console = config, folder, console
+        self._supervisor = Supervisor(config.run.max_restarts)
+        self._redis: PrivateRedis | None = None
+        self._mailbox: Mailbox | None = None
+        self._noted: dict[str, int] = {}
+        self._gpus = place(config, visible_gpus())
+
+    def run(self, interrupted: list[int]) -> dict[str, Any]:
+        self._prepare(interrupted)
+        store = self._config.store.url or self._start_redis()
+        address = self._start_broker(store)
+        for kind, count in self._actors().items():
+            for index in range(count):
+                name = kind if kind == "trainer" else f"{kind}-{index}"
+                self._start(kind, name, ["--broker", address])
+        client_keys = keys_folder(self._folder) / "client.json"
+        keys = load_client(client_keys) if client_keys.is_file() else None
+        self._mailbox = Mailbox(address, incarnation_of("supervisor"), keys)
+        hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
+        self._mailbox.hello = lambda: [hello]
+        self._mailbox.beat = Heartbeat
+        self._mailbox.ask(hello, client.DEADLINE_S)
+        error, outcome = self._watch(interrupted)
+        return self._finish(error, outcome)
+
+    def close(self) -> None:
+        """Leaves no process behind."""
+        if self._mailbox:
+            self._mailbox.close()
+        forced = self._supervisor.stop(STOP_S)
+        if forced:
+            log.warning("ended by force", children=forced)
+        shared_memory.remove_leftovers(run_key(self._folder))
+        if self._redis:
+            self._redis.remove()
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, interrupted: list[int]) -> None:
+        if not isinstance(self._config.model, TinyModel) or (self._folder / "model" / "config.json").is_file():
+            return
+        command = penstock("prepare", str(self._folder / "config.yaml"))
+        child = self._supervisor.start(
+            "prepare",
+            [*command, "--folder", str(self._folder)],
+            self._stderr("prepare"),
+            restartable=False,
+            foreign=True,
+        )
+        with self._console.status("making the tiny model and its warm start (about 20 s) …"):
+            while child.alive:
+                if interrupted:
+                    raise RunError("interrupted while the model was made")
+                time.sleep(0.1)
+        if child.process and child.process.returncode:
+            raise RunError(f"the model could not be made: {child.last_words()}")
+        child.done = True
+
+    def _start_redis(self) -> str:
+        self._redis = PrivateRedis(self._folder, self._config.store.fsync)
+        self._supervisor.start("redis", self._redis.command, self._stderr("redis"), foreign=True)
+        return self._redis.url
+
+    def _start_broker(self, store: str) -> str:
+        read, write = os.pipe()
+        try:
+            # By environment: a command line, with the password in the URL, is for everyone to read.
+            env = {"PENSTOCK_STORE": store}
+            arguments = ["--ready-fd", str(write)]
+            child = self._start("broker", "broker", arguments, env, pass_fds=(write,))
+        finally:
+            os.close(write)
+        try:
+            deadline = time.monotonic() + BROKER_START_S
+            while not select.select([read], [], [], 0.1)[0]:
+                error = self._supervisor.poll()
+                if error or time.monotonic() > deadline:
+                    raise RunError(error or f"the broker did not start within {BROKER_START_S:.0f} s")
+            address = os.read(read, 4096).decode().strip()
+        finally:
+            os.close(read)
+        if not address:
+            child.process and child.process.wait(10)
+            raise RunError(self._supervisor.poll() or "the broker ended before it listened")
+        # Started again, it listens where the others look for it.
+        ready = child.command.index("--ready-fd")
+        del child.command[ready : ready + 2]
+        child.command.append(
+            f"broker.bind={address if not self._config.broker.advertise else self._config.broker.bind}"
+        )
+        return address
+
+    def _actors(self) -> dict[ActorName, int]:
+        config = self._config
+        return {
+            "trainer": 1,
+            "rollout": config.rollout.count,
+            "reward": config.reward.count,
+            "reference": config.reference.count if config.with_reference else 0,
+        }
+
+    def _start(
+        self,
+        kind: ActorName,
+        name: str,
+        arguments: list[str],
+        env: dict[str, str] | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> Child:
+        command = penstock("serve", kind, "--config", str(self._folder / "config.yaml"))
+        command += ["--folder", str(self._folder), "--name", name, "--supervised", *arguments]
+        threads = str(threads_of(kind, self._config))
+        env = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            **({"CUDA_VISIBLE_DEVICES": self._gpus[name]} if name in self._gpus else {}),
+            **(env or {}),
+        }
+        return self._supervisor.start(name, command, self._stderr(name), env, pass_fds=pass_fds)
+
+    def _stderr(self, name: str) -> Path:
+        return self._folder / "logs" / f"{name}.stderr"
+
+    # --- watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self, interrupted: list[int]) -> tuple[str | None, str]:
+        """Until the run is over; returns the error that ended it, if one did, and the outcome in a word."""
+        assert self._mailbox
+        heard = time.monotonic()
+        with View(self._console, f"penstock {self._folder.name}") as view:
+            while True:
+                error = self._supervisor.poll()
+                self._note_restarts(view)
+                if error:
+                    return error, "failed"
+                if interrupted:
+                    view.note("interrupted: draining and saving a checkpoint …")
+                    return None, "interrupted"
+                try:
+                    state = client.state(self._mailbox)
+                    heard = time.monotonic()
+                except DeadlineError as late:
+                    if time.monotonic() - heard > BROKER_SILENT_S:
+                        return self._supervisor.poll() or str(late), "failed"
+                    continue
+                view.update(state, self._supervisor.restarts)
+                for name in state["lost"]:
+                    self._supervisor.end_wedged(name)
+                if state["phase"] == "done":
+                    return None, "complete"
+                if state["phase"] == "stopping":
+                    return state["error"] or state["reason"] or "the run was stopped", "failed"
+                time.sleep(STATUS_EVERY_S)
+
+    def _note_restarts(self, view: View) -> None:
+        for child in self._supervisor.children:
+            if child.restarts > self._noted.get(child.name, 0):
+                self._noted[child.name] = child.restarts
+                view.note(f"{child.name} died and was started again ({child.restarts})")
+
+    # --- ending ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, error: str | None, outcome: str) -> dict[str, Any]:
+        """Drains, then writes summary and report from what the broker last knew."""
+        broker = next(child for child in self._supervisor.children if child.name == "broker")
+        if error and not broker.alive:
+            raise RunError(error)
+        try:
+            self._drain(broker, "" if outcome == "complete" else error or outcome)
+            status, ledger = self._insist(StatusRequest()), self._insist(LedgerRequest())
+            assert isinstance(status, Status) and isinstance(ledger, LedgerReply)
+            self._insist(StopRun(reason="the supervisor has seen the end", seen=True))
+            self._supervisor.wait({"broker"}, STOP_S)
+        except (DeadlineError, RefusedError) as late:
+            raise RunError(f"{error or 'the run ended'}; {late}") from None
+        summary = conclude(self._folder, self._config, status.state, ledger, self._supervisor.restarts, outcome, error)
+        if error:
+            raise RunError(error)
+        return summary
+
+    def _drain(self, broker: Child, reason: str) -> None:
+        """Waits until all actors have left, after telling the broker to end the run where there is a ``reason`` to."""
+        actors = {child.name for child in self._supervisor.children} - {"broker", "redis", "prepare"}
+        told, deadline = -1, time.monotonic() + DRAIN_S
+        while True:
+            if reason and told != broker.restarts:  # one that was started again knows nothing of it
+                self._insist(StopRun(reason=reason))
+                told = broker.restarts
+            left = self._supervisor.wait(actors, STATUS_EVERY_S)
+            self._keep_books()
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                log.warning("not drained in time", children=left)
+                return
+
+    def _insist(self, message: Message) -> Message:
+        """Asks a broker that may die and be started again meanwhile."""
+        assert self._mailbox
+        answer = self._mailbox.ask_later(message, BROKER_SILENT_S)
+        while not answer.done():
+            self._keep_books()
+            time.sleep(0.02)
+        return answer.result()
+
+    def _keep_books(self) -> None:
+        """Broker and store are needed to the last, when nobody else is started again."""
+        if broken := self._supervisor.poll({"broker", "redis"}):
+            raise RunError(broken)

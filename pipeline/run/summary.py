@@ -1,0 +1,80 @@
+"""summary.json: what a run came to, with its promises checked against the rollouts' own logs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from penstock.protocols.messages import LedgerReply
+
+WINDOW = 10
+"""reward_last is the mean over this many steps."""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; a last line that was cut short is left out."""
+    rows = []
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return rows
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The run's steps from metrics.jsonl, one row a step, in order."""
+    rows = {row["step"]: row for row in read_lines(folder / "metrics.jsonl") if row["kind"] == "step"}
+    return [rows[step] for step in sorted(rows)]
+
+
+def audit(folder: Path, ledger: LedgerReply) -> dict[str, int]:
+    """Compares what the rollouts say they finished (their logs) with what the ledger says was trained.
+
+    A finished group that is neither trained, nor dropped with a reason, nor waiting in the replay, is lost. A group in
+    two steps, or twice in one, was trained twice.
+    """
+    finished = {row["group"] for path in (folder / "logs").glob("*.finished.jsonl") for row in read_lines(path)}
+    steps = {row["step"]: row["groups"] for row in read_lines(folder / "ledger.jsonl")}
+    trained = Counter(group for step, groups in steps.items() if step < ledger.steps for group in groups)
+    dropped = {row["group"] for row in read_lines(folder / "dropped.jsonl")}
+    return {
+        "groups_lost": len(finished - trained.keys() - dropped - set(ledger.untrained)),
+        "groups_trained_twice": sum(count - 1 for count in trained.values()),
+        "groups_finished_logged": len(finished),
+    }
+
+
+def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts: int, outcome: str) -> dict[str, Any]:
+    """The summary of a run, from the broker's last state, the ledger and the run's files."""
+    steps = steps_of(folder)
+    rewards = [row["reward"] for row in steps]
+    totals = state["totals"]
+    last = rewards[-WINDOW:]
+    return {
+        "run": state["run"],
+        "outcome": outcome,
+        "steps": state["step"],
+        "version": state["version"],
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": sum(last) / len(last) if last else None,
+        "eval_before": state["evaluations"].get("before"),
+        "eval_after": state["evaluations"].get("after"),
+        "max_lag": state["max_lag"],
+        "lag_max_seen": totals["lag_max"],
+        "lagging_share": totals["tokens_lagging"] / max(1, totals["trained_tokens"]),
+        "groups_leased": totals["leased"],
+        "groups_finished": totals["finished"],
+        "groups_trained": totals["trained"],
+        "groups_dropped": state["dropped"],
+        **audit(folder, ledger),
+        "reward_errors": totals["reward_errors"],
+        "generated_tokens": totals["generated_tokens"],
+        "trained_tokens": totals["trained_tokens"],
+        "train_s": round(state["train_s"], 3),
+        "wall_s": round(state["wall_s"], 3),
+        "restarts": restarts,
+    }

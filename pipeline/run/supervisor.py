@@ -1,0 +1,201 @@
+"""Child processes: started, watched, started again with backoff, and ended without leaving one behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from penstock.pipeline.run.serve import EXIT_SETUP
+
+log = structlog.get_logger()
+
+BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+LEAVE_S = 5.0
+"""An actor that ended in good order is started again after this, if the run goes on."""
+WEDGED_S = 30.0
+"""A process may take this long to start before it counts as wedged."""
+SETTLED_S = 60.0
+"""A process that lived this long starts its backoff anew."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _ends_with_parent() -> Callable[[], None] | None:
+    """What a child that is not ours calls before it starts, so that it cannot outlive this process (Linux only)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass
+class Child:
+    """One supervised process."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    stderr: Path
+    restartable: bool
+    foreign: bool = False
+    """Not a process of ours: it does not watch its stdin for the supervisor's end."""
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    restarts: int = 0
+    failures: int = 0
+    """Deaths in quick succession."""
+    start_again_at: float | None = None
+    leaving: bool = False
+    """It ended with exit code 0, and is started again unless the run ends too."""
+    done: bool = False
+    """It ended with exit code 0."""
+    fatal: str | None = None
+    """Why it is not started again."""
+
+    @property
+    def alive(self) -> bool:
+        """The process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def last_words(self) -> str:
+        """The last line it wrote to stderr; its own rather than one of a library that was still cleaning up."""
+        try:
+            lines = self.stderr.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        own = [line for line in lines[-20:] if line.startswith(f"{self.name}: ")]
+        return (own or lines or [""])[-1]
+
+
+@dataclass
+class Supervisor:
+    """The processes of a run."""
+
+    max_restarts: int
+    children: list[Child] = field(default_factory=list)
+
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        stderr: Path,
+        env: dict[str, str] | None = None,
+        restartable: bool = True,
+        pass_fds: tuple[int, ...] = (),
+        foreign: bool = False,
+    ) -> Child:
+        """Starts a process. Its stdin stays open as long as this process lives: its lifeline."""
+        child = Child(name, command, {**os.environ, **(env or {})}, stderr, restartable, foreign)
+        self.children.append(child)
+        self._spawn(child, pass_fds)
+        return child
+
+    def poll(self, names: set[str] | None = None) -> str | None:
+        """Starts again what died and may (of ``names`` alone, if given); returns an error where something cannot go
+        on."""
+        now = time.monotonic()
+        for child in self.children:
+            if names is not None and child.name not in names:
+                continue
+            if child.start_again_at is not None and now >= child.start_again_at:
+                child.start_again_at, child.leaving = None, False
+                child.restarts += 1
+                self._spawn(child)
+            elif child.process is not None and not child.done and child.start_again_at is None and not child.alive:
+                self._died(child, now)
+            if child.fatal:
+                return child.fatal
+        return None
+
+    def end_wedged(self, name: str) -> None:
+        """The broker has lost ``name``: if the process lives, it does not work, and a new one takes its place."""
+        for child in self.children:
+            if child.name == name and child.alive and child.process and time.monotonic() - child.started_at > WEDGED_S:
+                log.warning("ending a wedged process", child=name, pid=child.process.pid)
+                child.process.kill()
+
+    @property
+    def restarts(self) -> int:
+        """How often processes were started again."""
+        return sum(child.restarts for child in self.children)
+
+    def stop(self, grace_s: float) -> list[str]:
+        """Ends every process, politely, then by force; returns the names of those that needed force."""
+        for child in self.children:
+            child.start_again_at = None
+            if child.alive and child.process:
+                child.process.send_signal(signal.SIGTERM)
+        forced = []
+        deadline = time.monotonic() + grace_s
+        for child in self.children:
+            if child.process is None:
+                continue
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+                forced.append(child.name)
+            if child.process.stdin:
+                child.process.stdin.close()
+        return forced
+
+    def wait(self, names: set[str], deadline_s: float) -> list[str]:
+        """Waits for processes to end by themselves; returns those that did not."""
+        deadline = time.monotonic() + deadline_s
+        chosen = [child for child in self.children if child.name in names]
+        while any(child.alive for child in chosen) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [child.name for child in chosen if child.alive]
+
+    def _spawn(self, child: Child, pass_fds: tuple[int, ...] = ()) -> None:
+        child.stderr.parent.mkdir(parents=True, exist_ok=True)
+        with child.stderr.open("ab") as stderr:
+            child.process = subprocess.Popen(
+                child.command,
+                stdin=subprocess.PIPE,
+                stdout=stderr,
+                stderr=stderr,
+                env=child.env,
+                pass_fds=pass_fds,
+                preexec_fn=_ends_with_parent() if child.foreign else None,
+                start_new_session=True,  # Ctrl-C is the supervisor's to handle
+            )
+        child.started_at = time.monotonic()
+        log.info("started", child=child.name, pid=child.process.pid, restarts=child.restarts)
+
+    def _died(self, child: Child, now: float) -> None:
+        assert child.process
+        code = child.process.returncode
+        if child.process.stdin:
+            child.process.stdin.close()
+        if code == 0 and (not child.restartable or child.leaving):
+            child.done = True
+            log.info("ended", child=child.name)
+            return
+        if code == 0:  # the run's end, unless the run is still there in a while
+            child.leaving = True
+            child.start_again_at = now + LEAVE_S
+            return
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        words = child.last_words()
+        log.warning("died", child=child.name, how=how, last_words=words)
+        child.failures = 1 if now - child.started_at > SETTLED_S else child.failures + 1
+        if code == EXIT_SETUP:
+            child.fatal = words or f"{child.name} {how}"
+        elif not child.restartable:
+            child.fatal = f"{child.name} {how}, and a run cannot go on without it yet; {words}"
+        elif child.restarts >= self.max_restarts:
+            child.fatal = f"{child.name} {how} after {child.restarts} restarts (run.max_restarts); {words}"
+        else:
+            child.start_again_at = now + BACKOFF_S[min(child.failures, len(BACKOFF_S)) - 1]

@@ -1,0 +1,1 @@
+"""Commands that examine a machine, an engine or a finished run."""

@@ -1,0 +1,88 @@
+"""`penstock replay`: redoes a run's steps from its archive, offline, and compares digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.run.serve import model_path
+
+
+@dataclass(frozen=True)
+class Redone:
+    """One step, done again."""
+
+    step: int
+    groups: int
+    reward: float
+    loss: float
+    digest: str
+    recorded: str
+
+    @property
+    def same(self) -> bool:
+        """The version is, bit by bit, the one that the run had."""
+        return self.digest == self.recorded
+
+
+def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redone]:
+    """The archived steps of the run in ``folder``, done again from the model it started from; with ``only``, from the
+    newest checkpoint at or before that step, and just as far. Raises `ConfigError` where the archive has a gap."""
+    import torch
+
+    from penstock.services.broker.archive import read
+    from penstock.services.modeling import determinism
+    from penstock.services.modeling.load import device_of, load_model
+    from penstock.services.modeling.parallel.world import World
+    from penstock.services.trainer import checkpoint
+    from penstock.services.trainer.batch import open_batch
+    from penstock.services.trainer.learner import Learner
+    from penstock.services.weights.sender.shard_exporter import ShardExporter
+
+    if config.run.deterministic:
+        determinism.pin(folder, "trainer", config.trainer.threads)
+    torch.set_num_threads(config.trainer.threads)
+    checkpoints = folder / "checkpoints"
+    usable = [v for v in checkpoint.versions(checkpoints) if only is not None and v <= only]
+    start = checkpoints / f"step-{usable[-1]:06d}" if usable else None
+    path = str(start or model_path(config, folder))
+    model = load_model(path, "float32", device_of(config.trainer.device))
+    learner = Learner(model, config.trainer, config.model.dtype, config.rollout.sampling.temperature)
+    if start:
+        checkpoint.restore(learner, start)
+    source = ShardExporter(learner.parameters, config.model.dtype, config.weights.bucket_bytes, World(learner.device))
+    for batch, recorded in read(folder, learner.version):
+        if batch.step != learner.version:
+            raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
+        torch.manual_seed(batch.seed)
+        metrics = learner.train(open_batch(batch, config.gate.max_lag))
+        digest = source.digest()
+        if only is None or batch.step == only:
+            yield Redone(batch.step, len(batch.groups), metrics["reward"], metrics["loss"], digest, recorded)
+        if batch.step == only:
+            return
+    if only is not None:
+        raise ConfigError(f"{folder}: step {only} is not in the archive; its last is {learner.version - 1}")
+    if not learner.version:
+        raise ConfigError(f"{folder}: there is no archive; set replay.archive: all before the run")
+
+
+def replay(console: Console, folder: Path, only: int | None) -> bool:
+    """Prints each step as it is redone; returns whether every digest was the recorded one."""
+    config = load(folder / "config.yaml")
+    same = total = 0
+    for step in redo(folder, config, only):
+        total, same = total + 1, same + step.same
+        mark = "same bits" if step.same else f"differs: recorded {step.recorded}"
+        console.print(
+            f"step {step.step}: {step.groups} groups, reward {step.reward:.3f}, loss {step.loss:+.4f}, "
+            f"version {step.step + 1} {step.digest} ({mark})",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    hint = "" if config.run.deterministic or same == total else "; only run.deterministic promises that"
+    console.print(f"{same} of {total} versions have the recorded digest{hint}", highlight=False)
+    return same == total

@@ -1,0 +1,32 @@
+"""Leases to rollouts, finished groups from them."""
+
+from __future__ import annotations
+
+from penstock.protocols.experience import Bytes, Prompt, Sampling
+from penstock.protocols.messages.base import Message
+
+
+class Lease(Message):
+    """broker → rollout: generate group ``number``. The same number with a higher attempt is the same group again."""
+
+    number: int
+    attempt: int
+    seed: int
+    prompt: Prompt
+    sampling: Sampling
+
+
+class Finished(Message):
+    """rollout → broker: a finished group (`experience.pack_group`). Answered by `Ack` once it is durable."""
+
+    number: int
+    attempt: int
+    experience: Bytes
+
+
+class Failed(Message):
+    """rollout → broker: this prompt cannot be generated from, for a reason that trying again will not mend."""
+
+    number: int
+    attempt: int
+    error: str

@@ -1,0 +1,35 @@
+"""What whoever watches a run asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.protocols.messages.base import Message
+
+
+class StatusRequest(Message):
+    """observer → broker."""
+
+
+class Status(Message):
+    """broker → observer: the live state, as the dashboard shows it."""
+
+    state: dict[str, Any]
+
+
+class LedgerRequest(Message):
+    """observer → broker: what is not in the run's files yet."""
+
+
+class LedgerReply(Message):
+    """broker → observer: how many steps are committed, and the finished groups that no committed step has."""
+
+    steps: int
+    untrained: list[int]
+
+
+class StopRun(Message):
+    """observer → broker: end the run; everything drains and exits. ``seen``: this observer has read all it wants."""
+
+    reason: str
+    seen: bool = False

@@ -1,0 +1,82 @@
+"""Steps that the trainer takes, commits and covers with checkpoints."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock.protocols.experience import Bytes, Floats
+from penstock.protocols.messages.base import Message
+
+
+class Take(Message):
+    """trainer → broker: the groups of ``step``. Answered by `Batch`, by `Exhausted`, or by `Refused` (not_ready) that
+    names the wait; the same step is answered with the same groups however often it is asked."""
+
+    step: int
+
+
+class TakenGroup(BaseModel):
+    """One group of a batch, with everything that was said about it."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    number: int
+    experience: Bytes
+    rewards: Floats
+    reference: Floats | None = None
+
+
+class Batch(Message):
+    """broker → trainer: what ``step`` trains on, lowest number first. Durable before it is sent."""
+
+    step: int
+    seed: int
+    groups: list[TakenGroup]
+    committed: int
+    """Steps committed so far. A step below that is being redone: its version is not published again."""
+
+
+class Exhausted(Message):
+    """broker → trainer: there is no such step; ``steps`` is where the run ends."""
+
+    steps: int
+    reason: str
+
+
+class LedgerRow(BaseModel):
+    """One step as the trainer remembers it."""
+
+    model_config = ConfigDict(extra="forbid")
+    step: int
+    groups: list[int]
+    seed: int
+    digest: str
+
+
+class LedgerTail(Message):
+    """trainer → broker, after every hello: the last steps that it knows to be committed. A broker whose store has lost
+    some merges them. Answered by `Resumed`."""
+
+    version: int
+    steps: list[LedgerRow]
+
+
+class Resumed(Message):
+    """broker → trainer: ``committed`` steps are committed; one that holds an older version redoes the rest."""
+
+    committed: int
+
+
+class Commit(Message):
+    """trainer → broker: ``step`` is trained and yields version ``step + 1``. Answered by `Ack` once durable."""
+
+    step: int
+    digest: str
+    metrics: dict[str, float]
+
+
+class Checkpointed(Message):
+    """trainer → broker: a durable checkpoint of version ``version`` is at ``path``."""
+
+    version: int
+    path: str
+    final: bool = False

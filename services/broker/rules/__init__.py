@@ -1,0 +1,1 @@
+"""The rules about experience, pure: they know no socket and no Redis."""

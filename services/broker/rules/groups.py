@@ -1,0 +1,191 @@
+"""The books of experience, kept together: numbers, leases, replay, ledger and the gate over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from penstock.services.broker.rules.gate import Gate
+from penstock.services.broker.rules.leases import Journal, Lease, Leases
+from penstock.services.broker.rules.ledger import Ledger, Step
+from penstock.services.broker.rules.replay import Replay, Scorer
+
+log = structlog.get_logger()
+
+
+class Experience:
+    """Every rule about which group may be generated, trained on or dropped is applied here.
+
+    ``steps`` is how many steps the run has, ``draws`` how many prompts there are (None: no end), ``prefetch`` how
+    many groups may be under way beyond those taken (None: as many as the gate allows), ``release`` is told
+    the number of each group whose payload is not needed any more, ``archive`` each step before that,
+    ``on_drop`` each drop with its reason.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        gate: Gate,
+        scorers: list[Scorer],
+        steps: int,
+        draws: int | None,
+        prefetch: int | None,
+        release: Callable[[int], None],
+        archive: Callable[[Step], None],
+        on_drop: Callable[[int, str], None],
+    ) -> None:
+        self._journal = journal
+        self._release, self._archive, self._on_drop = release, archive, on_drop
+        self.gate, self.steps, self.draws = gate, steps, draws
+        # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
+        self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
+        self.leases = Leases(journal)
+        self.replay = Replay(journal, scorers)
+        self.ledger = Ledger(journal)
+        # Steps are counted on from those taken, which may have had another B.
+        gate.steps, gate.groups = self.ledger.length, self.ledger.groups
+        self._recent_drops = {int(number) for number in journal.rows("dropped")}
+        self._forgotten_drops = journal.rows("counters").get("dropped", {"count": 0})["count"]
+        gate.remember(self._recent_drops, self._forgotten_drops)
+        self.consecutive_drops = self.consecutive_filtered = 0
+        self.last_drop = ""
+        for entry in list(self.replay.entries.values()):
+            if entry.oldest < gate.required_version(entry.number):
+                self.drop(
+                    entry.number, f"from version {entry.oldest}, too old for the bound that the run was resumed with"
+                )
+        self.consecutive_drops = 0
+
+    def _beyond_the_end(self, number: int) -> bool:
+        """A group with this number would be trained in no step."""
+        gate = self.gate
+        return gate.rank(number) - gate.groups >= (self.steps - gate.steps) * gate.batch
+
+    @property
+    def drops(self) -> int:
+        """Groups dropped so far."""
+        return self._forgotten_drops + len(self._recent_drops)
+
+    @property
+    def drawn_out(self) -> bool:
+        """The prompts are used up."""
+        return self.draws is not None and self.leases.next_draw >= self.draws
+
+    def next_lease(self, version: int) -> Lease | None:
+        """The group that a rollout serving ``version`` may generate now, a repeated one first; None while the gate is
+        shut, at the last step and at the end of the prompts."""
+        lease = self.leases.waiting()
+        if lease:
+            return lease if version >= self.gate.required_version(lease.number) else None
+        number = self.leases.next_number
+        if self._beyond_the_end(number) or self.drawn_out:
+            return None
+        if len(self.leases.open) + len(self.replay.entries) >= self.prefetch:
+            return None
+        if version < self.gate.required_version(number):
+            return None
+        return self.leases.new()
+
+    def blocked_lease(self) -> int | None:
+        """The version that the next grant asks for; None where there is nothing to grant."""
+        lease = self.leases.waiting()
+        number = lease.number if lease else self.leases.next_number
+        if not lease and (self._beyond_the_end(number) or self.drawn_out):
+            return None
+        return self.gate.required_version(number)
+
+    def finish(self, number: int, oldest: int) -> bool:
+        """A group is finished, ``oldest`` the lowest version among its tokens. False where it was already, or is gone:
+        its answer does not count again."""
+        lease = self.leases.close(number)
+        if lease is None:
+            return False
+        self.replay.add(number, lease.draw, oldest)
+        return True
+
+    def merge(self, step: int, groups: list[int], seed: int, digest: str) -> None:
+        """The trainer remembers committing ``step``: what the store has lost of it is true again."""
+        if self.ledger.merge(step, groups, seed, digest, time.time()):
+            log.warning("merged a step that the store had lost", step=step)
+            for number in groups:
+                self.leases.close(number)
+                self.replay.remove(number)
+            self.leases.skip_to(max(groups, default=-1) + 1)
+
+    def filter(self, number: int, reason: str) -> None:
+        """The group is sound, but teaches nothing: it is dropped, which is no failure."""
+        failures = self.consecutive_drops
+        self.drop(number, reason)
+        self.consecutive_drops = failures
+        self.consecutive_filtered += 1
+
+    def drop(self, number: int, reason: str) -> None:
+        """The group will never be trained on. Nothing is dropped once a step has taken it."""
+        closed = self.leases.close(number) or self.replay.remove(number)
+        if closed is None:
+            return
+        self.gate.drop(number)
+        self._recent_drops.add(number)
+        self._journal.put("dropped", number, {})
+        self._on_drop(number, reason)
+        self._release(number)
+        self.consecutive_drops += 1
+        self.last_drop = f"group {number}: {reason}"
+        log.warning("group dropped", group=number, reason=reason)
+
+    def scored(self, number: int, scorer: Scorer) -> bool:
+        """A scorer has answered for a group that is kept; False for a repeated answer."""
+        if scorer == "reward":
+            self.consecutive_drops = self.consecutive_filtered = 0
+        return self.replay.scored(number, scorer)
+
+    def take(self, step: int, seed: int) -> Step | None:
+        """The groups of ``step``: those of the ledger where it was taken before, else the lowest eligible ones; None
+        while there are not enough. The last step takes what the end of the prompts has left."""
+        known = self.ledger.taken(step)
+        if known:
+            return known
+        eligible = self.gate.eligible(self.replay.ready(), self.oldest_open())
+        if self.drawn_out and not self.leases.open and self.replay.oldest_unready() is None:
+            batch = min(self.gate.batch, len(eligible))
+        else:
+            batch = self.gate.batch
+        if not batch or len(eligible) < batch or step >= self.steps:
+            return None
+        taken = self.ledger.take(step, eligible[:batch], seed, time.time())
+        for number in taken.groups:
+            self.replay.remove(number)
+        return taken
+
+    def ended(self, step: int) -> bool:
+        """There is no such step and never will be."""
+        if step >= self.steps:
+            return True
+        idle = not self.leases.open and not self.replay.entries
+        return self.drawn_out and idle and self.ledger.taken(step) is None
+
+    def oldest_open(self) -> int:
+        """h: the lowest number that is neither ready to be trained on nor dropped; the next number counts as open."""
+        unready = self.replay.oldest_unready()
+        unfinished = next(iter(self.leases.open), None)
+        numbers = [n for n in (unready, unfinished) if n is not None]
+        return min(numbers, default=self.leases.next_number)
+
+    def free(self, version: int) -> None:
+        """A durable checkpoint holds ``version``: the groups of the steps before it are needed no more."""
+        covered = self.ledger.covered(version)
+        for step in covered:
+            self._archive(step)
+            for number in step.groups:
+                self._release(number)
+        self.ledger.let_go(covered)
+        known = [self.oldest_open(), *self.replay.entries, *(n for step in self.ledger.steps for n in step.groups)]
+        forgotten = self.gate.forget_below(min(known))
+        for number in forgotten:
+            self._recent_drops.discard(number)
+            self._journal.delete("dropped", number)
+        if forgotten:
+            self._forgotten_drops += len(forgotten)
+            self._journal.put("counters", "dropped", {"count": self._forgotten_drops})

@@ -1,0 +1,125 @@
+"""Which groups each step trained on, in order: the trainer's redo log.
+
+Steps that a durable checkpoint covers are let go: the run's ``ledger.jsonl`` and archive have them. What stays is their
+number and how many groups they had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from penstock.services.broker.rules.leases import Journal
+
+
+class LedgerError(ValueError):
+    """A step that cannot be taken or committed; says why."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: taken once, with the same groups ever after; committed by the trainer that trained it."""
+
+    step: int
+    groups: list[int]
+    seed: int
+    taken_at: float
+    """Wall-clock seconds."""
+    digest: str | None = None
+    """Of the version that the step yielded; None until it is committed."""
+
+
+class Ledger:
+    """The steps, in order; ``steps`` are those that no durable checkpoint covers."""
+
+    TABLE = "ledger"
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        base = journal.rows("counters").get(self.TABLE, {"steps": 0, "groups": 0})
+        self._let_go, self._groups_let_go = base["steps"], base["groups"]
+        rows = sorted(journal.rows(self.TABLE).values(), key=lambda row: row["step"])
+        self.steps = [Step(**row) for row in rows]
+
+    @property
+    def length(self) -> int:
+        """Steps taken so far."""
+        return self._let_go + len(self.steps)
+
+    @property
+    def groups(self) -> int:
+        """Groups taken so far."""
+        return self._groups_let_go + sum(len(step.groups) for step in self.steps)
+
+    @property
+    def committed(self) -> int:
+        """Steps committed so far, which is the newest version."""
+        return self.length - sum(step.digest is None for step in self.steps[-2:])
+
+    def taken(self, step: int) -> Step | None:
+        """The step, where it was taken already. Raises `LedgerError` for one that was let go."""
+        if step < self._let_go:
+            raise LedgerError(
+                f"step {step} cannot be redone: a checkpoint of version {self._let_go} covered it; restore that one"
+            )
+        return self.steps[step - self._let_go] if step < self.length else None
+
+    def take(self, step: int, groups: list[int], seed: int, now: float) -> Step:
+        """``step`` trains on ``groups``, from now on and for good."""
+        if step != self.length:
+            raise LedgerError(f"step {step} cannot be taken: {self.length} is next")
+        # One step ahead: its gradient is computed while the version before it is gathered, committed and published.
+        if len(self.steps) > 1 and self.steps[-2].digest is None:
+            raise LedgerError(f"step {step} cannot be taken before step {step - 2} is committed")
+        taken = Step(step, groups, seed, now)
+        self.steps.append(taken)
+        self._write(taken)
+        return taken
+
+    def commit(self, step: int, digest: str) -> bool:
+        """``step`` is trained. False where it was committed before: a repeated message, or a step that was redone and,
+        without determinism, may have another digest now."""
+        taken = self.taken(step)
+        if taken is None:
+            raise LedgerError(f"step {step} was never taken")
+        if step > self.committed:
+            raise LedgerError(f"step {step} cannot be committed before step {self.committed}")
+        first = taken.digest is None
+        if taken.digest != digest:
+            taken.digest = digest
+            self._write(taken)
+        return first
+
+    def merge(self, step: int, groups: list[int], seed: int, digest: str, now: float) -> bool:
+        """The trainer remembers committing ``step``. True where the ledger did not have it: the store has lost it."""
+        if step < self._let_go:
+            return False
+        known = self.taken(step)
+        if known and known.digest:
+            return False
+        if known is None:
+            if step != self.length:
+                raise LedgerError(f"the trainer remembers step {step}, but the ledger ends at step {self.length}")
+            known = Step(step, groups, seed, now)
+            self.steps.append(known)
+        known.digest = digest
+        self._write(known)
+        return True
+
+    def covered(self, version: int) -> list[Step]:
+        """The steps that a durable checkpoint of ``version`` covers and that were not let go."""
+        return [step for step in self.steps if step.step < version and step.digest is not None]
+
+    def let_go(self, steps: list[Step]) -> None:
+        """Forgets the first ``steps``."""
+        for step in steps:
+            assert step is self.steps[0]
+            self.steps.pop(0)
+            self._let_go += 1
+            self._groups_let_go += len(step.groups)
+            self._journal.delete(self.TABLE, step.step)
+        if steps:
+            counters = {"steps": self._let_go, "groups": self._groups_let_go}
+            self._journal.put("counters", self.TABLE, counters)
+
+    def _write(self, step: Step) -> None:
+        self._journal.put(self.TABLE, step.step, asdict(step))

@@ -1,0 +1,33 @@
+"""The order in which prompts are drawn: a function of the draw's number alone, so nothing of it needs remembering."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.protocols.experience import Prompt
+from penstock.services.data import DataError
+
+
+class PromptStream:
+    """Draw ``k`` is a prompt of epoch ``k // len(source)``; each epoch is a permutation seeded by run and epoch."""
+
+    def __init__(self, source: Sequence[Prompt], seed: int, shuffle: bool, epochs: int | None) -> None:
+        if not len(source):
+            raise DataError("prompts.train: the data source has no rows")
+        self._source, self._seed, self._shuffle = source, seed, shuffle
+        self.limit = len(source) * epochs if epochs else None
+        """Number of draws there are; None for no end."""
+        self._epoch = -1
+        self._order = np.zeros(0, np.int64)
+
+    def draw(self, k: int) -> Prompt:
+        """The prompt of draw ``k``."""
+        epoch, position = divmod(k, len(self._source))
+        if not self._shuffle:
+            return self._source[position]
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._source))
+            self._epoch = epoch
+        return self._source[int(self._order[position])]

@@ -1,0 +1,1 @@
+"""Models and what is computed with them: loading, log-probabilities, packing, cutting over ranks."""

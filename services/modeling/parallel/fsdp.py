@@ -1,0 +1,87 @@
+"""FSDP2: a model's parameters, gradients and optimizer states cut over the ranks of a `World`."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.errors import SetupError
+
+
+def shard(model: Any, world: World) -> None:
+    """Cuts ``model`` in place: each decoder layer a unit, what remains another. No-op in a world of one."""
+    if world.mesh is None:
+        return
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None:
+        raise SetupError(f"trainer.ranks: {model.config.model_type} has no list of layers to cut; use one rank")
+    # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
+    units = [*layers, model]
+    for unit in units:
+        fully_shard(unit, mesh=world.mesh)
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    # FSDP gathers a unit's parameters before its forward: the log-probabilities go around `forward`.
+    model.penstock_logprobs = types.MethodType(_logprobs, model)
+    register_fsdp_forward_method(model, "penstock_logprobs")
+
+
+def _logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
+    return logprobs(model, rows, temperature)
+
+
+def forward(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
+    """`services.modeling.logprobs.logprobs`, for a model that may be cut."""
+    own = getattr(model, "penstock_logprobs", None)
+    return own(rows, temperature) if own else logprobs(model, rows, temperature)
+
+
+def let_go(model: Any) -> None:
+    """After a forward without a backward: the parameters that were gathered for it are cut again."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every rank: all of them must ask."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """``whole``, cut as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return whole.to(parameter.device)
+    first, count = rows_of(parameter.shape[0], parameter.device_mesh.get_local_rank(), parameter.device_mesh.size())
+    mine = whole[first : first + count].contiguous().to(parameter.device)
+    return DTensor.from_local(
+        mine,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``parameter``, flat: elements in the order of the whole tensor."""
+    if isinstance(parameter, DTensor):
+        if parameter.placements != (Shard(0),):
+            raise SetupError(f"a parameter is cut as {parameter.placements}; only rows over one mesh are known")
+        parameter = parameter.to_local()
+    return parameter.detach().reshape(-1)
+
+
+def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First row and number of rows of a rank's part, as `torch.chunk` cuts."""
+    part = -(-rows // size)
+    first = min(rank * part, rows)
+    return first, min(part, rows - first)

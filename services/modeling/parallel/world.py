@@ -1,0 +1,90 @@
+"""The ranks of one trainer: what they tell each other. One process is a world of one."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.protocols import wire
+from penstock.protocols.messages import Batch
+
+Order = Literal["publish", "train", "save", "wait", "end"]
+"""What rank 0 tells the others to do."""
+
+DEADLINE = timedelta(minutes=10)
+"""For anything that one rank waits for from another; rank 0 speaks more often than that, also when it has no work."""
+
+
+class World:
+    """Rank ``rank`` of ``size``. Rank 0 is the actor; the others do as it says."""
+
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.mesh: DeviceMesh | None = None
+        self.publish_group: Any = None
+        """Of its own, so that gathering for a publish runs beside the training's collectives."""
+        if self.size > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
+            self.mesh = init_device_mesh(device.type, (self.size,))
+            self.publish_group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
+
+    @classmethod
+    def of_torchrun(cls, device: torch.device) -> World:
+        """The world that torchrun has put this process into, or one of its own."""
+        return cls(device, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+    def share(self, data: bytes = b"") -> bytes:
+        """Rank 0's ``data``, on every rank."""
+        if self.size == 1:
+            return data
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0 and data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, 0)
+        return buffer.numpy().tobytes()
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Each value summed over the ranks, float64."""
+        if self.size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def max(self, value: float) -> float:
+        """The largest over the ranks."""
+        if self.size == 1:
+            return value
+        largest = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
+    def order(self, what: Order, batch: Batch | None = None) -> None:
+        """Rank 0 tells the others what comes next."""
+        self.share(wire.pack({"what": what, "batch": batch.model_dump() if batch else None}))
+
+    def obey(self) -> tuple[Order, Batch | None]:
+        """What rank 0 has told."""
+        said = wire.unpack(self.share())
+        return said["what"], Batch.model_validate(said["batch"]) if said["batch"] else None
+
+    def close(self) -> None:
+        """Leaves the world."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def local_device(name: torch.device) -> torch.device:
+    """This rank's own device where ranks share a machine with several GPUs."""
+    if name.type == "cuda" and name.index is None and "LOCAL_RANK" in os.environ:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    return name

@@ -1,0 +1,1 @@
+"""What every actor runs on: its life at the broker, health, logs, settings, errors. Imports no torch."""

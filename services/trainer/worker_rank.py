@@ -1,0 +1,57 @@
+"""The ranks beside rank 0: they train the same steps on their share, and hand over their part of every version."""
+
+from __future__ import annotations
+
+import threading
+
+from penstock.services.runtime.actor import ActorContext
+from penstock.services.trainer import checkpoint
+from penstock.services.trainer.rank import TrainerSettings, make_learner, train
+from penstock.services.weights.sender.shard_exporter import ShardExporter
+
+
+class WorkerRank:
+    """Rank 1 and above. `run` returns when rank 0 says so."""
+
+    def __init__(self, place: ActorContext, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self._world, self._learner, self._tokenizer, _ = make_learner(place, settings)
+        named = self._learner.parameters
+        self._source = ShardExporter(named, settings.dtype, settings.weights.bucket_bytes, self._world)
+        self._canary = settings.canary(self._learner.model.config)
+        self._sending: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Does as rank 0 orders."""
+        keep = self._settings.trainer.checkpoint.keep
+        while True:
+            what, batch = self._world.obey()
+            if what == "train":
+                assert batch
+                train(self._learner, batch, self._settings, self._sent)
+            if what in ("train", "publish"):
+                if self._canary:
+                    self._learner.score(self._canary)
+                self._sending = threading.Thread(target=self._send, name="source", daemon=True)
+                self._sending.start()
+            elif what == "save":
+                checkpoint.save(self._learner, self._tokenizer, self._settings.checkpoints, keep)
+            elif what == "end":
+                self._sent()
+                self._world.close()
+                return
+
+    def _send(self) -> None:
+        try:
+            for _ in self._source.buckets(None):
+                pass
+        except BaseException as error:
+            self._error = error
+
+    def _sent(self) -> None:
+        """Until this rank's part of the last version is handed over."""
+        if self._sending:
+            self._sending.join()
+        if self._error:
+            raise self._error

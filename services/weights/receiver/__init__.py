@@ -1,0 +1,1 @@
+"""A rollout's side of the weight channel."""

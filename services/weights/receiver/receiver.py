@@ -1,0 +1,354 @@
+"""Receives versions into a shadow and verifies them, in a thread beside decoding. The engine computes with the shadow
+as it lies, once it is verified and swapped in."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from penstock.protocols.channel import BucketError, VersionAssembly, name_buckets
+from penstock.protocols.keys import ClientKeys
+from penstock.protocols.mailbox import Mailbox
+from penstock.protocols.messages import Bucket, Canary, CommitVersion, Invite, Loaded, LoadFailed, Propose, Reach
+from penstock.protocols.versions import (
+    CollectiveRoute,
+    CudaIpcRoute,
+    DigestError,
+    Layout,
+    SharedMemoryRoute,
+    bucket_digest,
+)
+from penstock.services.runtime import failpoint
+from penstock.services.weights.byte_views import as_memory, copy_bytes
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.receiver.canary import check_canary
+from penstock.services.weights.receiver.loader import WeightLoader
+from penstock.services.weights.receiver.staging import StagingBuffer, StagingBuffers
+from penstock.services.weights.transports import cuda_ipc, shared_memory
+from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError
+from penstock.services.weights.transports.bucket_server import BucketClient
+
+log = structlog.get_logger()
+
+POLL_S = 0.0005
+TRIES = 3
+"""How often a wrong bucket is asked for again before the version is given up."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A verified version, ready to be swapped in between two decoding steps. Posted to the actor's inbox."""
+
+    weights: Any
+    loaded: Loaded
+    """What is said of it, but for the pause."""
+    swapped: threading.Event
+    """Set once it serves."""
+    canary: Canary | None = None
+    """To be checked once it is swapped in, where the engine cannot score before."""
+
+
+@dataclass
+class _Costs:
+    receive_s: float = 0.0
+    verify_s: float = 0.0
+    prepare_s: float = 0.0
+    bytes_received: int = 0
+    again: int = 0
+    hash_s: float = 0.0
+
+
+class Receiver:
+    """Takes one proposal at a time, always the newest. ``verify=False`` leaves out digests, to measure their cost."""
+
+    def __init__(
+        self,
+        engine: WeightLoader,
+        mailbox: Mailbox,
+        config: WeightsConfig,
+        keys: ClientKeys | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._engine, self._mailbox, self._config, self._keys, self._verify = engine, mailbox, config, keys, verify
+        self._proposals: queue.SimpleQueue[Propose | None] = queue.SimpleQueue()
+        self._commits: dict[tuple[int, int], CommitVersion] = {}
+        self._changed = threading.Condition()
+        self._newest: tuple[int, int] | None = None
+        self._layout: Layout | None = None
+        """What the trainer that has invited this rollout publishes."""
+        self._shadows = StagingBuffers(engine.remote)
+        self._serving: StagingBuffer | None = None
+        self._serving_digest = ""
+        self._group: BroadcastGroup | None = None
+        self._snapshots: BucketClient | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
+        self._thread.start()
+
+    def handle(self, message: Invite | Propose | CommitVersion) -> None:
+        """What the trainer says; returns at once."""
+        if isinstance(message, Invite):
+            only = None if self._config.transport == "auto" else self._config.transport
+            gpu = cuda_ipc.gpu_of(self._engine.device)
+            nonce = shared_memory.read_probe(message.probe)
+            self._layout = message.layout
+            reach = Reach(layout=self._layout.digest, nonce=nonce, host=self._config.host, gpu=gpu, only=only)
+            self._mailbox.ask_later(reach, self._config.deadline_s)
+            return
+        with self._changed:
+            at = message.epoch, message.version
+            if isinstance(message, Propose):
+                if self._newest is not None and at <= self._newest:
+                    log.warning("an old proposal is refused", epoch=at[0], version=at[1], newest=self._newest)
+                    return
+                self._newest = at
+                self._proposals.put(message)
+            else:
+                self._commits[at] = message
+                for old in [known for known in self._commits if self._newest and known < self._newest]:
+                    del self._commits[old]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread after the proposal in hand."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._proposals.put(None)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (proposal := self._proposals.get()) is not None:
+            try:
+                self._load(proposal)
+            except Exception as error:  # whatever went wrong, the version is not served and the sender hears why
+                log.warning("version not loaded", epoch=proposal.epoch, version=proposal.version, error=str(error))
+                reason = f"{type(error).__name__}: {error}"
+                failed = LoadFailed(epoch=proposal.epoch, version=proposal.version, error=reason)
+                self._mailbox.ask_later(failed, self._config.deadline_s)
+        if self._snapshots:
+            self._snapshots.close()
+
+    def _load(self, proposal: Propose) -> None:
+        if self._newest != (proposal.epoch, proposal.version):
+            raise DigestError("a newer version was proposed")
+        failpoint.reach("receiver-proposed", proposal.version)
+        layout = self._layout
+        if layout is None or layout.digest != proposal.layout:
+            raise DigestError(f"the version has layout {proposal.layout}, the invitation brought another")
+        intake, costs = VersionAssembly(proposal.epoch, proposal.version, layout), _Costs()
+        shadow, transport = self._open(proposal, layout), proposal.route.type
+        try:
+            _ = shadow.weights  # looked up now, while the first bucket is gathered: after the commit everybody waits
+            started = time.monotonic()
+            self._receive(proposal, intake, shadow, costs)
+            failpoint.reach("receiver-received", proposal.version)
+            commit = self._await_commit(proposal)
+            costs.receive_s = time.monotonic() - started - costs.hash_s
+            shadow = self._settle(proposal, commit, intake, shadow, costs)
+            failpoint.reach("receiver-verified", proposal.version)
+            prepared, canary = self._prepare(commit, shadow, costs)
+            loaded = Loaded(
+                epoch=proposal.epoch,
+                version=proposal.version,
+                digest=commit.digests.whole,
+                transport=transport,
+                bytes_received=costs.bytes_received,
+                buckets_again=costs.again,
+                receive_s=costs.receive_s,
+                verify_s=costs.verify_s + costs.hash_s,
+                prepare_s=costs.prepare_s,
+                canary=canary,
+            )
+            later = commit.canary if self._engine.remote else None
+            self._swap(Prepared(prepared, loaded, threading.Event(), later))
+        except BaseException:
+            shadow.release()
+            raise
+        before, self._serving, self._serving_digest = self._serving, shadow, commit.digests.whole
+        if before:
+            before.release()
+
+    def _swap(self, prepared: Prepared) -> None:
+        """Until the actor has swapped it in, this version may be neither overwritten nor let go of."""
+        self._mailbox.post(prepared)
+        while not prepared.swapped.wait(1.0):
+            if self._closing:
+                raise DigestError("closed before it was swapped in")
+
+    def _open(self, proposal: Propose, layout: Layout) -> StagingBuffer:
+        if isinstance(proposal.route, SharedMemoryRoute):
+            return self._shadows.attach(proposal.route.segment, layout)
+        return self._shadows.spare(layout, self._serving)
+
+    def _receive(self, proposal: Propose, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs) -> None:
+        """Takes what comes by itself. What does not arrive is asked for once the version is committed."""
+        memory, spans = as_memory(shadow.tensor), shadow.layout.spans
+
+        def arrived(index: int) -> None:
+            started = time.monotonic()
+            start, end = spans[index]
+            digest = bucket_digest(memory[start:end]) if self._verify else ""
+            intake.bucket(proposal.epoch, proposal.version, index, memory[start:end], digest)
+            costs.hash_s += time.monotonic() - started
+
+        route = proposal.route
+        if isinstance(route, CollectiveRoute):
+            self._receive_broadcast(proposal, route, shadow, arrived, costs)
+        elif isinstance(route, SharedMemoryRoute) and self._verify:
+            self._follow(proposal, shadow, arrived)
+        elif isinstance(route, CudaIpcRoute):
+            self._await_commit(proposal)
+            shadow.tensor.copy_(cuda_ipc.map_shared(route, shadow.layout.nbytes, self._engine.device))
+            for index in range(len(spans)):
+                arrived(index)
+
+    def _follow(self, proposal: Propose, shadow: StagingBuffer, arrived: Callable[[int], None]) -> None:
+        """Hashes the buckets of a segment while the sender writes the next ones."""
+        attached, buckets = shadow.attached, len(shadow.layout.spans)
+        assert attached
+        index, deadline = 0, time.monotonic() + self._config.deadline_s
+        while index < buckets:
+            filled = attached.filled(proposal.version)
+            if filled == index:
+                if self._given_up(proposal):
+                    raise DigestError("a newer version was proposed")
+                if time.monotonic() > deadline:
+                    raise DigestError(
+                        f"the trainer did not fill bucket {index} of segment within {self._config.deadline_s:g} s"
+                    )
+                time.sleep(POLL_S)
+            for full in range(index, filled):
+                arrived(full)
+            index = max(index, filled)
+
+    def _receive_broadcast(
+        self,
+        proposal: Propose,
+        route: CollectiveRoute,
+        shadow: StagingBuffer,
+        arrived: Callable[[int], None],
+        costs: _Costs,
+    ) -> None:
+        identity = self._mailbox.identity
+        if identity not in route.ranks:
+            raise DigestError(f"{identity} has no rank in epoch {proposal.epoch}")
+        if route.sparse_from:
+            if self._serving is None or route.sparse_from != self._serving_digest:
+                raise DigestError("changes are sent to a version that is not served here")
+            copy_bytes(self._serving.tensor, shadow.tensor)
+        try:
+            if self._group is None or self._group.epoch != proposal.epoch or self._group.route.type != route.type:
+                self._group = BroadcastGroup(route, proposal.epoch, route.ranks[identity], self._config.host)
+            self._group.route = route
+            target = shadow.tensor
+            if route.type == "nccl":
+                target = torch.empty(shadow.tensor.numel(), dtype=torch.uint8, device=self._engine.device)
+            copied = self._copier(target, shadow, arrived)
+            self._group.bytes_received = 0
+            self._group.receive(shadow.layout, target, copied)
+            costs.bytes_received += self._group.bytes_received
+        except CollectiveError as error:
+            self._group = None
+            log.warning("broadcast broke", version=proposal.version, error=str(error))
+
+    @staticmethod
+    def _copier(target: torch.Tensor, shadow: StagingBuffer, arrived: Callable[[int], None]) -> Callable[[int], None]:
+        if target is shadow.tensor:
+            return arrived
+
+        def copied(index: int) -> None:
+            start, end = shadow.layout.spans[index]
+            copy_bytes(target[start:end], shadow.tensor[start:end])
+            arrived(index)
+
+        return copied
+
+    def _given_up(self, proposal: Propose) -> bool:
+        """The sender has proposed something newer, or this rollout leaves."""
+        return self._closing or self._newest != (proposal.epoch, proposal.version)
+
+    def _await_commit(self, proposal: Propose) -> CommitVersion:
+        at, deadline = (proposal.epoch, proposal.version), time.monotonic() + self._config.deadline_s
+        with self._changed:
+            while at not in self._commits:
+                left = deadline - time.monotonic()
+                if self._given_up(proposal):
+                    raise DigestError(f"version {proposal.version} was given up: a newer one was proposed")
+                if left <= 0:
+                    raise DigestError(
+                        f"the trainer did not commit version {proposal.version} within {self._config.deadline_s:g} s"
+                    )
+                self._changed.wait(left)
+            return self._commits[at]
+
+    def _settle(
+        self, proposal: Propose, commit: CommitVersion, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs
+    ) -> StagingBuffer:
+        """Compares with the manifest, and asks again for what is missing or wrong. Returns a shadow that is right."""
+        started = time.monotonic()
+        if not self._verify:
+            return shadow
+        for index, reason in intake.commit(proposal.epoch, proposal.version, commit.digests).items():
+            log.warning("a bucket is refused", version=proposal.version, bucket=index, reason=reason)
+        costs.verify_s += time.monotonic() - started
+        if intake.missing:
+            started = time.monotonic()
+            by_request = proposal.route.type == "snapshot"
+            costs.again += 0 if by_request else len(intake.missing)
+            shadow = self._fetch(proposal, commit, intake, shadow, costs)
+            costs.receive_s += time.monotonic() - started
+        if intake.whole() != commit.digests.whole:
+            raise DigestError(f"buckets {name_buckets(intake.missing)} are missing or wrong")
+        return shadow
+
+    def _fetch(
+        self, proposal: Propose, commit: CommitVersion, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs
+    ) -> StagingBuffer:
+        if shadow.attached:  # a segment is not ours to mend
+            mended = self._shadows.spare(shadow.layout, self._serving)
+            copy_bytes(shadow.tensor, mended.tensor)
+            shadow.release()
+            shadow = mended
+        if self._snapshots is None or self._snapshots.address != proposal.snapshots:
+            if self._snapshots:
+                self._snapshots.close()
+            self._snapshots = BucketClient(proposal.snapshots, self._mailbox.identity, self._keys)
+        into = shadow.tensor.numpy()
+
+        def arrived(bucket: Bucket, data: np.ndarray) -> None:
+            try:
+                intake.bucket(proposal.epoch, bucket.version, bucket.index, data.data)
+            except BucketError as error:
+                log.warning("a bucket is refused", version=proposal.version, bucket=bucket.index, reason=str(error))
+                return
+            start, end = intake.layout.spans[bucket.index]
+            into[start:end] = data
+
+        base = (self._serving_digest, self._serving.tensor) if self._serving else None
+        for _ in range(TRIES):
+            if not intake.missing or self._newest != (proposal.epoch, proposal.version):
+                break
+            costs.bytes_received += self._snapshots.fetch(
+                proposal.version, commit.digests.whole, intake.layout, intake.missing, base, arrived,
+                self._config.stall_s,
+            )  # fmt: skip
+        return shadow
+
+    def _prepare(self, commit: CommitVersion, shadow: StagingBuffer, costs: _Costs) -> tuple[Any, float]:
+        started = time.monotonic()
+        prepared = self._engine.prepare(shadow.weights, shadow.memory if self._engine.remote else None)
+        difference = 0.0
+        if commit.canary and not self._engine.remote:
+            difference = check_canary(self._engine, prepared, commit.canary)
+        costs.prepare_s = time.monotonic() - started
+        return prepared, difference

@@ -1,0 +1,394 @@
+"""Publishes versions to the rollouts, in a thread beside training.
+
+    training thread   │ forward, backward of step s+1 ……………………………│ optimizer step │ …
+    publisher thread  │ gather+cast+hash bucket k+1 ┐ commit step s │ CommitVersion, seeds, answers …
+                      │ broadcast bucket k …………………┘ to the ledger │
+
+The parameters are read while the next step computes its gradient, and must be read before its optimizer step changes
+them: `Job.read` says when. The protocol is `protocols.channel`'s; this file moves its bytes and messages.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+
+from penstock.protocols import messages as m
+from penstock.protocols.channel import Epoch, Peer, PublishState
+from penstock.protocols.keys import ClientKeys
+from penstock.protocols.mailbox import FencedError, Mailbox
+from penstock.protocols.versions import (
+    Digests,
+    Route,
+    SharedMemoryRoute,
+    SnapshotRoute,
+    Transport,
+    bucket_digest,
+    whole_digest,
+)
+from penstock.services.runtime import failpoint, health
+from penstock.services.runtime.errors import SetupError
+from penstock.services.weights import delta
+from penstock.services.weights.byte_views import as_array
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.sender.broadcast import Broadcast
+from penstock.services.weights.sender.shard_exporter import ShardExporter
+from penstock.services.weights.sender.snapshot import Buffers, Snapshot
+from penstock.services.weights.transports import cuda_ipc, shared_memory
+from penstock.services.weights.transports.bucket_server import BucketServer, bucket_reply
+
+log = structlog.get_logger()
+
+SAY_DEADLINE_S = 60.0
+POLL_S = 0.2
+
+
+@dataclass
+class Job:
+    """A version to publish; or, with ``quiet``, one that is only made ready and committed, while steps are redone."""
+
+    version: int
+    canary: m.Canary | None = None
+    commit: Callable[[Snapshot], None] = lambda snapshot: None
+    """Called once the version's digest is known: makes it durable that the version exists."""
+    quiet: bool = False
+    read: threading.Event = field(default_factory=threading.Event)
+    """Set once every parameter was read: the model may change."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """Set once ``commit`` has returned."""
+
+
+class Publisher:
+    """Owns the trainer's inbox: rollouts come, go, answer; jobs are posted by `publish`.
+
+    ``stopped`` is set once the broker wants the trainer to end, or something failed: then ``error`` is set too.
+    ``verify=False`` leaves out all digests, to measure what they cost.
+    """
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        source: ShardExporter,
+        run_key: str,
+        mailbox: Mailbox,
+        keys: ClientKeys | None = None,
+        verify: bool = True,
+    ) -> None:
+        self._config, self._source, self._mailbox, self._verify = config, source, mailbox, verify
+        self.stopped = threading.Event()
+        self.reason = ""
+        self.error: BaseException | None = None
+        self.latest: Snapshot | None = None
+        self._pinned: Snapshot | None = None
+        """One before the latest, as long as somebody loads it: a seed may take longer than a step."""
+        self._gpu = cuda_ipc.gpu_of(source.device)
+        if config.transport in ("nccl", "cuda_ipc") and not self._gpu:
+            raise SetupError(
+                f"weights.transport: {config.transport} needs the trainer on a GPU, and it is on a CPU; use auto"
+            )
+        self._probe: shared_memory.Probe | None = None
+        shared = config.transport in ("auto", "shm")
+        if shared:
+            shared_memory.remove_leftovers(run_key)
+            self._probe = shared_memory.Probe(run_key)
+        self._buffers = Buffers(run_key if shared else None)
+        # Epochs of a trainer that was started again come after those of the one before.
+        self._sender = PublishState(time.time_ns() // 1_000_000, config.deadline_s)
+        self._snapshots = BucketServer(config.host, keys, self._answer_fetch)
+        self._broadcast = Broadcast(config)
+        self._hasher = ThreadPoolExecutor(1, "hasher")
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run_thread, name="publisher", daemon=True)
+        self._thread.start()
+
+    @property
+    def peers(self) -> dict[str, Peer]:
+        """The rollouts, and how each stands."""
+        return self._sender.peers
+
+    def publish(self, job: Job) -> Job:
+        """Hands ``job`` over to the thread."""
+        self._mailbox.post(job)
+        return job
+
+    def wait(self, event: threading.Event) -> None:
+        """Waits for a job's event. Raises what ended the thread, if that came first."""
+        while not event.wait(POLL_S):
+            health.beat()
+            if self.error:
+                raise self.error
+            if not self._thread.is_alive():
+                raise RuntimeError("the publisher has ended")
+
+    def close(self) -> None:
+        """Ends the thread, and lets go of connections, buffers and segments."""
+        self._closed = True
+        self._mailbox.post(None)
+        self._thread.join(self._config.stall_s + 5)
+        self._snapshots.close()
+        self.latest = self._pinned = None
+        self._broadcast.close()
+        self._buffers.close()
+        self._hasher.shutdown()
+        if self._probe:
+            self._probe.unlink()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run_thread(self) -> None:
+        try:
+            while not self._closed:
+                try:
+                    event = self._mailbox.inbox.get(timeout=POLL_S)
+                except queue.Empty:
+                    event = None
+                self._handle(event)
+                while not self._mailbox.inbox.empty():  # who has answered is not late
+                    self._handle(self._mailbox.inbox.get())
+                if not self.stopped.is_set():
+                    self._look_after()
+        except Exception as error:  # the trainer must hear of it: without this thread nothing reaches it any more
+            log.exception("the publisher failed")
+            self.error, self.reason = error, str(error)
+            self.stopped.set()
+
+    def _handle(self, event: object) -> None:
+        sender, now = self._sender, time.monotonic()
+        if isinstance(event, Job):
+            self._publish(event)
+        elif isinstance(event, m.Stop):
+            self.reason = event.reason
+            self.stopped.set()
+        elif isinstance(event, FencedError):
+            raise event
+        elif isinstance(event, m.Receivers):
+            sender.present(event.serves)
+        elif isinstance(event, m.Reach):
+            if event.layout != self._source.layout.digest:
+                log.info("an answer to an earlier trainer's invitation counts for nothing", receiver=event.receiver)
+                return  # it is invited again
+            transport = self._transport(event)
+            if sender.reached(event.receiver, transport):
+                log.info("receiver reached", receiver=event.receiver, transport=transport, host=event.host)
+        elif isinstance(event, m.Loaded):
+            sender.loaded(event.receiver, event.epoch, event.version, event.digest)
+            if event.buckets_again and event.transport in ("gloo", "nccl"):  # its end of the group broke
+                sender.broken()
+        elif isinstance(event, m.LoadFailed):
+            failed = sender.failed(event.receiver, event.epoch, event.version, now)
+            log.warning(
+                "receiver failed",
+                receiver=event.receiver,
+                epoch=event.epoch,
+                version=event.version,
+                error=event.error,
+                again=failed,
+            )
+
+    def _look_after(self) -> None:
+        """Invites strangers, seeds who is behind, votes out who is late."""
+        now = time.monotonic()
+        for late in self._sender.late(now):
+            log.error(
+                "receiver is late: voted out",
+                receiver=late.identity,
+                rank=self._broadcast.rank_of(late.identity),
+                epoch=late.epoch,
+                version=late.version,
+                waited_s=round(late.waited_s, 1),
+            )
+        invited = self._sender.invitations(now)
+        if invited:
+            probe = self._probe.name if self._probe else ""
+            self._say(m.Invite(targets=invited, probe=probe, layout=self._source.layout))
+        if self.latest is None:
+            return
+        for identity, epoch, transport in self._sender.seeds(now):
+            log.info("seeding", receiver=identity, epoch=epoch, version=self.latest.version, transport=transport)
+            self._propose([identity], epoch, self.latest, self._route_alone(transport, self.latest))
+            self._commit([identity], epoch, self.latest, first=False)
+
+    def _publish(self, job: Job) -> None:
+        started = time.monotonic()
+        layout = self._source.layout
+        if self._pinned and not self._loads(self._pinned):
+            self._pinned = None
+        kept = [snapshot for snapshot in (self.latest, self._pinned) if snapshot]
+        buffer, segment = self._buffers.take(job.version, layout.nbytes, kept)
+        snapshot = Snapshot(job.version, layout, buffer, segment, job.canary)
+        epoch = Epoch(-1, {}) if job.quiet else self._sender.open(job.version, time.monotonic())
+        self._announce(snapshot, epoch)
+        hashing: list[str | Future[str]] = []
+        for index, on_device, digest in self._source.buckets(buffer, hashed=self._verify):
+            if self._verify:  # while the next bucket is gathered, where the source could not
+                hashing.append(digest or self._hasher.submit(bucket_digest, snapshot.bucket(index)))
+            if snapshot.base:
+                self._find_changes(snapshot, index)
+            if segment:
+                segment.filled(index + 1)
+            if snapshot.on_gpu is not None:
+                start, end = layout.spans[index]
+                snapshot.on_gpu[start:end].copy_(on_device)
+            self._broadcast.send(index, snapshot, on_device)
+            failpoint.reach("publishing", job.version)
+        job.read.set()
+        gathered = time.monotonic()
+        found = [d if isinstance(d, str) else d.result() for d in hashing] or [""] * len(layout.spans)
+        whole = whole_digest(layout, found) if self._verify else f"unverified-{job.version}"
+        snapshot.digests = Digests(buckets=tuple(found), whole=whole)
+        snapshot.cost.gather_s, snapshot.cost.digest_s = gathered - started, time.monotonic() - gathered
+        job.commit(snapshot)
+        job.done.set()
+        self._finish(snapshot)
+        with self._lock:
+            if self.latest and self._loads(self.latest) and not (self._pinned and self._loads(self._pinned)):
+                self._pinned = self.latest
+            self.latest = snapshot
+        if job.quiet:
+            return
+        self._sender.committed(job.version, whole)
+        self._commit(list(epoch.members), epoch.number, snapshot, first=True)
+        failpoint.reach("published", job.version - 1)
+
+    def _loads(self, snapshot: Snapshot) -> bool:
+        """Somebody is not done with it."""
+        return any(p.loading and p.loading[1] == snapshot.version for p in self._sender.peers.values())
+
+    def _announce(self, snapshot: Snapshot, epoch: Epoch) -> None:
+        """Proposes the version to all members, by their routes, and meets the groups that buckets are broadcast to."""
+        self._choose_base(snapshot, epoch.by("gloo"))
+        if on_gpu := epoch.by("cuda_ipc"):
+            snapshot.on_gpu = torch.empty(snapshot.layout.nbytes, dtype=torch.uint8, device=self._source.device)
+            self._propose(on_gpu, epoch.number, snapshot, cuda_ipc.share(snapshot.on_gpu))
+        if snapshot.segment and (sharing := epoch.by("shm")):
+            self._propose(sharing, epoch.number, snapshot, SharedMemoryRoute(segment=snapshot.segment.name))
+        if asking := epoch.by("snapshot"):
+            self._propose(asking, epoch.number, snapshot, SnapshotRoute())
+        self._broadcast.meet(
+            epoch, snapshot, lambda targets, route: self._propose(targets, epoch.number, snapshot, route)
+        )
+
+    def _choose_base(self, snapshot: Snapshot, collective: list[str]) -> None:
+        """Whether changes are sent: everybody who takes part must have what they are changes of."""
+        latest = self.latest
+        if latest is None or self._config.sparse == "off" or snapshot.version % self._config.full_every == 0:
+            return
+        needs = [p for p in self._sender.peers.values() if p.transport in ("gloo", "snapshot")]
+        served = (latest.version, latest.digest)
+        if not needs or any(self._sender.peers[identity].serves != served for identity in collective):
+            return
+        if snapshot.layout.weights[0].dtype != "float32":
+            snapshot.base = latest.digest
+
+    def _find_changes(self, snapshot: Snapshot, index: int) -> None:
+        assert self.latest
+        old, new = self.latest.bucket(index), snapshot.bucket(index)
+        changes = delta.encode(as_array(old), as_array(new))
+        if changes is not None:
+            snapshot.changes[index] = changes
+
+    def _finish(self, snapshot: Snapshot) -> None:
+        if snapshot.base:
+            elements = snapshot.layout.nbytes // 2
+            whole = sum(
+                (end - start) // 2
+                for index, (start, end) in enumerate(snapshot.layout.spans)
+                if index not in snapshot.changes
+            )
+            changed = sum(delta.changes_in(changes) for changes in snapshot.changes.values())
+            snapshot.cost.density = (changed + whole) / max(1, elements)
+        self._broadcast.finish(snapshot)
+        if self._broadcast.broken:
+            self._sender.broken()
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _propose(self, targets: list[str], epoch: int, snapshot: Snapshot, route: Route) -> None:
+        self._say(
+            m.Propose(
+                targets=targets,
+                epoch=epoch,
+                version=snapshot.version,
+                layout=snapshot.layout.digest,
+                route=route,
+                snapshots=self._snapshots.address,
+            )
+        )
+
+    def _commit(self, targets: list[str], epoch: int, snapshot: Snapshot, first: bool) -> None:
+        assert snapshot.digests
+        self._say(
+            m.CommitVersion(
+                targets=targets,
+                epoch=epoch,
+                version=snapshot.version,
+                digests=snapshot.digests,
+                canary=snapshot.canary,
+                cost=snapshot.cost if first else None,
+            )
+        )
+
+    def _say(self, message: m.Invite | m.Propose | m.CommitVersion) -> None:
+        """Sends it; who was not there to hear it is offered the version again."""
+
+        def answered(future: Future[m.Message]) -> None:
+            if isinstance(message, m.Invite):
+                return
+            reply = None if future.exception() else future.result()
+            absent = reply.absent if isinstance(reply, m.Relayed) else message.targets
+            for identity in absent:
+                reason = f"it did not hear of the version: {future.exception() or 'it is not with the broker'}"
+                self._mailbox.post(
+                    m.LoadFailed(receiver=identity, epoch=message.epoch, version=message.version, error=reason)
+                )
+
+        self._mailbox.ask_later(message, SAY_DEADLINE_S).add_done_callback(answered)
+
+    def _route_alone(self, transport: Transport, snapshot: Snapshot) -> Route:
+        """How one rollout is served from a version that is all there."""
+        if transport == "shm" and snapshot.segment:
+            return SharedMemoryRoute(segment=snapshot.segment.name)
+        if transport == "cuda_ipc" and snapshot.on_gpu is not None:
+            return cuda_ipc.share(snapshot.on_gpu)
+        return SnapshotRoute()
+
+    def _transport(self, reach: m.Reach) -> Transport:
+        """The best way to a rollout, by where it is and what the configs name."""
+        shares_memory = self._probe is not None and reach.nonce == self._probe.nonce
+        possible: dict[Transport, bool] = {
+            "cuda_ipc": bool(self._gpu) and reach.gpu == self._gpu,
+            "shm": shares_memory and not reach.gpu,
+            "nccl": bool(self._gpu and reach.gpu) and not cuda_ipc.same_gpu(self._gpu, reach.gpu),
+            "gloo": not reach.gpu,
+            "snapshot": True,
+        }
+        named = reach.only or (None if self._config.transport == "auto" else self._config.transport)
+        if named is None:
+            return next(transport for transport, fits in possible.items() if fits)
+        fits = {**possible, "shm": shares_memory, "gloo": True}[named]
+        if not fits:
+            log.warning(
+                "weights.transport does not reach this rollout: snapshot", transport=named, **reach.model_dump()
+            )
+        return named if fits else "snapshot"
+
+    def _answer_fetch(self, fetch: m.Fetch) -> m.Message:
+        """Called from the snapshot server's thread."""
+        with self._lock:
+            there = [snapshot for snapshot in (self.latest, self._pinned) if snapshot]
+        snapshot = next((s for s in there if (s.version, s.digest) == (fetch.version, fetch.digest)), None)
+        if snapshot is None:
+            has = f"version {there[0].version}" if there else "no version"
+            return m.Refused(code="not_ready", reason=f"version {fetch.version} is gone; the snapshot is {has}")
+        if not 0 <= fetch.index < len(snapshot.layout.spans):
+            return m.Refused(code="bad_message", reason=f"there is no bucket {fetch.index}")
+        changes = snapshot.changes.get(fetch.index) if snapshot.base and fetch.held == snapshot.base else None
+        return bucket_reply(fetch.version, fetch.index, snapshot.bucket(fetch.index), changes)

@@ -1,0 +1,1 @@
+"""The ways by which a version's bytes travel."""

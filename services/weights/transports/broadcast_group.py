@@ -1,0 +1,198 @@
+"""Broadcasting a version's buckets over a process group of the epoch's own, beside the trainer's."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from penstock.protocols.versions import CollectiveRoute, Layout
+from penstock.services.weights import delta
+
+POLL_S = 0.0003
+AHEAD = 6
+"""Buckets that a receiver has room ready for: the next ones come in while it hashes one."""
+LANES = {"gloo": 3, "nccl": 1}
+"""Process groups with connections of their own that buckets take turns on: one carries on while another's ends wait
+for each other."""
+_WHOLE, _CHANGES = 0, 1
+
+
+class CollectiveError(RuntimeError):
+    """A broadcast that failed or stalled. Its group is never used again."""
+
+
+def serve_store(host: str) -> tuple[dist.TCPStore, str]:
+    """The meeting point of all epochs, on a free port of ``host``; with its ``host:port``."""
+    with socket.create_server((host, 0), backlog=128) as bound:  # torch by itself would listen on every interface
+        port = bound.getsockname()[1]
+        store = dist.TCPStore(
+            host, port, world_size=None, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach()
+        )
+    return store, f"{host}:{port}"
+
+
+@dataclass(slots=True)
+class _Sent:
+    index: int
+    works: list[Any]
+    tensors: list[torch.Tensor]
+    """Kept until they are sent."""
+
+
+class BroadcastGroup:
+    """One epoch's process groups: the trainer at rank 0 and a fixed set of receivers."""
+
+    def __init__(
+        self, route: CollectiveRoute, epoch: int, rank: int, host: str, store: dist.TCPStore | None = None
+    ) -> None:
+        self.route, self.epoch, self.rank = route, epoch, rank
+        stall = timedelta(seconds=route.stall_s)
+        deadline = time.monotonic() + route.stall_s
+        try:
+            if store is None:
+                address, _, port = route.store.rpartition(":")
+                store = dist.TCPStore(
+                    address, int(port), world_size=None, is_master=False, timeout=stall, wait_for_workers=False
+                )
+            self._lanes = [
+                _meet(dist.PrefixStore(f"{route.type}-{epoch}-{lane}", store), route, rank, host, deadline)
+                for lane in range(LANES[route.type])
+            ]
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"epoch {epoch}, rank {rank}: the group did not meet within {route.stall_s:g} s; members: "
+                f"{self._members()}: {_first_line(error)}"
+            ) from None
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+        self._options.rootTensor = 0
+        self._options.timeout = stall
+        self._sent: list[_Sent] = []
+        self.bytes_sent = self.bytes_received = 0
+
+    def send(self, index: int, bucket: torch.Tensor, changes: bytes | None = None) -> None:
+        """Starts to send bucket ``index`` (uint8 ``[bytes]``), or the ``changes`` that make it. Returns at once."""
+        tensors = [bucket]
+        if self.route.sparse_from:
+            payload = bucket if changes is None else torch.frombuffer(bytearray(changes), dtype=torch.uint8)
+            kind = _WHOLE if changes is None else _CHANGES
+            tensors = [torch.tensor([kind, payload.numel()]), payload]
+        self.bytes_sent += tensors[-1].numel()
+        try:
+            works = [self._lane(index).broadcast([tensor], self._options) for tensor in tensors]
+        except RuntimeError as error:
+            raise self._failure(index, _first_line(error)) from None
+        self._sent.append(_Sent(index, works, tensors))
+
+    def finish(self, but: int = 0) -> None:
+        """Waits until all ``but`` the last few buckets are sent. Raises `CollectiveError`, naming the bucket and the
+        members."""
+        while len(self._sent) > but:
+            bucket = self._sent.pop(0)
+            for work in bucket.works:
+                self._wait(work, bucket.index)
+
+    def receive(
+        self,
+        layout: Layout,
+        shadow: torch.Tensor,
+        arrived: Callable[[int], None],
+    ) -> None:
+        """Receives every bucket into ``shadow`` (uint8 ``[bytes]``), which holds the version that buckets are changes
+        of, where the route says so. ``arrived`` is called with each bucket's number, while others come in."""
+        if self.route.sparse_from:
+            self._receive_changes(layout, shadow, arrived)
+            return
+        coming: deque[tuple[int, Any]] = deque()
+        spans = enumerate(layout.spans)
+        while True:
+            for index, (start, end) in islice(spans, AHEAD - len(coming)):
+                coming.append((index, self._broadcast(index, shadow[start:end])))
+            if not coming:
+                return
+            index, work = coming.popleft()
+            self._wait(work, index)
+            arrived(index)
+
+    def _receive_changes(
+        self,
+        layout: Layout,
+        shadow: torch.Tensor,
+        arrived: Callable[[int], None],
+    ) -> None:
+        for index, (start, end) in enumerate(layout.spans):
+            head = torch.zeros(2, dtype=torch.int64)
+            self._wait(self._broadcast(index, head), index)
+            kind, nbytes = head.tolist()
+            if kind == _WHOLE and nbytes == end - start:
+                self._wait(self._broadcast(index, shadow[start:end]), index)
+            elif kind == _CHANGES and 0 < nbytes < end - start:
+                changes = torch.empty(nbytes, dtype=torch.uint8)
+                self._wait(self._broadcast(index, changes), index)
+                delta.apply(memoryview(changes.numpy()), _numpy(shadow[start:end]))
+            else:
+                raise self._failure(index, f"{nbytes} bytes of kind {kind} were announced")
+            arrived(index)
+
+    def _broadcast(self, index: int, tensor: torch.Tensor) -> Any:
+        self.bytes_received += tensor.numel() * tensor.element_size()
+        try:
+            return self._lane(index).broadcast([tensor], self._options)
+        except RuntimeError as error:
+            raise self._failure(index, _first_line(error)) from None
+
+    def _lane(self, index: int) -> Any:
+        return self._lanes[index % len(self._lanes)]
+
+    def _wait(self, work: Any, index: int) -> None:
+        """gloo waits by itself, at most `stall_s`; NCCL would only have its stream wait."""
+        deadline = time.monotonic() + self.route.stall_s
+        while self.route.type == "nccl" and not work.is_completed():
+            if time.monotonic() > deadline:
+                raise self._failure(index, f"it did not move for {self.route.stall_s:g} s")
+            time.sleep(POLL_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure(index, _first_line(error)) from None
+
+    def _failure(self, index: int, reason: str) -> CollectiveError:
+        return CollectiveError(
+            f"epoch {self.epoch}, rank {self.rank}: bucket {index} was not broadcast among {self._members()}: {reason}"
+        )
+
+    def _members(self) -> str:
+        return ", ".join(f"rank {rank} ({identity})" for identity, rank in self.route.ranks.items())
+
+
+def _meet(store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, deadline: float) -> Any:
+    timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    store.set_timeout(timeout)
+    world = len(route.ranks) + 1
+    if route.type == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    options._threads = 1  # two would share the same connections: 15 % slower
+    return dist.ProcessGroupGloo(store, rank, world, options)
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.numpy()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200]
