@@ -14,14 +14,17 @@ class PromptsConfig(Section):
     """Which prompts a run trains on, in which order."""
 
     train: DataConfig
+    """Where the prompts to train on come from."""
     eval: DataConfig | None = None
-    """Held-out prompts, answered greedily before and after training. None: no evaluation."""
+    """Held-out prompts, answered greedily before and after training. null: no evaluation."""
     eval_size: int = Field(256, ge=1)
+    """Held-out prompts that one evaluation asks, at most; the first ones of `eval`."""
     eval_every: int = Field(0, ge=0)
-    """Evaluate also after every so many steps, while training goes on; 0: not."""
+    """Evaluate also after every so many steps, e.g. ``50``, while training goes on; 0: not."""
     shuffle: bool = True
+    """Draw the prompts in random order (by `run.seed`), another in each epoch; false: in the data's own order."""
     epochs: int | None = Field(None, ge=1)
-    """How often every prompt is drawn; None: as often as the steps need."""
+    """How often every prompt is drawn, e.g. ``1``; null: as often as the steps need."""
 
 
 class GateConfig(Section):
@@ -30,14 +33,14 @@ class GateConfig(Section):
     max_lag: int = Field(1, ge=0)
     """η: no token older than this many versions is trained on. 0 is synchronous training."""
     groups_per_step: int = Field(32, ge=1)
-    """B: groups in a training step."""
+    """B: groups in a training step. With 32 groups of 8 trajectories a step learns from 256 answers."""
     window: int = Field(1, ge=1)
-    """W: a finished group may overtake this many unfinished ones, less one. 1 keeps strict order."""
+    """W: a finished group may overtake W - 1 unfinished ones, e.g. ``8``. 1 keeps strict order."""
 
     prefetch: int | None = Field(None, ge=1)
-    """Groups that may be leased, scored or ready beyond the step in training. None: as many as max_lag allows. About
-    groups_per_step keeps experience one version old where rollouts are faster than the trainer; at least that many,
-    plus window - 1, are always allowed."""
+    """Groups that may be leased, scored or ready beyond the step in training, e.g. ``32``. null: as many as max_lag
+    allows. About groups_per_step keeps experience one version old where rollouts are faster than the trainer; at least
+    that many, plus window - 1, are always allowed."""
 
     @model_validator(mode="after")
     def _enough_lag(self) -> GateConfig:
@@ -54,16 +57,18 @@ class BrokerConfig(Section):
     """The broker process."""
 
     bind: str = "tcp://127.0.0.1:0"
-    """Where it listens; port 0 takes a free one."""
+    """Where it listens, e.g. ``tcp://0.0.0.0:5555``; port 0 takes a free one. Beyond the loopback it makes keys, and
+    speaks to nobody without them."""
     advertise: str | None = None
-    """The address that others use, where it differs from what was bound."""
+    """The address that others use, e.g. ``tcp://10.1.0.7:5555``; null: the one that was bound."""
     heartbeat_s: float = Field(1.0, gt=0)
+    """Seconds between the signs of life that each process sends to the broker."""
     dead_after_s: float = Field(15.0, gt=0)
-    """An actor that is silent for this long is treated as dead."""
+    """A process that is silent for so many seconds is treated as dead."""
     lease_s: float = Field(30.0, gt=0)
-    """A lease that is not renewed (by its holder's heartbeats) for this long is given to another rollout."""
+    """A lease that is not renewed (by its holder's heartbeats) for so many seconds is given to another rollout."""
     stall_s: float = Field(60.0, gt=0)
-    """When no step completes for this long, log and live view name the group, the actor and the wait."""
+    """When no step completes for so many seconds, log and live view name the group, the actor and the wait."""
     max_attempts: int = Field(5, ge=1)
     """A group that was leased or scored this often without an answer is dropped."""
     max_consecutive_drops: int = Field(64, ge=1)
@@ -74,9 +79,11 @@ class ReplayConfig(Section):
     """What becomes of trained groups."""
 
     archive: Literal["all", "none"] | int = "none"
-    """Steps whose groups are kept on disk, in the run's folder, for `penstock replay`: all, the last N, or none."""
+    """Steps whose groups are kept on disk, in the run's folder, for `penstock replay`: all, the last N
+    (e.g. ``100``), or none."""
     filter: Literal["none", "zero_variance"] = "none"
-    """``zero_variance``: drop groups whose rewards are all equal, and generate others instead (Yu et al. 2025)."""
+    """``zero_variance``: drop groups whose rewards are all equal, from which nothing can be learned, and generate
+    others instead (Yu et al. 2025)."""
     max_consecutive_filtered: int = Field(1024, ge=1)
     """So many filtered groups without one that is kept end the run: there is nothing left to learn."""
 
@@ -85,10 +92,12 @@ class StoreConfig(Section):
     """Redis, the pipeline's memory."""
 
     url: str | None = None
-    """``redis://…``, ``rediss://…`` or ``unix://…``. None: a private server in the run's folder."""
+    """Address of a Redis of your own: ``redis://…``, ``rediss://…`` (TLS) or ``unix://…``, e.g.
+    ``redis://10.1.0.7:6379/0``. null: a private server in the run's folder."""
     fsync: Literal["always", "everysec"] = "always"
-    """How the private server syncs its append-only file."""
+    """When the private server writes its file through to the disk: at every write, or once a second, which a power cut
+    may cost."""
     retry_s: float = Field(60.0, gt=0)
-    """How long the broker waits for a store that does not answer, before it gives up."""
+    """How many seconds the broker waits for a store that does not answer, before it gives up."""
     shutdown: bool = False
     """When the run is over, the broker ends the server too: for one that serves this run alone, as in a container."""

@@ -16,8 +16,11 @@ class SortData(Section):
     size: int = Field(100_000, ge=1)
     """Number of prompts."""
     min_letters: int = Field(4, ge=1, le=10)
+    """Letters of the shortest task, e.g. ``3``."""
     max_letters: int = Field(8, ge=1, le=10)
+    """Letters of the longest task, e.g. ``10``."""
     seed: int = 0
+    """Other seeds give other tasks."""
 
     @model_validator(mode="after")
     def _ordered(self) -> SortData:
@@ -31,22 +34,23 @@ class HubData(Section):
 
     type: Literal["hub"] = "hub"
     path: str
-    """A hub name such as ``openai/gsm8k``, or ``json``, ``csv``, ``parquet`` together with `files`."""
+    """A name on the hub, e.g. ``openai/gsm8k``, or ``json``, ``csv``, ``parquet`` together with `files`."""
     name: str | None = None
-    """The hub dataset's configuration, e.g. ``main``."""
+    """The hub dataset's configuration, e.g. ``main``; null: its only one."""
     files: list[str] = []
-    """Local files, read by the format that `path` names."""
+    """Local files, e.g. ``[rows.jsonl]``, read by the format that `path` names."""
     split: str = "train"
+    """Part of the dataset, e.g. ``test``."""
     prompt_key: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages."""
+    """Column of the prompt, e.g. ``question``: text, or a list of chat messages."""
     truth_key: str | None = None
-    """Column that the reward compares with; the whole row where not given."""
+    """Column that the reward compares with, e.g. ``answer``; null: the whole row."""
     chat: bool = True
     """Render a text prompt as one user message through the tokenizer's chat template, where it has one."""
     system: str | None = None
-    """System message before each prompt."""
+    """System message before each prompt, e.g. ``Think step by step.``; null: none."""
     limit: int | None = Field(None, ge=1)
-    """Use the first rows only."""
+    """Use so many rows from the start, e.g. ``1000``; null: all."""
 
 
 class ReasoningGymData(Section):
@@ -56,13 +60,17 @@ class ReasoningGymData(Section):
     task: str
     """The task set's name, e.g. ``chain_sum``."""
     options: dict[str, Any] = {}
-    """The task set's own settings."""
+    """The task set's own settings, e.g. ``{max_terms: 3}``."""
     size: int = Field(10_000, ge=1)
+    """Number of prompts."""
     seed: int = 0
+    """Other seeds give other tasks."""
     chat: bool = False
+    """Render a question as one user message through the tokenizer's chat template, where it has one."""
     system: str | None = None
+    """System message before each question, e.g. ``Think step by step.``; null: none."""
     suffix: str = ""
-    """Text after each question."""
+    """Text that is put behind each question, e.g. ``" Answer with a number."``; empty: none."""
 
 
 class CustomData(Section):
@@ -70,7 +78,9 @@ class CustomData(Section):
 
     type: Literal["custom"] = "custom"
     function: str
+    """Where it is: module and function, e.g. ``my_data:load``."""
     options: dict[str, Any] = {}
+    """What the function is called with, e.g. ``{folder: tasks}``."""
 
 
 DataConfig = Annotated[SortData | HubData | ReasoningGymData | CustomData, Field(discriminator="type")]

@@ -11,11 +11,15 @@ class ReferenceConfig(Section):
     """The reference processes; none are started where the KL coefficient is 0."""
 
     count: int = Field(1, ge=1)
+    """How many reference processes."""
     path: str | None = None
-    """The frozen model; None: the model that training starts from."""
+    """The frozen model: a folder or a hub name, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``; null: the model that training
+    starts from."""
     device: str = "auto"
+    """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
     tokens_per_batch: int = Field(8192, ge=1)
-    """Padded tokens of one forward pass."""
+    """Tokens of one forward pass, padding included; fewer need less memory."""
     groups_in_hand: int = Field(64, ge=1)
     """Groups that one reference process asks for at once."""
     threads: int = Field(1, ge=1)
+    """Compute threads of each process."""

@@ -21,6 +21,7 @@ class TorchEngineConfig(Section):
     prefill_tokens: int = Field(8192, ge=1)
     """Prompt tokens prefilled between two decoding steps."""
     device: str = "auto"
+    """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """What happens to the KV of requests in flight when the weights change: kept as it is, or recomputed under the new
     weights."""
@@ -38,14 +39,14 @@ class VllmEngineConfig(Section):
     """What happens to the KV of requests in flight when the weights change: kept as it is, or recomputed under the new
     weights."""
     seeded: bool = True
-    """Sampling is keyed by seed, group and sample. False: by vLLM's own stream, which is faster on GPUs."""
+    """Sampling is keyed by seed, group and sample. false: by vLLM's own stream, which is faster on GPUs."""
     start_s: float = Field(600.0, gt=0)
-    """vLLM must be ready after this long."""
+    """vLLM must be ready after so many seconds."""
     deadline_s: float = Field(60.0, gt=0)
-    """An engine that has not answered for this long is taken for dead; the rollout is then started again."""
+    """An engine that has not answered for so many seconds is taken for dead; the rollout is then started again."""
     vllm: dict[str, Any] = {}
-    """Any other engine argument of vLLM, by its own name: tensor_parallel_size, gpu_memory_utilization, quantization,
-    max_num_batched_tokens, enforce_eager, kv_cache_memory_bytes, ..."""
+    """Any other engine argument of vLLM, by its own name, e.g. ``{tensor_parallel_size: 2}``, or
+    gpu_memory_utilization, quantization, max_num_batched_tokens, enforce_eager, kv_cache_memory_bytes and so on."""
 
     @field_validator("vllm")
     @classmethod
@@ -75,8 +76,11 @@ class PluginEngineConfig(Section):
 
     type: Literal["plugin"] = "plugin"
     name: str
-    """Entry point of the group ``penstock.engines``, or ``module:class``."""
+    """A name, e.g. ``openai`` or ``sglang`` (entry points of the group ``penstock.engines``), or your own
+    ``module:class``."""
     options: dict[str, Any] = {}
+    """What the engine is made with, e.g. ``{url: "http://127.0.0.1:8000", folder: /dev/shm/versions}``. See
+    docs/engines.md."""
 
 
 EngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig | PluginEngineConfig, Field(discriminator="type")]
@@ -86,18 +90,21 @@ class SamplingConfig(Section):
     """How training trajectories are drawn."""
 
     n: int = Field(8, ge=1)
-    """Trajectories of each prompt."""
+    """Trajectories of each prompt: the size of a group."""
     temperature: float = Field(1.0, ge=0)
-    """0 is greedy."""
+    """How freely tokens are drawn: 1 as the model says, less is more cautious, e.g. ``0.7``. Must be above 0 in
+    training."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that together have this probability, e.g. ``0.95``; 1 keeps all tokens."""
     top_k: int = Field(0, ge=0)
-    """0 keeps all tokens."""
+    """Draw from so many of the likeliest tokens, e.g. ``50``; 0 keeps all tokens."""
     masks: bool = False
     """With top_p or top_k: which tokens were kept is recorded, and trainer and reference compute log-probabilities over
-    those alone, as the sampler did (DeepSeek-AI 2025, V3.2). False: over the whole vocabulary."""
+    those alone, as the sampler did (DeepSeek-AI 2025, V3.2). false: over the whole vocabulary."""
     max_new_tokens: int = Field(256, ge=1)
+    """Longest response, in tokens; what is longer is cut off."""
     stop: tuple[str, ...] = ()
-    """Texts that end a trajectory."""
+    """Texts that end a trajectory, e.g. ``["</answer>"]``."""
 
     def training(self) -> Sampling:
         """For training groups."""
@@ -112,9 +119,13 @@ class RolloutConfig(Section):
     """The rollout processes."""
 
     count: int = Field(1, ge=1)
+    """How many rollout processes, each with an engine of its own."""
     engine: EngineConfig = TorchEngineConfig()
+    """The inference engine that generates. See docs/engines.md."""
     sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn, and how many trajectories of each prompt."""
     threads: int = Field(1, ge=1)
     """Compute threads of each process."""
     groups_in_flight: int = Field(0, ge=0)
-    """Groups that one rollout holds at most; 0: as many as fit the engine, and half as many again in its queue."""
+    """Groups that one rollout holds at most, e.g. ``64``; 0: as many as fit the engine, and half as many again in its
+    queue."""

@@ -14,7 +14,7 @@ class GroupAdvantage(Section):
 
     type: Literal["grpo"] = "grpo"
     std: bool = True
-    """Divide by the group's standard deviation."""
+    """Divide by the group's standard deviation; false: as Dr. GRPO does."""
 
 
 class CustomFunction(Section):
@@ -22,8 +22,9 @@ class CustomFunction(Section):
 
     type: Literal["custom"] = "custom"
     function: str
-    """``module:function``"""
+    """Where it is: module and function, e.g. ``my_module:my_function``."""
     options: dict[str, Any] = {}
+    """What the function is called with besides, e.g. ``{scale: 0.5}``."""
 
 
 class ClippedLoss(Section):
@@ -31,9 +32,9 @@ class ClippedLoss(Section):
 
     type: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, ge=0)
-    """The ratio is kept above 1 - clip_low."""
+    """The ratio is kept above 1 - clip_low, e.g. ``0.1``."""
     clip_high: float = Field(0.2, ge=0)
-    """The ratio is kept below 1 + clip_high."""
+    """The ratio is kept below 1 + clip_high, e.g. ``0.28``."""
     dual_clip: float = Field(3.0, gt=1)
     """For negative advantages the token loss is at most this times the advantage's size."""
 
@@ -49,6 +50,7 @@ class TruncatedCorrection(Section):
 
     type: Literal["truncated"] = "truncated"
     upper: float = Field(2.0, gt=0)
+    """Largest weight that a token can have."""
     normalize: bool = False
     """Divide the weights by their mean."""
 
@@ -57,11 +59,11 @@ class KLConfig(Section):
     """The penalty for leaving the reference model."""
 
     coefficient: float = Field(0.0, ge=0)
-    """0: no penalty, and no reference process."""
+    """Weight of the penalty, e.g. ``0.001``; 0: none, and no reference process."""
     kind: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Estimator (Schulman 2020)."""
+    """How the divergence is estimated from the sampled tokens (Schulman 2020). See docs/algorithms.md."""
     gradient: Literal["own", "k2"] = "own"
-    """``k2``: keep the value, but use the gradient of k2."""
+    """``own``: the gradient of the estimate itself. ``k2``: keep its value, but use the gradient of k2."""
 
 
 AdvantageConfig = Annotated[GroupAdvantage | CustomFunction, Field(discriminator="type")]
@@ -73,33 +75,47 @@ class AlgorithmConfig(Section):
     """Three choices that compose: an advantage, a policy loss, a correction for off-policy data. Defaults: GRPO."""
 
     advantage: AdvantageConfig = GroupAdvantage()
+    """How much better than expected a trajectory was."""
     loss: LossConfig = ClippedLoss()
+    """What the optimizer makes small, from advantages and log-probabilities."""
     correction: CorrectionConfig = NoCorrection()
+    """Weights for tokens that another policy than the trainer's sampled."""
     ratio: Literal["behaviour", "proximal"] = "behaviour"
     """Denominator of the loss's ratio: the log-probabilities of the policy that sampled (``behaviour``), or those of
     the policy that the step starts from (``proximal``; Hilton et al. 2022). With ``proximal``, take the truncated
     correction; ``behaviour`` holds that ratio already, and both together would count it twice. See
     docs/algorithms.md."""
     kl: KLConfig = KLConfig()
+    """A penalty for leaving the reference model."""
     aggregation: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"
     ] = "token-mean"
+    """How the losses of tokens become one number: the mean over all tokens of a step, or sums or means of each
+    trajectory first. See docs/algorithms.md."""
     length_scale: float | None = Field(None, gt=0)
-    """Divisor of ``seq-mean-token-sum-norm``."""
+    """Divisor of ``seq-mean-token-sum-norm``, which needs it, e.g. ``256`` (`rollout.sampling.max_new_tokens` is a good
+    value); null: none."""
 
 
 class OptimizerConfig(Section):
     """AdamW."""
 
     lr: float = Field(1e-6, gt=0)
+    """Learning rate after the warm-up, e.g. ``1.0e-05``."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """How slowly AdamW's two running means forget: of the gradient, and of its square, e.g. ``[0.9, 0.999]``."""
     eps: float = Field(1e-8, gt=0)
+    """Added to AdamW's divisor, so that it is never 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """How strongly weights are drawn towards 0, as a multiple of the learning rate, e.g. ``0.01``; 0: not."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from near 0 to `lr`, e.g. ``10``."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, down to `final_lr_share` at the last step."""
+    """The learning rate after the warm-up: it stays, or falls to `final_lr_share` of itself by the last step."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
+    """Share of the learning rate that is left at the last step, e.g. ``0.1``."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """A gradient that is longer than this (2-norm over all parameters) is scaled down to it."""
 
 
 class CheckpointConfig(Section):
@@ -120,14 +136,19 @@ class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     """Training steps; each yields a version."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is learned from the rewards, and how."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """How the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the model is saved."""
     mismatch_warning: float = Field(0.05, gt=0)
     """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
     this is warned of. See docs/engines.md."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
-    """Padded tokens of one forward and backward pass."""
+    """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     device: str = "auto"
+    """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
     threads: int = Field(1, ge=1)
     """Compute threads of each rank."""

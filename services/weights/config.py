@@ -21,25 +21,26 @@ class WeightsConfig(Section):
     the same shared memory, ``nccl`` between GPUs, else ``gloo``. ``snapshot``: the rollout asks for the weights over
     ZeroMQ, for peers that no collective reaches. A rollout that the named one does not reach gets ``snapshot``."""
     host: str = "127.0.0.1"
-    """This host's address on the weight network; or that network, as ``10.1.0.0/16``: each host finds its own
-    address."""
+    """This host's address on the weight network; or that network, e.g. ``10.1.0.0/16``: each host finds
+    its own address."""
     deadline_s: float = Field(60.0, gt=0)
-    """A rollout that has not loaded a version after this long is voted out, and invited again."""
+    """A rollout that has not loaded a version after so many seconds is voted out, and invited again."""
     stall_s: float = Field(10.0, gt=0)
-    """A bucket that has not moved for this long breaks its epoch; what is missing then comes from the snapshot."""
+    """A bucket that has not moved for so many seconds breaks its epoch; what is missing then comes from the
+    snapshot."""
     bucket_mb: float = Field(4.0, ge=0.001, le=256)
-    """Unit of transfer and of verification."""
+    """Unit of transfer and of verification, in MiB."""
     sparse: Literal["auto", "off"] = "auto"
     """``auto``: over networks, 16-bit weights are sent as what changed since the version before, where that is
-    smaller."""
+    smaller. ``'off'`` needs its quotes: a bare off is YAML's false."""
     full_every: int = Field(50, ge=1)
     """Every so many versions are sent whole."""
     canary_tokens: int = Field(32, ge=0)
     """Length of the sequence that a rollout scores before it serves a version; its log-probabilities must be the
-    trainer's. 0: none."""
+    trainer's. 0: no such check."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest mean difference of the canary's log-probabilities; None: 1e-3 for float32, 0.1 for 16-bit weights, which
-    the trainer holds in float32."""
+    """Largest mean difference of the canary's log-probabilities, e.g. ``0.05``; null: 1e-3 for float32, 0.1 for 16-bit
+    weights, which the trainer holds in float32."""
 
     @property
     def bucket_bytes(self) -> int:

@@ -41,6 +41,12 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
             "reward.functions.0.function: 'exact' is neither module:function nor one",
         ),
         ("prompts.train={type: hub}", "prompts.train.path: missing"),
+        (
+            "rollout.engine={max_length: 64}",
+            "rollout.engine: say which kind it is, with one of type: torch, type: vllm",
+        ),
+        ("prompts.train={type: sorted}", "prompts.train: type is 'sorted', but must be one of 'sort', 'hub',"),
+        ("prompts.train={type: sorted}", "did you mean 'sort'?"),
         ("nonsense", "is not of the form dotted.key=value"),
         ("gate.max_lag.x=1", "gate.max_lag is a value, not a section"),
     ],

@@ -1,0 +1,84 @@
+"""A pydantic `ValidationError` in the user's words: the key's path, what is wrong, and the nearest that is right."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from typing import Annotated, Any
+
+from pydantic import BaseModel
+
+from penstock.pipeline.config.schema import Config
+
+
+def explain(data: Any, problem: Any) -> str:
+    """One line for one of the ``errors()`` of a `ValidationError` that validating ``data`` as a `Config` raised."""
+    path = _path(data, problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
+        near = difflib.get_close_matches(str(path[-1]), known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"{'.'.join(map(str, path))}: unknown key; {hint}"
+    if problem["type"] == "missing":
+        return f"{'.'.join(map(str, path))}: missing; give it a value"
+    if problem["type"] == "literal_error":
+        near = difflib.get_close_matches(str(problem["input"]), problem["ctx"]["expected"].split("'"), 1)
+        message += f", got {problem['input']!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    elif problem["type"] == "union_tag_not_found":
+        near = [f"type: {tag(model)}" for model in _sections(data, path)]
+        message = f"say which kind it is, with one of {', '.join(near)}"
+    elif problem["type"] == "union_tag_invalid":
+        known = problem["ctx"]["expected_tags"]
+        near = difflib.get_close_matches(problem["ctx"]["tag"], known.split("'"), 1)
+        message = f"type is {problem['ctx']['tag']!r}, but must be one of {known}"
+        message += f"; did you mean {near[0]!r}?" if near else ""
+    elif problem["type"] != "value_error":
+        message += f", got {problem['input']!r}"
+    return f"{'.'.join(map(str, path)) or 'config'}: {message}"
+
+
+def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
+    """``loc`` without the union tags that pydantic puts between the keys."""
+    path: list[Any] = []
+    for index, part in enumerate(loc):
+        if isinstance(data, dict):
+            is_tag = part not in data and part == data.get("type", part) and index + 1 < len(loc)
+            if is_tag and index:
+                continue
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        path.append(part)
+    return path
+
+
+def _sections(data: Any, path: list[Any]) -> list[type[BaseModel]]:
+    """The sections that may stand at ``path``: one, or those of a union whose ``type`` is not given."""
+    here: list[type[BaseModel]] = [Config]
+    for part in path:
+        data = data.get(part) if isinstance(data, dict) else data[part] if isinstance(data, list) else None
+        if isinstance(part, int):
+            continue
+        fields = [parent.model_fields[part] for parent in here if part in parent.model_fields]
+        here = [m for field in fields for m in models(field.annotation)]
+        tagged = [m for m in here if isinstance(data, dict) and tag(m) == data.get("type")]
+        here = tagged or here
+    return here
+
+
+def models(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field of type ``annotation`` may hold: itself, a union's members, a list's elements."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType, list, Annotated):
+        return [m for argument in typing.get_args(annotation) for m in models(argument)]
+    return []
+
+
+def tag(model: type[BaseModel]) -> Any:
+    """What ``type:`` chooses ``model``, where it is a member of a union."""
+    field = model.model_fields.get("type")
+    return field.default if field else None

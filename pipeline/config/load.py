@@ -1,0 +1,96 @@
+"""YAML and dotted overrides into a checked config, and a config back into YAML."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from penstock.pipeline.config.explain import explain
+from penstock.pipeline.config.schema import Config
+from penstock.services.runtime.errors import SetupError
+
+
+class ConfigError(SetupError):
+    """A config that cannot be used: one line for each problem, with the key's path and what to do."""
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Config:
+    """The config in ``path`` with ``dotted.key=value`` overrides (values are YAML). Raises `ConfigError`."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is not a map of sections")
+    for override in overrides or []:
+        _apply(data, override)
+    return parse(data)
+
+
+def parse(data: dict[str, Any]) -> Config:
+    """The config that ``data`` describes. Raises `ConfigError`, one line for each problem."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(data, problem) for problem in error.errors())) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved config as YAML, defaults included and without passwords."""
+    data = config.model_dump(mode="json")
+    if url := data["store"]["url"]:
+        data["store"]["url"] = hide_password(url)
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def hide_password(url: str) -> str:
+    """``url`` with its password, if it has one, as ``***``."""
+    url = re.sub(r"(password=)[^&]*", r"\1***", url)
+    scheme, separator, rest = url.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    if not at:
+        return url
+    user = credentials.partition(":")[0]
+    return f"{scheme}{separator}{user}:***@{host}"
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
+    *parents, last = key.split(".")
+    place: Any = data
+    for index, parent in enumerate(parents):
+        place = _enter(place, parent, ".".join(parents[: index + 1]), override)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from None
+    if isinstance(place, list):
+        place[_position(place, last, override)] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    else:
+        raise ConfigError(f"override {override!r}: {'.'.join(parents)} is a value, not a section")
+
+
+def _enter(place: Any, key: str, path: str, override: str) -> Any:
+    if isinstance(place, list):
+        return place[_position(place, key, override)]
+    if not isinstance(place, dict):
+        raise ConfigError(f"override {override!r}: {path} is a value, not a section")
+    if place.get(key) is None:
+        place[key] = {}
+    return place[key]
+
+
+def _position(place: list[Any], key: str, override: str) -> int:
+    if not key.isdigit() or int(key) >= len(place):
+        raise ConfigError(f"override {override!r}: {key!r} is not a position in a list of {len(place)}")
+    return int(key)

@@ -1,0 +1,170 @@
+"""The whole config as pydantic models: what a key is called, what it may be, and what it is if not given."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.protocols.versions import Dtype
+from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
+from penstock.services.reference.config import ReferenceConfig
+from penstock.services.reward.config import RewardConfig
+from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime.settings import Section
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.weights.config import WeightsConfig
+
+
+class RunConfig(Section):
+    """The run itself."""
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run's folder, e.g. ``first-try``; null: the config file's name and the time."""
+    folder: str = "runs"
+    """Folder in which the folders of runs are made, e.g. ``/data/runs``."""
+    seed: int = Field(0, ge=0)
+    """Every random number of the run follows from it: the order of the prompts, the tokens that are sampled."""
+    deterministic: bool = False
+    """The same weights bit by bit from the same ledger, on the same kind of machine; generation is slower, since each
+    group is decoded alone. See docs/recovery.md."""
+    max_restarts: int = Field(10, ge=0)
+    """How often one process (a rollout, the trainer, …) is started again after it died, before the run gives up."""
+    tensorboard: bool = False
+    """Write TensorBoard files too. Needs ``penstock[tensorboard]``."""
+    gpu_gib: float | None = Field(None, gt=0)
+    """Memory of each GPU in GiB, e.g. ``80``; null: not checked. With it, a run whose model cannot fit is refused
+    before anything starts."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important messages that still go into `logs/`."""
+
+
+class PretrainedModel(Section):
+    """A causal language model of transformers."""
+
+    type: Literal["pretrained"] = "pretrained"
+    path: str
+    """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``."""
+    dtype: Dtype = "bfloat16"
+    """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+
+
+class WarmStart(Section):
+    """Supervised steps that teach a tiny model the form of an answer, but not yet to be right."""
+
+    steps: int = Field(150, ge=0)
+    """How many supervised steps; 0: none, the model starts with random weights."""
+    batch: int = Field(128, ge=1)
+    """Prompts with their answers in one such step."""
+    lr: float = Field(3e-3, gt=0)
+    """Learning rate at the first step; it falls to a tenth of it by the last."""
+    corrupted: float = Field(0.75, ge=0, le=1)
+    """Share of the answers whose characters are shuffled, so that only their form is taught, e.g. ``0.5``: half of
+    them."""
+
+
+class TinyModel(Section):
+    """A character-level Qwen3 made on the spot, so that a run needs no download."""
+
+    type: Literal["tiny"] = "tiny"
+    hidden_size: int = Field(128, ge=8)
+    """Width of the vectors between the layers."""
+    intermediate_size: int = Field(512, ge=8)
+    """Width inside a layer's feed-forward part."""
+    layers: int = Field(2, ge=1)
+    """Number of decoder layers."""
+    heads: int = Field(4, ge=1)
+    """Attention heads of a layer."""
+    kv_heads: int = Field(2, ge=1)
+    """Heads for keys and values; several attention heads share one, so it must divide `heads`."""
+    head_dim: int = Field(32, ge=4)
+    """Width of one head."""
+    max_length: int = Field(512, ge=8)
+    """Longest prompt and response together that the model can read, in tokens; here a token is a character."""
+    dtype: Dtype = "float32"
+    """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    warm_start: WarmStart = WarmStart()
+    """A short supervised start; without it a tiny model would never hit on a right answer to be rewarded for."""
+
+
+ModelConfig = Annotated[PretrainedModel | TinyModel, Field(discriminator="type")]
+
+
+class Config(Section):
+    """Everything a run is. `penstock run FILE --dry-run` prints all keys with their values, `penstock config` explains
+    them."""
+
+    run: RunConfig = RunConfig()
+    """The run itself: name, folder, seed, how it deals with crashes."""
+    model: ModelConfig
+    """The model that is trained: by name, or a tiny one made on the spot."""
+    prompts: PromptsConfig
+    """The tasks that the model is given, to train and to evaluate on."""
+    gate: GateConfig = GateConfig()
+    """How old experience may be, and how much of it makes a step."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The processes that generate, each with an inference engine."""
+    reward: RewardConfig = RewardConfig()
+    """The processes that say how good an answer is."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The processes that run a frozen model, for the KL penalty."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The process that learns: algorithm, optimizer, checkpoints."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights get to the rollouts, and how they are checked."""
+    broker: BrokerConfig = BrokerConfig()
+    """The process in the middle: its address and its patience."""
+    store: StoreConfig = StoreConfig()
+    """Redis, where everything lies that must survive a crash."""
+    replay: ReplayConfig = ReplayConfig()
+    """Finished groups: which are left out, which are kept on disk."""
+
+    @property
+    def with_reference(self) -> bool:
+        """The KL penalty is on, so reference processes are needed."""
+        return self.trainer.algorithm.kl.coefficient > 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        sampling, engine, algorithm = self.rollout.sampling, self.rollout.engine, self.trainer.algorithm
+        if isinstance(engine, TorchEngineConfig | VllmEngineConfig):
+            if isinstance(engine, TorchEngineConfig) and sampling.n > engine.max_sequences:
+                raise ValueError(
+                    f"rollout.sampling.n={sampling.n} exceeds rollout.engine.max_sequences={engine.max_sequences}"
+                )
+            if sampling.max_new_tokens >= engine.max_length:
+                raise ValueError(
+                    f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
+                    f"rollout.engine.max_length={engine.max_length}"
+                )
+            if self.weights.canary_tokens > engine.max_length:
+                raise ValueError(
+                    f"weights.canary_tokens={self.weights.canary_tokens} exceeds "
+                    f"rollout.engine.max_length={engine.max_length}"
+                )
+        if sampling.masks and not sampling.training().truncated:
+            raise ValueError("rollout.sampling.masks: without top_p or top_k there is nothing to record")
+        if isinstance(engine, VllmEngineConfig) and sampling.masks and not sampling.top_k:
+            raise ValueError("rollout.sampling.masks: vLLM needs top_k with it, the number of tokens to look at")
+        if (
+            isinstance(engine, VllmEngineConfig)
+            and sampling.training().truncated
+            and not sampling.masks
+            and sampling.temperature != 1
+        ):
+            raise ValueError(
+                "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
+                f"other than 1 (it is {sampling.temperature:g}); set masks=true, or leave top_p and top_k out"
+            )
+        if algorithm.advantage.type == "grpo" and sampling.n < 2:
+            raise ValueError("rollout.sampling.n must be at least 2: GRPO compares the trajectories of a group")
+        if sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature must be above 0: greedy groups have no variance to learn from"
+            )
+        if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.length_scale is None:
+            raise ValueError(
+                "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm; "
+                "rollout.sampling.max_new_tokens is a good value"
+            )
+        return self
