@@ -244,6 +244,29 @@ def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
         raise typer.Exit(0) from None
 
 
+@app.command("config")
+def explain_config(
+    key: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="A key or a section, e.g. gate.max_lag or rollout.engine.", show_default=False),
+    ] = None,
+    markdown: Annotated[bool, typer.Option(help="Print docs/configuration.md: all keys, as one page.")] = False,
+) -> None:
+    """Say what a key of the config means: its type, its default, an example. Without KEY, which sections there are.
+
+    For instance: penstock config gate.max_lag, penstock config rollout.engine, penstock config reward.functions
+    """
+    from penstock.pipeline.config.page import page
+    from penstock.pipeline.tools.keys import show_key, show_sections
+
+    if markdown:
+        typer.echo(page(), nl=False)
+    elif key:
+        show_key(Console(), key)
+    else:
+        show_sections(Console())
+
+
 @app.command()
 def ledger(run: RUN, as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line.")] = False) -> None:
     """Print which groups each step of a run trained on, and the digest of the version that it yielded."""
