@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from penstock.pipeline.config.reference import Block, Key, reference
+from penstock.pipeline.config.words import is_list
 
 INTRODUCTION = """\
 # Configuration
@@ -90,7 +91,7 @@ def _section(key: Key, depth: int, printed: dict[tuple[type, ...], str]) -> Iter
     printed[models] = key.path
     if not key.chooses:
         (block,) = key.blocks
-        yield _prose(key.meaning if depth > 2 else block.meaning)
+        yield _prose(key.meaning + _more(key, block))
         yield from _table(block)
     else:
         yield _prose(key.meaning)
@@ -101,6 +102,13 @@ def _section(key: Key, depth: int, printed: dict[tuple[type, ...], str]) -> Iter
         for below in block.keys:
             if below.blocks:
                 yield from _section(below, depth + 1, printed)
+
+
+def _more(key: Key, block: Block) -> str:
+    """What the section's own docstring adds: of a list, what an element is; of others, where more is said."""
+    if is_list(key.field.annotation):
+        return f" {block.meaning}"
+    return "".join(f" {pointer}" for pointer in re.findall(r"See docs/[\w-]+\.md\.", block.meaning))
 
 
 def _table(block: Block) -> Iterator[str]:

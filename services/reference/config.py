@@ -11,7 +11,7 @@ class ReferenceConfig(Section):
     """The reference processes; none are started where the KL coefficient is 0."""
 
     count: int = Field(1, ge=1)
-    """How many reference processes."""
+    """How many reference processes; none where `trainer.algorithm.kl.coefficient` is 0."""
     path: str | None = None
     """The frozen model: a folder or a hub name, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``; null: the model that training
     starts from."""

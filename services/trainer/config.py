@@ -136,11 +136,12 @@ class TrainerConfig(Section):
     steps: int = Field(100, ge=1)
     """Training steps; each yields a version."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is learned from the rewards, and how."""
+    """What is learned from the rewards: an advantage, a loss and a correction that compose. Defaults: GRPO. See
+    docs/algorithms.md."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How the weights are changed."""
+    """AdamW: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the model is saved."""
+    """When the model is saved, in transformers' layout, with the trainer's own state beside it."""
     mismatch_warning: float = Field(0.05, gt=0)
     """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
     this is warned of. See docs/engines.md."""
