@@ -92,7 +92,9 @@ def run(
 
 @app.command()
 def serve(
-    actor: Annotated[str, typer.Argument(help="broker, rollout, reward, reference or trainer.")],
+    actor: Annotated[
+        str, typer.Argument(help="broker, rollout, reward, reference, trainer, or one of the config's scorers.")
+    ],
     config: Annotated[Path, typer.Option(help="The run's config.")],
     overrides: OVERRIDES = None,
     broker: Annotated[
@@ -117,31 +119,26 @@ def serve(
     --broker. Each exits 0 when the run is over. A broker whose broker.bind is not on the loopback makes keys in its
     run's folder; the others need a copy of keys/client.json.
     """
-    from penstock.pipeline.run.serve import keys_folder, threads_of
+    from penstock.pipeline.run.folder import keys_folder
     from penstock.pipeline.run.serve import serve as serve_actor
     from penstock.protocols.keys import load_client
+    from penstock.services.runtime import registry
     from penstock.services.runtime.actor import ActorContext, end
 
-    kinds = ("broker", "rollout", "reward", "reference", "trainer")
-    if actor not in kinds:
-        raise ConfigError(f"ACTOR: {actor!r} is not one of {', '.join(kinds)}")
     resolved = load(config, overrides)
+    actors = registry.actors(resolved)
+    if actor not in actors:
+        raise ConfigError(f"ACTOR: {actor!r} is not one of {', '.join(actors)}")
     if actor != "broker" and broker is None:
         raise ConfigError(f"{actor}: give the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
     folder.mkdir(parents=True, exist_ok=True)
     client = keys or keys_folder(folder) / "client.json"
     mine = load_client(client) if actor != "broker" and (keys or client.is_file()) else None
-    kind: Any = actor
-    place = ActorContext(
-        name or default_name(actor),
-        folder.name,
-        folder,
-        broker or "",
-        threads_of(kind, resolved),
-        mine,
+    context = ActorContext(
+        name or default_name(actor), folder.name, folder, broker or "", actors[actor].threads(resolved), mine
     )
     store = os.environ.pop("PENSTOCK_STORE", None)
-    end(serve_actor(kind, resolved, place, store, supervised, ready_fd))
+    end(serve_actor(actor, resolved, context, store, supervised, ready_fd))
 
 
 def default_name(actor: str) -> str:
@@ -284,9 +281,9 @@ def replay(
 
     Needs replay.archive: all. Exit code 0 where all digests agree, which run.deterministic promises.
     """
-    from penstock.pipeline.tools.recompute import replay as run_replay
+    from penstock.pipeline.tools.recompute import recompute
 
-    raise typer.Exit(0 if run_replay(Console(), run, step) else 1)
+    raise typer.Exit(0 if recompute(Console(), run, step) else 1)
 
 
 @doctor.callback()

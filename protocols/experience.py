@@ -13,6 +13,8 @@ from pydantic_core import core_schema
 from penstock.protocols import wire
 
 Finish = Literal["stop", "length"]
+Purpose = Literal["train", "eval"]
+"""What a group is for. Groups of both live the same life; those for evaluation are never trained on."""
 
 UNSAMPLED = -1
 """The version of a token that no policy sampled: a prompt's, or an environment's."""
@@ -46,9 +48,23 @@ class ArraySpec:
         return value
 
 
+class AnyArraySpec(ArraySpec):
+    """Any dtype of the wire, one dimension: whoever knows the declaration checks it."""
+
+    def __init__(self) -> None:
+        super().__init__("any dtype", 1)
+
+    def _check(self, value: Any) -> np.ndarray:
+        if not isinstance(value, np.ndarray) or value.ndim != 1:
+            raise ValueError(f"expected an array with one dimension, got {type(value).__name__}")
+        return value
+
+
 Bytes = Annotated[np.ndarray, ArraySpec("uint8", 1)]
 """An opaque payload: uint8 ``[bytes]``, so that a large one travels in a frame of its own."""
 Floats = Annotated[np.ndarray, ArraySpec("float32", 1)]
+Values = Annotated[np.ndarray, AnyArraySpec()]
+"""Of a column: `columns.Column` says the dtype and the size."""
 
 
 def as_bytes(payload: bytes | memoryview) -> np.ndarray:
@@ -186,10 +202,33 @@ class Group:
         """Number of tokens that the policy sampled, over all trajectories."""
         return sum(trajectory.sampled for trajectory in self.trajectories)
 
-    def oldest_version(self) -> int | None:
-        """The lowest version that sampled a token here; None where no token was sampled."""
-        sampled = [t.versions[t.loss_mask == 1] for t in self.trajectories]
-        return min((int(v.min()) for v in sampled if v.size), default=None)
+
+class GroupSummary(BaseModel):
+    """What may be known of a group without decoding it. Whoever decodes it compares."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    trajectories: int
+    tokens: int
+    """Of all trajectories together, prompts included."""
+    sampled: int
+    """Tokens that the policy sampled."""
+    oldest: int
+    """The lowest version among them; -1 where there are none."""
+    newest: int
+    """The highest."""
+
+
+def summarize(group: Group) -> GroupSummary:
+    """The summary that travels with ``group``."""
+    sampled = [t.versions[t.loss_mask == 1] for t in group.trajectories]
+    versions = np.concatenate(sampled) if sampled else np.zeros(0, np.int32)
+    return GroupSummary(
+        trajectories=len(group.trajectories),
+        tokens=sum(len(t.tokens) for t in group.trajectories),
+        sampled=versions.size,
+        oldest=int(versions.min(initial=np.iinfo(np.int32).max)) if versions.size else UNSAMPLED,
+        newest=int(versions.max(initial=UNSAMPLED)),
+    )
 
 
 _COLUMNS = ("tokens", "loss_mask", "logprobs", "versions")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 import zmq
@@ -100,7 +101,10 @@ class Mailbox:
         self.beat_s = 1.0
         self.hello: Callable[[], list[Message]] | None = None
         self.arrived: Callable[[Message], None] | None = None
-        """Told of every message for the inbox as it comes in, from the mailbox's thread."""
+        """Told of every message that was not asked for as it comes in, from the mailbox's thread."""
+        self.handlers: dict[type[Message], Callable[[Any], None]] = {}
+        """Messages of these types go to a handler, in the mailbox's thread, and not to the inbox: it must return at
+        once."""
         self.fenced: FencedError | None = None
         self.heard_at = time.monotonic()
         """When the broker last sent anything, on the monotonic clock."""
@@ -229,6 +233,12 @@ class Mailbox:
         try:
             envelope = wire.decode([part.buffer for part in parts])
             message = from_envelope(envelope)
+        except wire.ProtocolError as error:  # nothing it says can be understood: better now than at the deadline
+            log.error("the broker is of another version", error=str(error))
+            for request in waiting.values():
+                request.future.set_exception(error)
+            waiting.clear()
+            return True
         except Exception as error:
             log.warning("a message from the broker was refused", error=str(error))
             return True
@@ -258,7 +268,7 @@ class Mailbox:
         elif not isinstance(message, Welcome | Resumed):  # answers to an introduction that nobody waits for
             if self.arrived:
                 self.arrived(message)
-            self.inbox.put(message)
+            self.handlers.get(type(message), self.inbox.put)(message)
         return True
 
     def _overdue(self, sock: zmq.Socket, waiting: dict[int, _Request], now: float) -> None:
@@ -352,15 +362,22 @@ class RouterServer:
                 envelope = wire.decode([part.buffer for part in parts])
                 request_id = envelope.id
                 received.append((identity, request_id, from_envelope(envelope)))
+            except wire.ProtocolError as error:
+                self._refuse(identity, error, error.id, error.protocol)
             except Exception as error:  # whatever a peer sends, it costs only itself
-                self.refused += 1
-                log.warning("a message was refused", sender=identity[:80], error=str(error))
-                self.send(identity, Refused(code="bad_message", reason=str(error)), request_id)
+                self._refuse(identity, error, request_id)
         return received
 
     def send(self, identity: str, message: Message, reply_to: int = 0) -> None:
         """Queues ``message`` until the next `flush`."""
         self._outgoing.append((identity, wire.encode(to_envelope(message, reply_to=reply_to))))
+
+    def _refuse(self, identity: str, error: Exception, reply_to: int, protocol: int = wire.PROTOCOL) -> None:
+        """In the peer's own protocol, which it can read; a refusal has looked the same in all of them."""
+        self.refused += 1
+        log.warning("a message was refused", sender=identity[:80], error=str(error))
+        refusal = Refused(code="bad_message", reason=str(error))
+        self._outgoing.append((identity, wire.encode(to_envelope(refusal, reply_to=reply_to), protocol)))
 
     def flush(self) -> None:
         """Sends everything queued. A peer that is gone misses its message and asks again."""

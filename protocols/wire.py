@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the wire format. Peers that differ refuse each other by name."""
 
 INLINE_BYTES = 16 * 1024
@@ -36,6 +36,17 @@ class WireError(ValueError):
     """The frames are not a message of ours; says what is wrong with them."""
 
 
+class ProtocolError(WireError):
+    """The peer speaks another version of the wire format: ``protocol``. ``id`` is its message's."""
+
+    def __init__(self, protocol: int, message_id: int) -> None:
+        super().__init__(
+            f"the peer speaks protocol {protocol}, this process speaks {PROTOCOL}: they are of different versions of "
+            "Penstock; start both from the same one"
+        )
+        self.protocol, self.id = protocol, message_id
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """One message on the wire, before its body is checked against the message's model.
@@ -49,10 +60,11 @@ class Envelope:
     body: dict[str, Any]
 
 
-def encode(envelope: Envelope) -> list[bytes | memoryview]:
-    """Frames of one message: the header, then each large array's buffer in the order of its mention."""
+def encode(envelope: Envelope, protocol: int = PROTOCOL) -> list[bytes | memoryview]:
+    """Frames of one message: the header, then each large array's buffer in the order of its mention. Another
+    ``protocol`` is for a refusal that a peer of that version can read."""
     frames: list[bytes | memoryview] = []
-    header = _pack([PROTOCOL, envelope.type, envelope.id, envelope.reply_to, envelope.body], frames)
+    header = _pack([protocol, envelope.type, envelope.id, envelope.reply_to, envelope.body], frames)
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(f"{envelope.type}: header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
     return [header, *frames]
@@ -70,8 +82,10 @@ def decode(frames: Sequence[bytes | memoryview]) -> Envelope:
     if not isinstance(header, list) or len(header) != 5:
         raise WireError("the header is not a list of five")
     protocol, kind, message_id, reply_to, body = header
-    if type(protocol) is not int or protocol != PROTOCOL:
-        raise WireError(f"peer speaks protocol {protocol!r}, this process speaks {PROTOCOL}")
+    if type(protocol) is not int:
+        raise WireError("the header has no protocol number")
+    if protocol != PROTOCOL:
+        raise ProtocolError(protocol, message_id if _is_id(message_id) else 0)
     if not (isinstance(kind, str) and _is_id(message_id) and _is_id(reply_to) and isinstance(body, dict)):
         raise WireError("the header's fields have wrong types")
     return Envelope(kind, message_id, reply_to, body)

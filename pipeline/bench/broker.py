@@ -21,7 +21,8 @@ from penstock.pipeline.bench.machine import describe
 from penstock.pipeline.harness.ack_server import ack_server
 from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.protocols import messages as m
-from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
+from penstock.protocols.columns import Column, ColumnTable
+from penstock.protocols.experience import Group, GroupSummary, Prompt, Trajectory, as_bytes, pack_group
 from penstock.protocols.mailbox import Mailbox, RouterServer
 from penstock.protocols.versions import Digests
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
@@ -105,12 +106,18 @@ def _raw_redis(url: str, payload: bytes, groups: int, batch: int) -> float:
     return rate
 
 
+def _finished(number: int, attempt: int, payload: bytes) -> m.Finished:
+    """What a rollout says; the broker believes the summary."""
+    summary = GroupSummary(trajectories=N, tokens=len(payload) // 14, sampled=len(payload) // 14, oldest=0, newest=0)
+    return m.Finished(purpose="train", number=number, attempt=attempt, summary=summary, experience=as_bytes(payload))
+
+
 def _raw_zmq(payload: bytes, groups: int, clients: int) -> float:
     """The same messages, acknowledged without being looked at: one client with as many in flight as all have."""
-    message = m.Finished(number=0, attempt=1, experience=as_bytes(payload))
+    message = _finished(0, 1, payload)
     waiting: deque[Future[m.Message]] = deque()
-    with ack_server(RouterServer("tcp://127.0.0.1:0")) as exchange:
-        box = Mailbox(exchange.address, "raw#1")
+    with ack_server(RouterServer("tcp://127.0.0.1:0")) as router:
+        box = Mailbox(router.address, "raw#1")
         started = time.perf_counter()
         for _ in range(groups):
             waiting.append(box.ask_later(message, 60))
@@ -138,7 +145,7 @@ def _through_broker(folder: Path, url: str, payload: bytes, groups: int, rollout
         prompts=PromptsConfig.model_validate({"train": {"type": "sort"}}),
         sampling=sampling.training(),
         eval_sampling=sampling.greedy(),
-        with_reference=False,
+        columns=ColumnTable(columns=(Column(name="reward/none", scorer="reward", nullable=True),)),
         tensorboard=False,
     )
     broker = Broker(settings, url)
@@ -190,7 +197,7 @@ def simulate(address: str, rollouts: int, groups: int, tokens: int) -> float:
         number = lease.number
         packed = bytes([0xCE]) + number.to_bytes(4, "big")
         data = template[:marker] + packed + template[marker + 1 :]
-        message = m.Finished(number=number, attempt=lease.attempt, experience=as_bytes(data))
+        message = _finished(number, lease.attempt, data)
 
         def answered(_: Future[m.Message], one: _Simulated = one) -> None:
             given[one] += 1

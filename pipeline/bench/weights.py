@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.pipeline.bench.machine import describe
-from penstock.pipeline.harness.weight_harness import BARE_BYTES, CPU, Fleet
+from penstock.pipeline.harness.weight_harness import BARE_BYTES, CPU, WeightHarness
 from penstock.protocols.versions import Layout
 from penstock.services.modeling.parallel.world import World
 from penstock.services.weights import delta
@@ -92,7 +92,7 @@ class Transfer:
 
 def transfer(named: dict[str, torch.Tensor], transport: str, receivers: int, verify: bool, threads: int) -> Transfer:
     """Publishes, and runs what limits that, in turns."""
-    fleet = Fleet(named, transport, verify, threads)
+    fleet = WeightHarness(named, transport, verify, threads)
     try:
         for _ in range(receivers):
             fleet.join()
@@ -119,7 +119,7 @@ def pause(named: dict[str, torch.Tensor], config: Any, threads: int) -> dict[str
     """What a torch engine that generates all the time feels of a publish."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        fleet = Fleet(named, "shm", True, threads, model=folder)
+        fleet = WeightHarness(named, "shm", True, threads, model=folder)
         try:
             fleet.join()
             pauses, publishes, between, around = [], [], [], []
@@ -152,7 +152,7 @@ def elastic(named: dict[str, torch.Tensor], threads: int) -> dict[str, float]:
     others serve a version in whose gloo broadcast a receiver was killed."""
     found: dict[str, float] = {}
     for transport in ("shm", "snapshot"):
-        fleet = Fleet(named, transport, True, threads)
+        fleet = WeightHarness(named, transport, True, threads)
         try:
             fleet.join()
             fleet.publish()
@@ -162,7 +162,7 @@ def elastic(named: dict[str, torch.Tensor], threads: int) -> dict[str, float]:
             found[f"join_{transport}_s"] = row["at"] - row["joined"]
         finally:
             fleet.close()
-    fleet = Fleet(named, "gloo", True, threads)
+    fleet = WeightHarness(named, "gloo", True, threads)
     try:
         names = [fleet.join() for _ in range(3)]
         fleet.publish()
@@ -171,7 +171,7 @@ def elastic(named: dict[str, torch.Tensor], threads: int) -> dict[str, float]:
         started = fleet.publish()
         time.sleep(0.05)
         victim.send_signal(signal.SIGKILL)
-        fleet.relay.bury(names[1])
+        fleet.fake_broker.bury(names[1])
         rows = fleet.loaded(2)
         found["killed_receiver_s"] = max(row["at"] for row in rows) - started
         started = fleet.publish()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.pipeline.config.columns import check_columns, columns_read
+from penstock.protocols.columns import REFERENCE, ColumnTable
 from penstock.protocols.versions import Dtype
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reward.config import RewardConfig
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
+from penstock.services.runtime.custom_scorer import ScorerConfig
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.weights.config import WeightsConfig
@@ -108,6 +113,8 @@ class Config(Section):
     """The processes that say how good an answer is."""
     reference: ReferenceConfig = ReferenceConfig()
     """The processes that run a frozen model, for the KL penalty."""
+    scorers: dict[str, ScorerConfig] = {}
+    """Scorers of your own, by name, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise: token}}}``."""
     trainer: TrainerConfig = TrainerConfig()
     """The process that learns: algorithm, optimizer, checkpoints."""
     weights: WeightsConfig = WeightsConfig()
@@ -121,8 +128,13 @@ class Config(Section):
 
     @property
     def with_reference(self) -> bool:
-        """The KL penalty is on, so reference processes are needed."""
-        return self.trainer.algorithm.kl.coefficient > 0
+        """Somebody reads the reference's log-probabilities: the KL penalty, or something of the user's own."""
+        return REFERENCE in columns_read(self)
+
+    @cached_property
+    def columns(self) -> ColumnTable:
+        """Every column that a group of this run has."""
+        return registry.columns(self)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -167,4 +179,5 @@ class Config(Section):
                 "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm; "
                 "rollout.sampling.max_new_tokens is a good value"
             )
+        check_columns(self)
         return self

@@ -11,22 +11,22 @@ from penstock.protocols.messages import Ack
 
 
 @contextmanager
-def ack_server(exchange: RouterServer) -> Iterator[RouterServer]:
-    """Answers whatever comes to ``exchange`` with `Ack`, in a thread; closes it in the end."""
+def ack_server(router: RouterServer) -> Iterator[RouterServer]:
+    """Answers whatever comes to ``router`` with `Ack`, in a thread; closes it in the end."""
     serving = threading.Event()
     serving.set()
 
     def serve() -> None:
         while serving.is_set():
-            for identity, request, _ in exchange.receive(0.02):
-                exchange.send(identity, Ack(), request)
-            exchange.flush()
+            for identity, request, _ in router.receive(0.02):
+                router.send(identity, Ack(), request)
+            router.flush()
 
     thread = threading.Thread(target=serve, name="ack_server", daemon=True)
     thread.start()
     try:
-        yield exchange
+        yield router
     finally:
         serving.clear()
         thread.join()
-        exchange.close()
+        router.close()

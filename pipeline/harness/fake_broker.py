@@ -12,7 +12,7 @@ class FakeBroker:
     """Tells the trainer which rollouts are there and what they serve. Runs in a thread, until `close`."""
 
     def __init__(self) -> None:
-        self.exchange = RouterServer("tcp://127.0.0.1:0")
+        self.router = RouterServer("tcp://127.0.0.1:0")
         self.serves: dict[str, tuple[int, str]] = {}
         self.muted: set[str] = set()
         """Rollouts that hear nothing."""
@@ -21,13 +21,13 @@ class FakeBroker:
         self.costs: dict[int, m.PublishCost] = {}
         self._trainer: str | None = None
         self._changed = self._open = True
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fake-broker", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
         """Where actors reach it."""
-        return self.exchange.address
+        return self.router.address
 
     def bury(self, identity: str) -> None:
         """A rollout is found dead."""
@@ -38,16 +38,16 @@ class FakeBroker:
         """Ends the thread."""
         self._open = False
         self._thread.join(5)
-        self.exchange.close()
+        self.router.close()
 
     def _run(self) -> None:
         while self._open:
-            for identity, request, message in self.exchange.receive(0.02):
-                self.exchange.send(identity, self._handle(identity, message), request)
+            for identity, request, message in self.router.receive(0.02):
+                self.router.send(identity, self._handle(identity, message), request)
             if self._changed and self._trainer:
                 self._changed = False
-                self.exchange.send(self._trainer, m.Receivers(serves=dict(self.serves)))
-            self.exchange.flush()
+                self.router.send(self._trainer, m.Receivers(serves=dict(self.serves)))
+            self.router.flush()
 
     def _handle(self, identity: str, message: m.Message) -> m.Message:
         if isinstance(message, m.Hello) and message.kind == "trainer":
@@ -57,11 +57,11 @@ class FakeBroker:
         elif isinstance(message, m.Bye):
             self.bury(identity)
         elif isinstance(message, m.Invite | m.Propose | m.CommitVersion):
-            if isinstance(message, m.CommitVersion) and message.cost:
-                self.costs[message.version] = message.cost
             for target in set(message.targets) & self.serves.keys() - self.muted:
-                self.exchange.send(target, message)
+                self.router.send(target, message)
             return m.Relayed(absent=[target for target in message.targets if target not in self.serves])
+        elif isinstance(message, m.Published):
+            self.costs[message.version] = message.cost
         elif isinstance(message, m.Reach | m.Loaded | m.LoadFailed) and self._trainer:
             report = message.model_copy(update={"receiver": identity})
             if isinstance(report, m.Loaded):
@@ -70,5 +70,5 @@ class FakeBroker:
                     self.serves[identity], self._changed = (report.version, report.digest), True
             elif isinstance(report, m.LoadFailed):
                 self.failures.append(report)
-            self.exchange.send(self._trainer, report)
+            self.router.send(self._trainer, report)
         return m.Ack()

@@ -19,7 +19,7 @@ from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Bye, Hello
 from penstock.services.modeling.parallel.world import World
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.sender.publisher import Job, Publisher
+from penstock.services.weights.sender.publisher import Publication, Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.transports.broadcast_group import serve_store
 
@@ -29,7 +29,7 @@ BARE_BYTES = 1 << 30
 """The plain broadcast needs a buffer in every process, beside the version's own two."""
 
 
-class Fleet:
+class WeightHarness:
     """A publisher of ``named`` in this process, and receivers in processes of their own."""
 
     def __init__(
@@ -40,11 +40,11 @@ class Fleet:
             {"transport": transport, "deadline_s": DEADLINE_S, "stall_s": 30.0, "sparse": "off"}
         )
         self.source = ShardExporter(named, dtype, self.config.bucket_bytes, World(CPU))
-        self.relay = FakeBroker()
+        self.fake_broker = FakeBroker()
         self._options = {
             "weights": self.config.model_dump(), "verify": verify, "threads": max(1, threads // 2), "model": model
         }  # fmt: skip
-        self._mailbox = Mailbox(self.relay.address, "trainer#1")
+        self._mailbox = Mailbox(self.fake_broker.address, "trainer#1")
         self.publisher = Publisher(self.config, self.source, f"bench-{os.getpid()}", self._mailbox, verify=verify)
         self._mailbox.ask(Hello(kind="trainer", name="trainer", host="", pid=os.getpid()), 30)
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -54,7 +54,7 @@ class Fleet:
     def join(self, wait: bool = True) -> str:
         """Starts a receiver; with ``wait``, until it can take part."""
         name = f"rollout-{len(self.processes)}#1"
-        command = [sys.executable, "-m", "penstock.pipeline.harness.weight_receiver", self.relay.address, name]
+        command = [sys.executable, "-m", "penstock.pipeline.harness.weight_receiver", self.fake_broker.address, name]
         process = subprocess.Popen(
             [*command, json.dumps(self._options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -71,7 +71,7 @@ class Fleet:
         """A new version, handed to the publisher; returns when."""
         self.version += 1
         started = time.monotonic()
-        self.publisher.publish(Job(self.version))
+        self.publisher.publish(Publication(self.version))
         return started
 
     def loaded(self, count: int) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ class Fleet:
         self._mailbox.tell(Bye(reason="measured"))
         self.publisher.close()
         self._mailbox.close()
-        self.relay.close()
+        self.fake_broker.close()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.observe.terminal import View
-from penstock.pipeline.run.serve import address_file, keys_folder
+from penstock.pipeline.run.folder import address_file, keys_folder
 from penstock.protocols.keys import load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
 from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusRequest

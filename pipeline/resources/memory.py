@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, TinyModel
-from penstock.pipeline.resources.gpus import gpus_of, total_gpus
+from penstock.pipeline.resources.gpus import total_gpus
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
 
 GIB = float(1 << 30)
 SHIPPED = Path(__file__).parents[2] / "configs" / "models"
@@ -135,7 +136,7 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
         )
     each = weights / (tensor * stages)
     token = shape.kv_bytes(config.model.dtype) / (min(tensor, shape.kv_heads) * stages) / GIB
-    gpus = gpus_of(config)["rollout"]
+    gpus = registry.actors(config)["rollout"].gpus(config)
     line = f"rollouts: {config.rollout.count} x {gpus} GPUs, {each:.1f} GiB of weights on each"
     if room:
         share = float(options.get("gpu_memory_utilization", 0.9))

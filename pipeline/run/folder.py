@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config import Config, ConfigError, dump, load
+from penstock.pipeline.config import Config, ConfigError, PretrainedModel, dump, load
+from penstock.services.runtime.files import write_whole
 
 FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n")
 """What a resumed run must have as it began."""
@@ -57,9 +59,37 @@ def open_folder(config: Config, folder: Path) -> None:
 
 def write_config(config: Config, folder: Path) -> None:
     """The resolved config, in one piece: others may be reading the one before."""
-    aside = folder / ".config.yaml"
-    aside.write_text(dump(config))
-    aside.rename(folder / "config.yaml")
+    write_whole(folder / "config.yaml", dump(config))
+
+
+def model_path(config: Config, folder: Path) -> str:
+    """Where the model that training starts from lies. Raises `ConfigError` where a tiny model is not made yet."""
+    if isinstance(config.model, PretrainedModel):
+        return config.model.path
+    path = folder / "model"
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model: there is no model in {path}; make it with: penstock prepare CONFIG --folder {folder}"
+        )
+    return str(path)
+
+
+def address_file(folder: Path) -> Path:
+    """Where the broker of the run in ``folder`` says how it is reached."""
+    return folder / "broker.address"
+
+
+def keys_folder(folder: Path) -> Path:
+    """Where the CURVE keys of the run in ``folder`` are."""
+    return folder / "keys"
+
+
+def run_key(folder: Path) -> str:
+    """The run's own key, made once, kept in its folder: by it the store is known to be this run's."""
+    path = folder / "run.key"
+    if not path.is_file():
+        write_whole(path, secrets.token_hex(16), mode=0o600)
+    return path.read_text().strip()
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:

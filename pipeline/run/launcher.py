@@ -19,9 +19,9 @@ from penstock.pipeline.resources.gpus import visible_gpus
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.finish import conclude
-from penstock.pipeline.run.folder import write_config
+from penstock.pipeline.run.folder import keys_folder, run_key, write_config
 from penstock.pipeline.run.redis_server import PrivateRedis
-from penstock.pipeline.run.serve import ActorName, keys_folder, run_key, threads_of
+from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.supervisor import Child, Supervisor
 from penstock.protocols.keys import load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
@@ -35,7 +35,8 @@ from penstock.protocols.messages import (
     StatusRequest,
     StopRun,
 )
-from penstock.services.runtime import logs
+from penstock.services.runtime import logs, registry
+from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.transports import shared_memory
 
 log = structlog.get_logger()
@@ -76,17 +77,17 @@ class _Launch:
         self._supervisor = Supervisor(config.run.max_restarts)
         self._redis: PrivateRedis | None = None
         self._mailbox: Mailbox | None = None
-        self._noted: dict[str, int] = {}
+        self._told: dict[str, int] = {}
         self._gpus = place(config, visible_gpus())
 
     def run(self, interrupted: list[int]) -> dict[str, Any]:
         self._prepare(interrupted)
         store = self._config.store.url or self._start_redis()
         address = self._start_broker(store)
-        for kind, count in self._actors().items():
-            for index in range(count):
-                name = kind if kind == "trainer" else f"{kind}-{index}"
-                self._start(kind, name, ["--broker", address])
+        for spec in registry.actors(self._config).values():
+            if spec.kind != "broker":
+                for name in spec.names(self._config):
+                    self._start(spec, name, ["--broker", address])
         client_keys = keys_folder(self._folder) / "client.json"
         keys = load_client(client_keys) if client_keys.is_file() else None
         self._mailbox = Mailbox(address, incarnation_of("supervisor"), keys)
@@ -141,7 +142,7 @@ class _Launch:
             # By environment: a command line, with the password in the URL, is for everyone to read.
             env = {"PENSTOCK_STORE": store}
             arguments = ["--ready-fd", str(write)]
-            child = self._start("broker", "broker", arguments, env, pass_fds=(write,))
+            child = self._start(registry.actors(self._config)["broker"], "broker", arguments, env, pass_fds=(write,))
         finally:
             os.close(write)
         try:
@@ -164,33 +165,18 @@ class _Launch:
         )
         return address
 
-    def _actors(self) -> dict[ActorName, int]:
-        config = self._config
-        return {
-            "trainer": 1,
-            "rollout": config.rollout.count,
-            "reward": config.reward.count,
-            "reference": config.reference.count if config.with_reference else 0,
-        }
-
     def _start(
         self,
-        kind: ActorName,
+        spec: ActorSpec,
         name: str,
         arguments: list[str],
         env: dict[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
     ) -> Child:
-        command = penstock("serve", kind, "--config", str(self._folder / "config.yaml"))
+        command = penstock("serve", spec.kind, "--config", str(self._folder / "config.yaml"))
         command += ["--folder", str(self._folder), "--name", name, "--supervised", *arguments]
-        threads = str(threads_of(kind, self._config))
-        env = {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-            **({"CUDA_VISIBLE_DEVICES": self._gpus[name]} if name in self._gpus else {}),
-            **(env or {}),
-        }
+        gpus = {"CUDA_VISIBLE_DEVICES": self._gpus[name]} if name in self._gpus else {}
+        env = environment(spec, self._config) | gpus | (env or {})
         return self._supervisor.start(name, command, self._stderr(name), env, pass_fds=pass_fds)
 
     def _stderr(self, name: str) -> Path:
@@ -229,8 +215,8 @@ class _Launch:
 
     def _note_restarts(self, view: View) -> None:
         for child in self._supervisor.children:
-            if child.restarts > self._noted.get(child.name, 0):
-                self._noted[child.name] = child.restarts
+            if child.restarts > self._told.get(child.name, 0):
+                self._told[child.name] = child.restarts
                 view.note(f"{child.name} died and was started again ({child.restarts})")
 
     # --- ending ------------------------------------------------------------------------------------------------------

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
 from penstock.pipeline.run.serve import EXIT_SETUP
+from penstock.services.runtime.processes import with_parent
 
 log = structlog.get_logger()
 
@@ -25,17 +23,6 @@ WEDGED_S = 30.0
 """A process may take this long to start before it counts as wedged."""
 SETTLED_S = 60.0
 """A process that lived this long starts its backoff anew."""
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def _ends_with_parent() -> Callable[[], None] | None:
-    """What a child that is not ours calls before it starts, so that it cannot outlive this process (Linux only)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass
@@ -168,7 +155,7 @@ class Supervisor:
                 stderr=stderr,
                 env=child.env,
                 pass_fds=pass_fds,
-                preexec_fn=_ends_with_parent() if child.foreign else None,
+                preexec_fn=with_parent() if child.foreign else None,
                 start_new_session=True,  # Ctrl-C is the supervisor's to handle
             )
         child.started_at = time.monotonic()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.processes import die_with_parent
 
 _OURS = "PENSTOCK_RANK"
-_PR_SET_PDEATHSIG = 1
 
 
 def launched() -> bool:
@@ -29,8 +27,8 @@ def join(count: int) -> None:
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and found != count:
         raise SetupError(f"trainer.ranks: {count}, but torchrun has started {found}; make them equal")
-    if os.environ.get(_OURS) and sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(_OURS):
+        die_with_parent()
 
 
 def launch(count: int, grace_s: int) -> int:

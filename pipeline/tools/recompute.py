@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
-from penstock.pipeline.run.serve import model_path
+from penstock.pipeline.run.folder import model_path
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
         torch.manual_seed(batch.seed)
-        metrics = learner.train(open_batch(batch, config.gate.max_lag))
+        metrics = learner.train(open_batch(batch, config.gate.max_lag, config.columns))
         digest = source.digest()
         if only is None or batch.step == only:
             yield Redone(batch.step, len(batch.groups), metrics["reward"], metrics["loss"], digest, recorded)
@@ -71,7 +71,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         raise ConfigError(f"{folder}: there is no archive; set replay.archive: all before the run")
 
 
-def replay(console: Console, folder: Path, only: int | None) -> bool:
+def recompute(console: Console, folder: Path, only: int | None) -> bool:
     """Prints each step as it is redone; returns whether every digest was the recorded one."""
     config = load(folder / "config.yaml")
     same = total = 0

@@ -1,6 +1,6 @@
 """Every message between actors, by what it is about. A field that a message does not declare is refused."""
 
-from penstock.protocols.messages.base import EVALUATION, ActorKind, Message, from_envelope, to_envelope
+from penstock.protocols.messages.base import Message, from_envelope, to_envelope
 from penstock.protocols.messages.generation import Failed, Finished, Lease
 from penstock.protocols.messages.membership import (
     Ack,
@@ -11,6 +11,7 @@ from penstock.protocols.messages.membership import (
     HeartbeatAck,
     Hello,
     HelloNeeded,
+    Holding,
     Refused,
     Stop,
     Welcome,
@@ -26,11 +27,12 @@ from penstock.protocols.messages.publishing import (
     LoadFailed,
     Propose,
     PublishCost,
+    Published,
     Reach,
     Receivers,
     Relayed,
 )
-from penstock.protocols.messages.scoring import Referenced, ReferenceScore, Score, Scored, Work, WorkItem
+from penstock.protocols.messages.scoring import Score, Scores, Work, WorkItem
 from penstock.protocols.messages.training import (
     Batch,
     Checkpointed,
@@ -44,9 +46,7 @@ from penstock.protocols.messages.training import (
 )
 
 __all__ = [
-    "EVALUATION",
     "Ack",
-    "ActorKind",
     "Batch",
     "Bucket",
     "Bye",
@@ -64,6 +64,7 @@ __all__ = [
     "HeartbeatAck",
     "Hello",
     "HelloNeeded",
+    "Holding",
     "Invite",
     "Lease",
     "LedgerReply",
@@ -75,15 +76,14 @@ __all__ = [
     "Message",
     "Propose",
     "PublishCost",
+    "Published",
     "Reach",
     "Receivers",
-    "ReferenceScore",
-    "Referenced",
     "Refused",
     "Relayed",
     "Resumed",
     "Score",
-    "Scored",
+    "Scores",
     "Status",
     "StatusRequest",
     "Stop",

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.protocols.wire import Envelope, WireError
-
-ActorKind = Literal["rollout", "reward", "reference", "trainer", "observer"]
-
-EVALUATION = -1
-"""Group numbers at or below this are evaluation prompts: scored, never trained on."""
 
 
 class Message(BaseModel):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.protocols.experience import Bytes, Prompt, Sampling
+from penstock.protocols.experience import Bytes, GroupSummary, Prompt, Purpose, Sampling
 from penstock.protocols.messages.base import Message
 
 
 class Lease(Message):
     """broker → rollout: generate group ``number``. The same number with a higher attempt is the same group again."""
 
+    purpose: Purpose
     number: int
     attempt: int
     seed: int
@@ -19,14 +20,17 @@ class Lease(Message):
 class Finished(Message):
     """rollout → broker: a finished group (`experience.pack_group`). Answered by `Ack` once it is durable."""
 
+    purpose: Purpose
     number: int
     attempt: int
+    summary: GroupSummary
     experience: Bytes
 
 
 class Failed(Message):
     """rollout → broker: this prompt cannot be generated from, for a reason that trying again will not mend."""
 
+    purpose: Purpose
     number: int
     attempt: int
     error: str

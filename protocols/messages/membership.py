@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from penstock.protocols.messages.base import ActorKind, Message
+from penstock.protocols.experience import Purpose
+from penstock.protocols.messages.base import Message
+
+Holding = dict[Purpose, list[int]]
+"""Numbers of groups."""
 
 
 class Hello(Message):
     """actor → broker: this incarnation of the actor is here. Answered by `Welcome`; fences older incarnations."""
 
-    kind: ActorKind
+    kind: str
     name: str
     host: str
     pid: int
@@ -18,7 +22,7 @@ class Hello(Message):
     """The version of the weights that a rollout serves or a trainer holds; -1 for none."""
     digest: str = ""
     """The digest of that version."""
-    holding: list[int] = []
+    holding: Holding = {}
     """Groups that this very process works on."""
     number: int = 0
     """Counts this process's hellos."""
@@ -35,7 +39,7 @@ class Heartbeat(Message):
     """actor → broker, unasked: alive, with gauges for the dashboard."""
 
     gauges: dict[str, float] = {}
-    holding: list[int] = []
+    holding: Holding = {}
     """Groups that it works on: their leases and offers are renewed, others expire."""
 
 

@@ -94,8 +94,13 @@ class CommitVersion(Message):
     version: int
     digests: Digests
     canary: Canary | None = None
-    cost: PublishCost | None = None
-    """With a version's first commit."""
+
+
+class Published(Message):
+    """trainer → broker, unasked: ``version`` is out; what that took."""
+
+    version: int
+    cost: PublishCost
 
 
 class Loaded(Message):

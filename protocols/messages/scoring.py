@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.protocols.experience import Bytes, Floats
+from penstock.protocols.experience import Bytes, Purpose, Values
 from penstock.protocols.messages.base import Message
 
 
@@ -12,40 +12,47 @@ class WorkItem(BaseModel):
     """One finished group to score."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    purpose: Purpose
     number: int
     experience: Bytes
+    """`experience.pack_group`"""
+    trajectories: int
+    tokens: int
+    """Of all trajectories together; like the two beside it as the rollout said, to be compared."""
+    oldest: int
+    """The lowest version among the sampled ones."""
+    wanted: list[str]
+    """The columns to answer with."""
+    columns: dict[str, Values] = {}
+    """The columns that the wanted ones read."""
+    step: int = 0
+    """Steps committed so far."""
 
 
 class Work(Message):
-    """broker → reward, reference: score these."""
+    """broker → scorer: score these."""
 
     items: list[WorkItem]
 
 
 class Score(BaseModel):
-    """The rewards of one group, float32 ``[n]``; NaN where the reward failed, with its error."""
+    """One column of one group."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    purpose: Purpose
     number: int
-    rewards: Floats
-    errors: list[str | None]
+    values: Values
+    """``[trajectories]`` or ``[tokens of all trajectories]``, of the column's dtype; empty with ``unusable``."""
+    errors: list[str] = []
+    """Why trajectories have no value (NaN)."""
+    unusable: str = ""
+    """Why nobody can score this group: it is dropped."""
+    seconds: float = 0.0
+    """From when the scorer had the work to its answer."""
 
 
-class Scored(Message):
-    """reward → broker. Answered by `Ack`."""
+class Scores(Message):
+    """scorer → broker: one column, for some groups. Answered by `Ack` once it is durable."""
 
+    column: str
     scores: list[Score]
-
-
-class ReferenceScore(BaseModel):
-    """Reference log-probabilities of one group, float32 ``[tokens of all]``, 0 where nothing was sampled."""
-
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    number: int
-    logprobs: Floats
-
-
-class Referenced(Message):
-    """reference → broker. Answered by `Ack`."""
-
-    scores: list[ReferenceScore]

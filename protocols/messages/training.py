@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.protocols.experience import Bytes, Floats
+from penstock.protocols.experience import Bytes, Values
 from penstock.protocols.messages.base import Message
+from penstock.protocols.messages.publishing import CommitVersion
 
 
 class Take(Message):
@@ -21,8 +22,8 @@ class TakenGroup(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     number: int
     experience: Bytes
-    rewards: Floats
-    reference: Floats | None = None
+    columns: dict[str, Values]
+    """Every column of the run, by name (`columns.ColumnTable`)."""
 
 
 class Batch(Message):
@@ -67,11 +68,14 @@ class Resumed(Message):
 
 
 class Commit(Message):
-    """trainer → broker: ``step`` is trained and yields version ``step + 1``. Answered by `Ack` once durable."""
+    """trainer → broker: ``step`` is trained and yields version ``step + 1``. In one turn the step becomes durable, the
+    version exists, and the rollouts are told its digests. Answered by `Relayed` once durable."""
 
     step: int
     digest: str
     metrics: dict[str, float]
+    version: CommitVersion | None = None
+    """None while steps are redone: rollouts hold newer versions already."""
 
 
 class Checkpointed(Message):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from penstock.protocols import wire
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
+from penstock.services.runtime.files import write_whole
 
 Keep = Literal["all", "none"] | int
 
@@ -22,22 +20,18 @@ class Archive:
     def __init__(self, folder: Path, keep: Keep) -> None:
         self._folder, self._keep = folder / "archive", keep
 
+    @property
+    def wanted(self) -> bool:
+        """The config keeps one."""
+        return self._keep != "none"
+
     def append(self, batch: Batch, digest: str) -> None:
         """Writes what ``batch.step`` was trained on and the digest that it yielded. May be repeated."""
-        if self._keep == "none":
-            return
+        assert self.wanted
         self._folder.mkdir(parents=True, exist_ok=True)
-        groups = [
-            {"number": g.number, "experience": g.experience, "rewards": g.rewards, "reference": g.reference}
-            for g in batch.groups
-        ]
+        groups = [{"number": g.number, "experience": g.experience, "columns": g.columns} for g in batch.groups]
         data = wire.pack({"step": batch.step, "seed": batch.seed, "digest": digest, "groups": groups})
-        aside = self._path(batch.step).with_suffix(".partial")
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(self._path(batch.step))
+        write_whole(self._path(batch.step), data, durable=True)
         if isinstance(self._keep, int):
             self._path(batch.step - self._keep).unlink(missing_ok=True)
 
@@ -52,12 +46,7 @@ def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:
             continue
         row = wire.unpack(path.read_bytes())
         groups = [
-            TakenGroup(
-                number=g["number"],
-                experience=as_bytes(g["experience"].tobytes()),
-                rewards=g["rewards"],
-                reference=None if g["reference"] is None else np.asarray(g["reference"]),
-            )
+            TakenGroup(number=g["number"], experience=as_bytes(g["experience"].tobytes()), columns=dict(g["columns"]))
             for g in row["groups"]
         ]
         yield Batch(step=row["step"], seed=row["seed"], groups=groups, committed=row["step"]), row["digest"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-from penstock.protocols.messages import ActorKind, Hello
-from penstock.services.broker.rules.leases import Journal
+from penstock.protocols.messages import Hello
+from penstock.services.broker.rules.journal import Journal
 
 
 class MembershipError(ValueError):
@@ -20,7 +20,7 @@ class Member:
     identity: str
     """``name#incarnation``"""
     name: str
-    kind: ActorKind
+    kind: str
     host: str
     pid: int
     heard_at: float
@@ -72,16 +72,21 @@ class Members:
         """How often actors of a name came back as another process."""
         return sum(self._returns.values())
 
-    def of_kind(self, kind: ActorKind) -> list[Member]:
+    def of_kind(self, kind: str) -> list[Member]:
         """The live members of a kind."""
         return [member for member in self._by_identity.values() if member.kind == kind]
 
-    def join(self, identity: str, hello: Hello, now: float) -> Member | None:
-        """Admits ``identity``; returns the older incarnation that it replaces, or its own former membership: one that
-        says hello again may have missed anything, and starts from nothing."""
+    def join(self, identity: str, hello: Hello, now: float, kinds: Set[str]) -> Member | None:
+        """Admits ``identity``, where it is of one of these ``kinds``; returns the older incarnation that it replaces,
+        or its own former membership: one that says hello again may have missed anything, and starts from nothing."""
         name, _, incarnation = identity.rpartition("#")
         if hello.name != name:
             raise MembershipError(f"{identity} says hello as {hello.name!r}")
+        if hello.kind not in kinds:
+            raise MembershipError(
+                f"{hello.kind!r} is no actor of this run; it has {', '.join(sorted(kinds))}: was it started with the "
+                "run's own config?"
+            )
         older = next((m for m in self if m.name == name), None)
         if older:
             del self._by_identity[older.identity]

@@ -36,7 +36,8 @@ class Recorder:
     def evaluation(self, row: dict[str, Any]) -> None:
         """One line an evaluation."""
         self._write(self._metrics, {"kind": "eval", **row})
-        self._scalars({"step": row["step"], "eval_reward": row["reward"]})
+        if row["reward"] is not None:
+            self._scalars({"step": row["step"], "eval_reward": row["reward"]})
 
     def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int]) -> None:
         """One line a beat: what every actor does, and how deep the queues are."""

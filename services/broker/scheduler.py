@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from typing import Any
+from heapq import heapify, heappop, heappush
 
 import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols import wire
-from penstock.protocols.experience import Prompt, as_bytes
+from penstock.protocols.columns import Column
+from penstock.protocols.experience import Prompt, Purpose
 from penstock.services.broker.membership import Member
+from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import LedgerError
-from penstock.services.broker.rules.replay import Entry, Scorer
+from penstock.services.broker.rules.replay import Entry
+from penstock.services.broker.scoring import replay_of
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.status import stall_reason
 from penstock.services.data import DataError
@@ -37,144 +40,198 @@ class Waiting:
     since: float
 
 
+class _Room:
+    """Members with room, the one with the most first."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self._heap = [(-member.room, member.name, member) for member in members if member.room > 0]
+        heapify(self._heap)
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def take(self, version: int = -1, exact: bool = False) -> Member | None:
+        """The one with the most room of those that serve at least ``version``, or exactly that. Who does not is left
+        out from now on: what comes next asks for no less."""
+        while self._heap:
+            member = heappop(self._heap)[2]
+            if member.version == version if exact else member.version >= version:
+                return member
+        return None
+
+    def put_back(self, member: Member) -> None:
+        """It may have room for more."""
+        if member.room > 0:
+            heappush(self._heap, (-member.room, member.name, member))
+
+
 class Scheduler:
     """Everything goes by credit: nobody is given more than it has asked for."""
 
-    def __init__(self, desk: BrokerState) -> None:
-        self._desk = desk
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
         self.waiting: Waiting | None = None
         """The trainer's take that is not served yet."""
 
+    # --- leases ------------------------------------------------------------------------------------------------------
+
     def grant(self, now: float) -> None:
         """Gives evaluation prompts, then training groups, to the rollouts with the most room."""
-        desk = self._desk
-        leases = desk.experience.leases.open
-        alone = {x.holder for x in leases.values() if x.attempt > SUSPECT_AFTER}
-        rollouts_here = desk.members.of_kind("rollout")
-        current = [r for r in rollouts_here if desk.serves_current(r) and r.identity not in alone]
-        while desk.experience.consecutive_drops < desk.settings.broker.max_consecutive_drops:
-            rollouts = [r for r in current if r.room > 0]
-            if not rollouts:
-                return
-            rollout = max(rollouts, key=lambda r: (r.room, r.name))
-            held_out = desk.evaluation.waiting()
-            if held_out:
-                exact = desk.evaluation.round.exact if desk.evaluation.round else None
-                fit = [r for r in rollouts if exact in (None, r.version)]
-                if not fit:
-                    return
-                rollout = max(fit, key=lambda r: r.room)
-                sampling = desk.settings.eval_sampling
-                try:
-                    prompt = _sendable(desk.held_out[held_out.index])
-                except (DataError, wire.WireError) as error:
-                    log.warning("evaluation prompt cannot be used", row=held_out.index, error=str(error))
-                    desk.score_evaluation(held_out.number, 0.0)
-                    continue
-                desk.evaluation.hold(held_out, rollout.identity, now + desk.settings.broker.lease_s)
-                self._lease(
-                    rollout, m.Lease(number=held_out.number, attempt=1, seed=0, prompt=prompt, sampling=sampling)
-                )
+        state = self._state
+        rollouts = [r for r in state.members.of_kind("rollout") if r.room > 0 and state.serves_current(r)]
+        if not rollouts:
+            return
+        leases = state.groups.leases
+        alone = {leases.holder(lease.number) for lease in leases.open.values() if lease.attempt > SUSPECT_AFTER}
+        rollouts = [r for r in rollouts if r.identity not in alone]
+        self._grant_evaluation(_Room(rollouts), now)
+        if state.progress.phase == "training" and state.evaluation.leases.waiting() is None:
+            self._grant_training(rollouts, now)
+
+    def _grant_evaluation(self, room: _Room, now: float) -> None:
+        state = self._state
+        while room and state.evaluation.round and (lease := state.evaluation.leases.waiting()):
+            if lease.attempt >= state.settings.broker.max_attempts:
+                state.drop_evaluation(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
-            if desk.progress.phase != "training":
+            exact = state.evaluation.round.exact
+            try:
+                prompt = _sendable(state.held_out[lease.draw])
+            except (DataError, wire.WireError) as error:
+                state.drop_evaluation(lease.number, f"evaluation prompt {lease.draw} cannot be used: {error}")
+                continue
+            rollout = room.take(-1 if exact is None else exact, exact is not None)
+            if rollout is None:
                 return
-            lease = desk.experience.next_lease(rollout.version)
+            self._lease("eval", lease, rollout, prompt, now)
+            room.put_back(rollout)
+
+    def _grant_training(self, rollouts: list[Member], now: float) -> None:
+        state, groups = self._state, self._state.groups
+        room = _Room(rollouts)
+        newest = max((r.version for r in rollouts), default=-1)
+        while room and groups.consecutive_drops < state.settings.broker.max_consecutive_drops:
+            lease = groups.next_lease(newest)
             if lease is None:
-                ahead = max(rollouts, key=lambda r: (r.version, r.room))
-                lease = desk.experience.next_lease(ahead.version) if ahead is not rollout else None
-                if lease is None:
-                    return
-                rollout = ahead
-            if lease.attempt >= desk.settings.broker.max_attempts:
-                desk.experience.drop(lease.number, f"leased {lease.attempt} times without an answer")
+                return
+            if lease.attempt >= state.settings.broker.max_attempts:
+                state.drop(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
+            try:
+                prompt = _sendable(state.prompts.draw(lease.draw))
+            except (DataError, wire.WireError) as error:
+                state.drop(lease.number, f"its prompt cannot be used: {error}")
+                continue
+            required = groups.gate.required_version(lease.number)
             if lease.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
-                holders = {x.holder for x in leases.values()}
-                needed = desk.experience.gate.required_version(lease.number)
-                idle = [r for r in rollouts if r.identity not in holders and r.version >= needed]
+                busy = groups.leases.holds.holders()
+                idle = [r for r in rollouts if r.room > 0 and r.identity not in busy and r.version >= required]
                 if not idle:
                     return
-                rollout = idle[0]
-                current.remove(rollout)
-            try:
-                prompt = _sendable(desk.prompts.draw(lease.draw))
-                message = m.Lease(
-                    number=lease.number,
-                    attempt=lease.attempt + 1,
-                    seed=desk.settings.seed,
-                    prompt=prompt,
-                    sampling=desk.settings.sampling,
-                )
-            except (DataError, wire.WireError) as error:
-                desk.experience.drop(lease.number, f"its prompt cannot be used: {error}")
+                rollouts.remove(idle[0])
+                room = _Room(rollouts)
+                self._lease("train", lease, idle[0], prompt, now)
                 continue
-            if lease.attempt == 0:
-                desk.progress.totals["leased"] += 1
-            desk.experience.leases.grant(lease, rollout.identity, now + desk.settings.broker.lease_s)
-            self._lease(rollout, message)
+            rollout = room.take(required)
+            if rollout is None:
+                return
+            self._lease("train", lease, rollout, prompt, now)
+            room.put_back(rollout)
 
-    def _lease(self, rollout: Member, lease: m.Lease) -> None:
+    def _lease(self, purpose: Purpose, lease: Lease, rollout: Member, prompt: Prompt, now: float) -> None:
+        state = self._state
+        if purpose == "train" and lease.attempt == 0:
+            state.progress.totals["leased"] += 1
+        book = state.groups.leases if purpose == "train" else state.evaluation.leases
+        book.grant(lease, rollout.identity, now + state.settings.broker.lease_s)
         rollout.given += 1
-        self._desk.exchange.send(rollout.identity, lease)
+        message = m.Lease(
+            purpose=purpose,
+            number=lease.number,
+            attempt=lease.attempt,
+            seed=state.settings.seed if purpose == "train" else 0,
+            prompt=prompt,
+            sampling=state.settings.sampling if purpose == "train" else state.settings.eval_sampling,
+        )
+        state.router.send(rollout.identity, message)
 
-    def offer(self, scorer: Scorer) -> None:
+    # --- offers ------------------------------------------------------------------------------------------------------
+
+    def offer(self, scorer: str) -> None:
         """Gives finished groups to the scorers of a kind, in number order, as far as their credit reaches."""
-        desk = self._desk
-        scorers = [s for s in desk.members.of_kind(scorer) if s.room > 0]
-        if not scorers:
-            return
+        room = _Room(self._state.members.of_kind(scorer))
         work: dict[str, list[m.WorkItem]] = {}
-        deadline = time.time() + desk.settings.broker.lease_s
-        pending: list[Entry | Any] = list(desk.evaluation.unscored()) if scorer == "reward" else []
-        for item in [*pending, *desk.experience.replay.unoffered(scorer)]:
-            worker = max(scorers, key=lambda s: s.room)
-            if worker.room <= 0:
-                break
-            if isinstance(item, Entry):
-                if item.attempts.get(scorer, 0) >= desk.settings.broker.max_attempts:
-                    desk.drop(item.number, f"{scorer} was offered it {item.attempts[scorer]} times without an answer")
-                    continue
-                desk.experience.replay.offer(item, scorer, worker.identity, deadline)
-                experience = desk.payload(item.number)
-            else:
-                desk.evaluation.hold(item, worker.identity, deadline)
-                assert item.experience is not None
-                experience = item.experience
-            worker.given += 1
-            work.setdefault(worker.identity, []).append(m.WorkItem(number=item.number, experience=as_bytes(experience)))
+        for purpose in ("eval", "train"):
+            if room:
+                self._offer(scorer, purpose, room, work)
         for identity, items in work.items():
-            desk.exchange.send(identity, m.Work(items=items))
+            self._state.router.send(identity, m.Work(items=items))
+
+    def _offer(self, scorer: str, purpose: Purpose, room: _Room, work: dict[str, list[m.WorkItem]]) -> None:
+        state, replay = self._state, replay_of(self._state, purpose)
+        deadline = time.time() + state.settings.broker.lease_s
+        for entry, columns in replay.unoffered(scorer):
+            attempts = max(entry.attempts.get(column.name, 0) for column in columns)
+            if attempts >= state.settings.broker.max_attempts:
+                reason = f"{scorer} was offered it {attempts} times without an answer"
+                (state.drop if purpose == "train" else state.drop_evaluation)(entry.number, reason)
+                continue
+            member = room.take()
+            if member is None:
+                return
+            replay.offer(entry, columns, member.identity, deadline)
+            member.given += 1
+            work.setdefault(member.identity, []).append(self._work_item(purpose, entry, columns))
+            room.put_back(member)
+
+    def _work_item(self, purpose: Purpose, entry: Entry, columns: list[Column]) -> m.WorkItem:
+        state, key = self._state, (purpose, entry.number)
+        reads = sorted({name for column in columns for name in column.reads})
+        return m.WorkItem(
+            purpose=purpose,
+            number=entry.number,
+            experience=state.payloads.experience(key),
+            trajectories=entry.trajectories,
+            tokens=entry.tokens,
+            oldest=entry.oldest,
+            wanted=[column.name for column in columns],
+            columns=state.payloads.columns(key, reads),
+            step=state.groups.ledger.committed,
+        )
+
+    # --- batches -----------------------------------------------------------------------------------------------------
 
     def serve_take(self, now: float) -> None:
         """Answers the trainer's take once there is a batch, once there never will be one, or with what holds it up."""
-        desk, waiting = self._desk, self.waiting
-        if waiting is None or desk.members.get(waiting.identity) is None:
+        state, waiting = self._state, self.waiting
+        if waiting is None or state.members.get(waiting.identity) is None:
             self.waiting = None
             return
-        if desk.progress.phase in ("training", "evaluating_after"):
-            try:
-                step = desk.experience.take(waiting.step, self._step_seed(waiting.step))
-            except LedgerError as error:
-                self.waiting = None
-                desk.exchange.send(waiting.identity, m.Refused(code="bad_message", reason=str(error)), waiting.request)
-                return
-            if step:
-                self.waiting = None
-                desk.exchange.send(waiting.identity, desk.batch(step), waiting.request)
-                return
-            if desk.experience.ended(waiting.step):
-                self.waiting = None
-                reason = "the run's last step is done" if waiting.step >= desk.settings.steps else "the prompts ended"
-                desk.exchange.send(waiting.identity, m.Exhausted(steps=waiting.step, reason=reason), waiting.request)
-                return
-        if now - waiting.since > NOT_READY_AFTER_S:
+        reply = self._answer_take(waiting, now)
+        if reply:
             self.waiting = None
-            reason = f"step {waiting.step} waits: {stall_reason(desk)}"
+            state.router.send(waiting.identity, reply, waiting.request)
+
+    def _answer_take(self, waiting: Waiting, now: float) -> m.Message | None:
+        state = self._state
+        if state.progress.phase in ("training", "evaluating_after"):
+            try:
+                step = state.groups.take(waiting.step, self._step_seed(waiting.step))
+            except LedgerError as error:
+                return m.Refused(code="bad_message", reason=str(error))
+            if step:
+                return state.batch(step)
+            if state.groups.ended(waiting.step):
+                reason = "the run's last step is done" if waiting.step >= state.settings.steps else "the prompts ended"
+                return m.Exhausted(steps=waiting.step, reason=reason)
+        if now - waiting.since > NOT_READY_AFTER_S:
+            reason = f"step {waiting.step} waits: {stall_reason(state)}"
             log.warning("stall", step=waiting.step, reason=reason)
-            desk.exchange.send(waiting.identity, m.Refused(code="not_ready", reason=reason), waiting.request)
+            return m.Refused(code="not_ready", reason=reason)
+        return None
 
     def _step_seed(self, step: int) -> int:
-        digest = hashlib.sha256(f"{self._desk.settings.seed}/{step}".encode()).digest()
+        digest = hashlib.sha256(f"{self._state.settings.seed}/{step}".encode()).digest()
         return int.from_bytes(digest[:4], "little")
 
 

@@ -8,16 +8,17 @@ from typing import Any
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.services.broker.handlers import Answers
+from penstock.services.broker.handlers import Handlers
 from penstock.services.broker.scheduler import Scheduler
 from penstock.services.broker.state import BrokerSettings, BrokerState, Phase
-from penstock.services.broker.status import books, stall_reason, state
-from penstock.services.runtime import health
+from penstock.services.broker.status import ledger_state, live_state, stall_reason
+from penstock.services.runtime import failpoint, health
 
 log = structlog.get_logger()
 
 AWAY_S = 3.0
 """A turn that began so long after the one before means that this process was stopped."""
+EXPIRE_EVERY_S = 0.2
 LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
 LEAVE_S = 130.0
@@ -28,26 +29,26 @@ class Broker:
     """See the module's docstring. `serve` runs until the run is over or `stop` was called."""
 
     def __init__(self, settings: BrokerSettings, store_url: str) -> None:
-        self._desk = BrokerState(settings, store_url)
-        self._dispatch = Scheduler(self._desk)
-        self._answers = Answers(self._desk, self._dispatch)
+        self._state = BrokerState(settings, store_url)
+        self._scheduler = Scheduler(self._state)
+        self._handlers = Handlers(self._state, self._scheduler)
         self._over_since: float | None = None
         self._alone_since: float | None = None
         self._met = False
-        self._actors_at = self._stop_at = self._turn_at = 0.0
+        self._actors_at = self._stop_at = self._turn_at = self._expire_at = 0.0
         self._written: dict[str, Any] = {}
         self._restore()
 
     def _restore(self) -> None:
         """Takes up a run where an earlier broker left it."""
-        desk, progress = self._desk, self._desk.progress
-        rows = desk.store.rows("broker")
+        state, progress = self._state, self._state.progress
+        rows = state.store.rows("broker")
         if not rows:
             return
         row = rows["all"]
         progress.totals |= row["totals"]
-        desk.evaluation.results |= row["evaluations"]
-        desk.evaluation.steps |= row["evaluated"]
+        state.evaluation.results |= row["evaluations"]
+        state.evaluation.steps |= row["evaluated"]
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
         progress.started_at, progress.final_checkpoint = row["started_at"], row["final_checkpoint"]
         now = time.time()
@@ -55,17 +56,17 @@ class Broker:
             away = now - row["at"]
             progress.training_since += away
             progress.started_at += away
-        desk.experience.leases.extend(now + desk.settings.broker.lease_s)
+        self._extend_deadlines(now)
         progress.totals["taken_up"] += 1
-        log.info("took up a run", committed=desk.experience.ledger.committed, away_s=round(now - row["at"], 1))
+        log.info("took up a run", committed=state.groups.ledger.committed, away_s=round(now - row["at"], 1))
 
     def _remember(self) -> None:
-        """What a broker that takes over must know beside the books; written when it changes."""
-        desk, progress = self._desk, self._desk.progress
+        """What a broker that takes over must know beside the groups; written when it changes."""
+        state, progress = self._state, self._state.progress
         row = {
             "totals": dict(progress.totals),
-            "evaluations": dict(desk.evaluation.results),
-            "evaluated": dict(desk.evaluation.steps),
+            "evaluations": dict(state.evaluation.results),
+            "evaluated": dict(state.evaluation.steps),
             "training_since": progress.training_since,
             "trained_until": progress.trained_until,
             "started_at": progress.started_at,
@@ -73,71 +74,71 @@ class Broker:
         }
         if row != self._written:
             self._written = row
-            desk.store.put("broker", "all", {**row, "at": time.time()})
+            state.store.put("broker", "all", {**row, "at": time.time()})
 
     @property
     def address(self) -> str:
         """Where others reach this broker."""
-        return self._desk.settings.broker.advertise or self._desk.exchange.address.replace("//0.0.0.0:", "//127.0.0.1:")
+        return self._state.settings.broker.advertise or self._state.router.address.replace("//0.0.0.0:", "//127.0.0.1:")
 
     def stop(self, reason: str) -> None:
         """Ends the run; safe from a signal handler."""
-        self._desk.progress.stop(reason)
+        self._state.progress.stop(reason)
 
     @property
     def state(self) -> dict[str, Any]:
         """As observers see it (`protocols.messages.Status`)."""
-        return state(self._desk)
+        return live_state(self._state)
 
     @property
-    def books(self) -> m.LedgerReply:
+    def ledger_state(self) -> m.LedgerReply:
         """As observers see them."""
-        return books(self._desk)
+        return ledger_state(self._state)
 
     def serve(self) -> str | None:
         """Runs until the run is over. Returns the error that ended it, if one did."""
-        desk = self._desk
+        state = self._state
         log.info("listening", address=self.address)
         try:
             while not self._over():
                 health.beat()
-                for identity, request, message in desk.exchange.receive(0.02):
-                    self._answers.handle(identity, request, message)
+                for identity, request, message in state.router.receive(0.02):
+                    self._handlers.handle(identity, request, message)
                 self._turn()
                 self._remember()
                 self._commit()
-                desk.exchange.flush()
+                state.router.flush()
         finally:
-            desk.records.close()
-            desk.exchange.close()
-        return desk.progress.error
+            state.recorder.close()
+            state.router.close()
+        return state.progress.error
 
     def _commit(self) -> None:
         """Makes the turn durable. If that took long, the store was away: nobody's deadline runs meanwhile."""
-        desk = self._desk
-        waited = desk.store.waited_s
-        desk.store.commit()
-        waited = desk.store.waited_s - waited
+        state = self._state
+        waited, step = state.store.waited_s, state.progress.committing
+        if step is not None:
+            failpoint.reach("commit-applied", step)
+        state.store.commit()
+        if step is not None:
+            state.progress.committing = None
+            failpoint.reach("commit-durable", step)
+        waited = state.store.waited_s - waited
         if waited > 0.5:
             log.warning("the store was away", waited_s=round(waited, 1))
-            desk.members.excuse(waited)
-            desk.experience.leases.extend(time.time() + desk.settings.broker.lease_s)
+            state.members.excuse(waited)
+            self._extend_deadlines(time.time())
 
     def _turn(self) -> None:
-        desk, progress = self._desk, self._desk.progress
+        state, progress = self._state, self._state.progress
         now = time.time()
         self._excuse(now)
-        for member in desk.members.silent(now, desk.settings.broker.dead_after_s):
-            log.warning("member is dead", member=member.name, silent_s=desk.settings.broker.dead_after_s)
-            desk.lost(member)
-        for lease, holder in desk.experience.leases.expire(now):
-            log.warning("lease expired", group=lease.number, attempt=lease.attempt, holder=holder)
-            desk.give_back(holder)
-        for entry, holder in desk.experience.replay.expire(now):
-            log.warning("offer expired", group=entry.number, holder=holder)
-            desk.give_back(holder)
-        for holder in desk.evaluation.expire(now):
-            desk.give_back(holder)
+        for member in state.members.silent(now, state.settings.broker.dead_after_s):
+            log.warning("member is dead", member=member.name, silent_s=state.settings.broker.dead_after_s)
+            state.lost(member)
+        if now - self._expire_at >= EXPIRE_EVERY_S:
+            self._expire_at = now
+            self._expire(now)
         if progress.stop_reason and progress.phase not in ("stopping", "done"):
             self._enter("stopping")
         self._advance()
@@ -145,30 +146,40 @@ class Broker:
         if progress.phase in ("stopping", "done"):
             if now - self._stop_at > 1.0:  # repeated, in case one was missed
                 self._stop_at = now
-                for member in desk.members:
+                for member in state.members:
                     if member.kind != "observer":
-                        desk.exchange.send(
-                            member.identity, m.Stop(reason=progress.stop_reason or "the run is complete")
-                        )
+                        state.router.send(member.identity, m.Stop(reason=progress.stop_reason or "the run is complete"))
         else:
-            self._dispatch.grant(now)
-            self._dispatch.offer("reward")
-            self._dispatch.offer("reference")
-            self._dispatch.serve_take(now)
+            self._scheduler.grant(now)
+            for scorer in state.scorers:
+                self._scheduler.offer(scorer)
+            self._scheduler.serve_take(now)
         if now - self._actors_at >= 1.0:
             self._actors_at = now
-            now_state = state(desk)
-            desk.records.actors(now_state["members"], now_state["queues"])
+            shown = live_state(state)
+            state.recorder.actors(shown["members"], shown["queues"])
+
+    def _expire(self, now: float) -> None:
+        """Work of holders that do not renew it is free again."""
+        for holds in self._state.holds():
+            for number, holder in holds.expire(now):
+                log.warning("deadline passed", group=number, holder=holder)
+                self._state.give_back(holder)
+
+    def _extend_deadlines(self, now: float) -> None:
+        """The broker was away: what could not be renewed is not lost."""
+        for holds in self._state.holds():
+            holds.extend(now + self._state.settings.broker.lease_s)
 
     def _watch_for_stalls(self, now: float) -> None:
         """Names the group, the actor and the wait when no step completes."""
-        desk, progress = self._desk, self._desk.progress
-        if progress.phase not in ("starting", "training") or now - progress.at < desk.settings.broker.stall_s:
+        state, progress = self._state, self._state.progress
+        if progress.phase not in ("starting", "training") or now - progress.at < state.settings.broker.stall_s:
             progress.stall = None
             return
-        reason = stall_reason(desk)
+        reason = stall_reason(state)
         if reason != progress.stall:
-            log.error("stall", step=desk.experience.ledger.committed, since_s=round(now - progress.at), reason=reason)
+            log.error("stall", step=state.groups.ledger.committed, since_s=round(now - progress.at), reason=reason)
         progress.stall = reason
 
     def _excuse(self, now: float) -> None:
@@ -176,59 +187,59 @@ class Broker:
         took, self._turn_at = now - self._turn_at if self._turn_at else 0.0, now
         if took > AWAY_S:
             log.warning("the broker was away", seconds=round(took, 1))
-            self._desk.members.excuse(took)
-            self._desk.experience.leases.extend(now + self._desk.settings.broker.lease_s)
+            self._state.members.excuse(took)
+            self._extend_deadlines(now)
 
     def _advance(self) -> None:
-        desk, progress = self._desk, self._desk.progress
-        exact = bool(desk.evaluation.size)
-        committed = desk.experience.ledger.committed
-        self._met = self._met or any(True for _ in desk.members)
+        state, progress = self._state, self._state.progress
+        exact = bool(state.evaluation.size)
+        committed = state.groups.ledger.committed
+        self._met = self._met or any(True for _ in state.members)
         if progress.phase == "starting" and self._complete(committed, exact):
             self._enter("done")  # the broker before this one has seen it all, and ended before it could say so
         # A trainer that redoes steps publishes nothing before it is through, so nobody may wait for weights first.
-        serving = progress.redoing or any(r.version >= 0 for r in desk.members.of_kind("rollout"))
+        serving = progress.redoing or any(r.version >= 0 for r in state.members.of_kind("rollout"))
         if progress.phase == "starting" and serving:
-            if exact and committed == 0 and "before" not in desk.evaluation.results:
-                desk.evaluation.start("before", 0, exact=0)
+            if exact and committed == 0 and "before" not in state.evaluation.results:
+                state.evaluation.start("before", 0, exact=0)
                 self._enter("evaluating_before")
             else:
                 self._enter("training")
-        elif progress.phase == "evaluating_before" and desk.evaluation.round is None:
+        elif progress.phase == "evaluating_before" and state.evaluation.round is None:
             self._enter("training")
-        elif progress.phase == "training" and desk.experience.ended(committed) and desk.evaluation.round is None:
-            if exact and desk.evaluation.steps.get("after") != committed:
-                desk.evaluation.start("after", committed, exact=committed)
+        elif progress.phase == "training" and state.groups.ended(committed) and state.evaluation.round is None:
+            if exact and state.evaluation.steps.get("after") != committed:
+                state.evaluation.start("after", committed, exact=committed)
             self._enter("evaluating_after")
         elif (
             progress.phase == "evaluating_after"
-            and not desk.evaluation.round
+            and not state.evaluation.round
             and progress.final_checkpoint >= committed
         ):
             self._enter("done")
-        filtered = desk.experience.consecutive_filtered
-        if filtered >= desk.settings.replay.max_consecutive_filtered and not progress.error:
+        filtered = state.groups.consecutive_filtered
+        if filtered >= state.settings.replay.max_consecutive_filtered and not progress.error:
             progress.error = (
                 f"{filtered} groups in a row had rewards that are all equal: there is nothing left to learn"
             )
             self.stop(progress.error)
-        if desk.experience.consecutive_drops >= desk.settings.broker.max_consecutive_drops and not progress.error:
+        if state.groups.consecutive_drops >= state.settings.broker.max_consecutive_drops and not progress.error:
             progress.error = (
-                f"{desk.experience.consecutive_drops} groups were dropped in a row, the last one because: "
-                f"{desk.experience.last_drop}. Mend that, or raise broker.max_consecutive_drops"
+                f"{state.groups.consecutive_drops} groups were dropped in a row, the last one because: "
+                f"{state.groups.last_drop}. Mend that, or raise broker.max_consecutive_drops"
             )
             log.error("too many drops", error=progress.error)
             self.stop(progress.error)
 
     def _complete(self, committed: int, exact: bool) -> bool:
         """Every step is trained, evaluated and in a checkpoint."""
-        desk = self._desk
-        evaluated = not exact or desk.evaluation.steps.get("after") == committed
-        ended = committed > 0 and desk.experience.ended(committed)
-        return ended and evaluated and desk.progress.final_checkpoint >= committed
+        state = self._state
+        evaluated = not exact or state.evaluation.steps.get("after") == committed
+        ended = committed > 0 and state.groups.ended(committed)
+        return ended and evaluated and state.progress.final_checkpoint >= committed
 
     def _enter(self, phase: Phase) -> None:
-        progress = self._desk.progress
+        progress = self._state.progress
         log.info("phase", phase=phase, before=progress.phase)
         progress.phase = phase
         if phase == "training":
@@ -241,10 +252,10 @@ class Broker:
         if self._over_since is None:
             return False
         now = time.time()
-        if any(member.kind != "observer" for member in self._desk.members):
+        if any(member.kind != "observer" for member in self._state.members):
             self._alone_since = None
             return now - self._over_since > LEAVE_S
         # Whoever watches asks for the end once all have left, however long that took.
         self._alone_since = self._alone_since or now
-        observed = self._desk.progress.observed_end or (self._met and not self._desk.members.of_kind("observer"))
+        observed = self._state.progress.observed_end or (self._met and not self._state.members.of_kind("observer"))
         return observed or now - self._alone_since > LINGER_S

@@ -1,29 +1,33 @@
-"""What the broker's rooms share: the books, the members, the store, and how far the run has come."""
+"""What the broker's rooms share: groups, members, versions, the store, and how far the run has come."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.protocols.experience import Group, Sampling, as_bytes, unpack_group
+from penstock.protocols.columns import REWARD, ColumnTable
+from penstock.protocols.experience import ExperienceError, Sampling, unpack_group
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.mailbox import RouterServer
+from penstock.protocols.wire import WireError
 from penstock.services.broker.archive import Archive
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
+from penstock.services.broker.latency import Latency
 from penstock.services.broker.membership import Member, Members
+from penstock.services.broker.payloads import Payloads
 from penstock.services.broker.recorder import Recorder
-from penstock.services.broker.rules.evaluation import Evaluation, Round
+from penstock.services.broker.rules.evaluation import Evaluation
 from penstock.services.broker.rules.gate import Gate
-from penstock.services.broker.rules.groups import Experience
+from penstock.services.broker.rules.groups import GroupTracker
+from penstock.services.broker.rules.holds import Holds
 from penstock.services.broker.rules.ledger import Step
-from penstock.services.broker.rules.replay import Scorer
-from penstock.services.broker.store import Store, StoreError
+from penstock.services.broker.store import Store
 from penstock.services.broker.versions import Versions
 from penstock.services.data import open_source
 from penstock.services.data.prompts import PromptStream
@@ -51,7 +55,8 @@ class BrokerSettings:
     prompts: PromptsConfig
     sampling: Sampling
     eval_sampling: Sampling
-    with_reference: bool
+    columns: ColumnTable
+    """What a group needs before it may be trained on."""
     tensorboard: bool
     deterministic: bool = False
     keys: BrokerKeys | None = None
@@ -83,14 +88,18 @@ class Progress:
     totals: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("leased", "finished", "trained", "generated_tokens", "trained_tokens", "reward_errors", "late_answers",
-             "lag_max", "tokens_lagging", "taken_up"), 0
+             "lag_max", "tokens_lagging", "taken_up", "eval_unusable"), 0
         )
     )  # fmt: skip
 
+    committing: int | None = None
+    """The step that a commit of this turn is about."""
     publish_cost: tuple[int, m.PublishCost | None] = (-1, None)
     """The version published last, and what that took in the trainer."""
     pauses: dict[str, float] = field(default_factory=dict)
     """Rollout to how long it last stood still for a new version, in seconds."""
+    latency: Latency = field(default_factory=Latency)
+    """Of scoring, since the last step."""
 
     def stop(self, reason: str) -> None:
         """Ends the run; safe from a signal handler."""
@@ -104,30 +113,50 @@ class BrokerState:
         self.settings = settings
         self.progress = Progress()
         self.store = Store(store_url, settings.run, settings.store, settings.store_key)
+        self.payloads = Payloads(self.store, settings.columns)
         stream = open_source(settings.prompts.train)
         self.prompts = PromptStream(stream, settings.seed, settings.prompts.shuffle, settings.prompts.epochs)
         self.held_out = open_source(settings.prompts.eval, held_out=True) if settings.prompts.eval else []
-        self.evaluation = Evaluation(min(settings.prompts.eval_size, len(self.held_out)))
-        self.records = Recorder(settings.folder, settings.tensorboard)
+        columns = settings.columns.columns
+        eval_size = min(settings.prompts.eval_size, len(self.held_out))
+        self.evaluation = Evaluation(eval_size, settings.columns.evaluated)
+        self.recorder = Recorder(settings.folder, settings.tensorboard)
         self.archive = Archive(settings.folder, settings.replay.archive)
-        scorers: list[Scorer] = ["reward", "reference"] if settings.with_reference else ["reward"]
-        self.experience = Experience(
+        self.groups = GroupTracker(
             self.store,
             Gate(settings.gate.groups_per_step, settings.gate.window, settings.gate.max_lag),
-            scorers,
+            columns,
             settings.steps,
             self.prompts.limit,
             settings.gate.prefetch,
-            self.store.delete_payloads,
-            self.archive_step,
-            self.records.drop,
+            self.payloads.delete,
+            self._archive_step,
+            self.recorder.drop,
         )
         self.versions = Versions(self.store)
         self.members = Members(self.store)
-        self.payloads: dict[int, bytes] = {}
-        """Experience of groups that wait for a scorer."""
+        self.scorers = list(dict.fromkeys(column.scorer for column in columns))
+        """Kinds of actors that write columns."""
         # Last: nothing after it can fail and leave a socket open.
-        self.exchange = RouterServer(settings.broker.bind, settings.keys)
+        self.router = RouterServer(settings.broker.bind, settings.keys)
+
+    def holds(self, purpose: str | None = None) -> Iterator[Holds[Any]]:
+        """Everything that somebody works on: leases and offers."""
+        if purpose in (None, "train"):
+            yield from (self.groups.leases.holds, self.groups.replay.holds)
+        if purpose in (None, "eval"):
+            yield from (self.evaluation.leases.holds, self.evaluation.replay.holds)
+
+    def lost(self, member: Member) -> None:
+        """``member`` is dead."""
+        self.release(member.identity)
+        self.tell_trainer(self.receivers())
+
+    def release(self, identity: str) -> None:
+        """What this actor held is free again."""
+        released = [key for holds in self.holds() for key in holds.release(identity)]
+        if released:
+            log.info("released", held=released, holder=identity)
 
     def give_back(self, holder: str) -> None:
         """The credit of something that ``holder`` never got, or has lost."""
@@ -135,100 +164,72 @@ class BrokerState:
         if member:
             member.given -= 1
 
-    def note(self, member: Member, request: int, refused: list[str]) -> None:
-        """What was good of a message is applied; what was not is named."""
-        if refused:
-            log.warning("scores were refused", sender=member.identity, errors=refused[:3])
-        reply = m.Refused(code="bad_message", reason="; ".join(refused[:3])) if refused else m.Ack()
-        self.exchange.send(member.identity, reply, request)
-
-    def lost(self, member: Member) -> None:
-        """``member`` is dead."""
-        self.release(member)
-        self.tell_trainer(self.receivers())
-
-    def release(self, member: Member) -> None:
-        """What ``member`` held is free again."""
-        released = [lease.number for lease in self.experience.leases.release(member.identity)]
-        if released:
-            log.info("leases released", groups=released, holder=member.name)
-        self.experience.replay.withdraw(member.identity)
-        self.evaluation.release(member.identity)
-
     def serves_current(self, rollout: Member) -> bool:
         """It serves a version of the present timeline."""
         return self.versions.serves(rollout.version, rollout.digest)
 
-    def archive_step(self, step: Step) -> None:
-        """Writes a step's groups to disk before they are freed."""
-        self.store.commit()
-        assert step.digest is not None
-        self.archive.append(self._read_batch(step), step.digest)
-
     def drop(self, number: int, reason: str) -> None:
         """The group will never be trained on."""
-        self.payloads.pop(number, None)
-        self.experience.drop(number, reason)
+        self.payloads.forget(("train", number))
+        self.groups.drop(number, reason)
 
-    def payload(self, number: int) -> bytes:
-        """The experience of a group that waits for a scorer."""
-        if number not in self.payloads:
-            self.payloads[number] = self.store.payloads([number])[0]["experience"]
-        return self.payloads[number]
+    def drop_evaluation(self, number: int, reason: str) -> None:
+        """The evaluation prompt will have no reward."""
+        log.warning("an evaluation prompt has no reward", group=number, reason=reason)
+        self.payloads.forget(("eval", number))
+        self.progress.totals["eval_unusable"] += 1
+        self.record_evaluation(self.evaluation.drop(number, reason))
 
-    def score_evaluation(self, number: int, reward: float) -> None:
-        """The reward of one evaluation prompt; the last one of a round completes it."""
-        finished = self.evaluation.score(number, reward)
-        if finished:
-            self._record_evaluation(finished)
-
-    def _record_evaluation(self, finished: Round) -> None:
-        log.info("evaluated", label=finished.label, reward=finished.mean())
-        versions = [v for group in finished.groups.values() for v in group.versions or ()]
-        self.records.evaluation(
+    def record_evaluation(self, finished: Any) -> None:
+        """Writes down a round, if this is one that is complete."""
+        if finished is None:
+            return
+        reward = finished.mean() if finished.rewards else None
+        log.info("evaluated", label=finished.label, reward=reward, unusable=len(finished.unusable))
+        self.recorder.evaluation(
             {
                 "step": finished.step,
                 "label": finished.label,
-                "reward": finished.mean(),
-                "prompts": len(finished.groups),
-                "version_min": min(versions, default=-1),
-                "version_max": max(versions, default=-1),
+                "reward": reward,
+                "prompts": len(finished.rewards),
+                "unusable": len(finished.unusable),
+                "version_min": min(finished.versions, default=-1),
+                "version_max": max(finished.versions, default=-1),
                 "time": time.time(),
             }
         )
 
     def batch(self, step: Step) -> m.Batch:
         """What the trainer gets for ``step``."""
-        self.store.commit()  # durable before it is sent, and visible to the read below
         batch = self._read_batch(step)
         for number in step.groups:
-            self.payloads.pop(number, None)
+            self.payloads.forget(("train", number))
         if step.step % max(1, self.settings.steps // SAMPLED_STEPS) == 0:
-            first: Group = unpack_group(batch.groups[0].experience.data)
-            self.records.sample(step.step, first, [float(r) for r in batch.groups[0].rewards])
+            self._record_sample(step.step, batch.groups[0])
         return batch
 
+    def _record_sample(self, step: int, sample: m.TakenGroup) -> None:
+        try:
+            self.recorder.sample(step, unpack_group(sample.experience.data), sample.columns[REWARD].tolist())
+        except (ExperienceError, WireError) as error:  # the trainer leaves it out too
+            log.warning("a sample cannot be read", group=sample.number, error=str(error))
+
     def _read_batch(self, step: Step) -> m.Batch:
-        groups = []
-        for number, parts in zip(step.groups, self.store.payloads(step.groups), strict=True):
-            if "experience" not in parts:
-                raise StoreError(f"the store has lost group {number} of step {step.step}: the step cannot be redone")
-            reference = parts.get("reference")
-            groups.append(
-                m.TakenGroup(
-                    number=number,
-                    experience=as_bytes(parts["experience"]),
-                    rewards=np.frombuffer(parts["rewards"], np.float32),
-                    reference=None if reference is None else np.frombuffer(reference, np.float32),
-                )
-            )
-        committed = self.experience.ledger.committed
-        return m.Batch(step=step.step, seed=step.seed, groups=groups, committed=committed)
+        groups = self.payloads.taken(step.groups, self.settings.columns.names)
+        return m.Batch(step=step.step, seed=step.seed, groups=groups, committed=self.groups.ledger.committed)
+
+    def _archive_step(self, step: Step) -> None:
+        """Writes a step's groups to disk before they are freed."""
+        if not self.archive.wanted:
+            return
+        self.store.commit()
+        assert step.digest is not None
+        self.archive.append(self._read_batch(step), step.digest)
 
     def tell_trainer(self, message: m.Message) -> None:
         """Unasked."""
         for trainer in self.members.of_kind("trainer"):
-            self.exchange.send(trainer.identity, message)
+            self.router.send(trainer.identity, message)
 
     def receivers(self) -> m.Receivers:
         """What each live rollout serves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.services.broker.rules.leases import Journal
+from penstock.services.broker.rules.journal import Journal
 
 KEPT = 100
 """A rollout that serves an older one than this is not leased anyway."""

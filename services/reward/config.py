@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from penstock.protocols.columns import REWARD
 from penstock.services.runtime.settings import Section
 
 REGISTRY = {
@@ -17,17 +18,26 @@ REGISTRY = {
 
 
 class FunctionConfig(Section):
-    """One reward function: ``function(response=…, truth=…, prompt=…, **options) -> float``, plain or async."""
+    """One reward function, plain or async: it returns a number, and is given what it asks for by name, out of
+    ``response``, ``truth``, ``prompt``, ``messages``, ``finish_reason``, ``group``, ``sample``, ``step``, the columns
+    below, and the options."""
 
     function: str = "exact_match"
-    """One of those that come with Penstock (``exact_match``, ``number``, ``reasoning_gym``), or one of your own,
-    e.g. ``my_rewards:length``."""
+    """A name of the registry (exact_match, number, reasoning_gym), or ``module:function`` of your own, e.g.
+    ``my_rewards:judge``."""
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """What it is called in metrics and report: its column is ``reward/NAME``. null: the function's own name. Two
+    entries with one function need names, e.g. ``strict``."""
     weight: float = 1.0
-    """Its share: the reward is the weighted sum of all functions."""
+    """The reward is the sum of all functions, each times its weight. 0: only watched, e.g. a length."""
     timeout_s: float = Field(10.0, gt=0)
-    """A call that takes more seconds is ended, and costs its trajectory the reward."""
+    """Seconds. A call that takes longer is ended, and costs its trajectory the reward; a judge may want ``60``."""
+    columns: list[str] = []
+    """Other columns that it reads, e.g. ``[reference]``: it is called once they are there, and given each as an
+    argument of that name (``reward/exact_match`` as ``reward_exact_match``): the trajectory's number, or a float32
+    array with one for each of its tokens."""
     options: dict[str, Any] = {}
-    """What the function is called with besides, e.g. ``{tolerance: 0.01}``."""
+    """Arguments of your own that every call gets, e.g. ``{strict: true}``."""
 
     @field_validator("function")
     @classmethod
@@ -36,16 +46,30 @@ class FunctionConfig(Section):
             raise ValueError(f"{value!r} is neither module:function nor one of {', '.join(sorted(REGISTRY))}")
         return value
 
+    @property
+    def column(self) -> str:
+        """The column that it writes."""
+        return f"{REWARD}/{self.name or self.function.rpartition(':')[2]}"
+
 
 class RewardConfig(Section):
     """The reward processes."""
 
     count: int = Field(1, ge=1)
-    """How many reward processes."""
+    """Reward processes, e.g. ``2``."""
     functions: list[FunctionConfig] = Field([FunctionConfig()], min_length=1)
-    """The functions whose weighted sum is the reward. They run in worker processes, e.g. ``[{function: number, weight:
-    0.5}]``."""
-    workers: int = Field(1, ge=1)
-    """Worker processes that run the functions, in each reward process."""
-    groups_in_hand: int = Field(32, ge=1)
-    """Groups that one reward process asks for at once."""
+    """What makes the reward, e.g. ``[{function: exact_match}, {function: "my_rewards:brief", weight: 0.1}]``."""
+    concurrency: int = Field(512, ge=1)
+    """Calls that may be under way at once for each function in each reward process: all of an async one's run together;
+    those of a plain one wait for a worker. A judge that answers 64 requests at a time wants ``64``."""
+    workers: int | None = Field(None, ge=1)
+    """Worker processes for each plain function, in each reward process. null: the machine's cores, less the threads of
+    the other actors. An async function has one process, whatever this is."""
+
+    @model_validator(mode="after")
+    def _named_apart(self) -> RewardConfig:
+        columns = [function.column for function in self.functions]
+        twice = sorted({column for column in columns if columns.count(column) > 1})
+        if twice:
+            raise ValueError(f"two functions write the column {twice[0]}; give each a name of its own")
+        return self

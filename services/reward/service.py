@@ -1,99 +1,136 @@
-"""The reward actor: groups in, a reward for each trajectory out."""
+"""The reward scorer: a column for each reward function, a call for each trajectory."""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import structlog
 
-from penstock.protocols.experience import ExperienceError, Group, unpack_group
-from penstock.protocols.mailbox import FencedError
-from penstock.protocols.messages import Credit, HelloNeeded, Score, Scored, Stop, Work
-from penstock.protocols.wire import WireError
-from penstock.services.reward.config import RewardConfig
-from penstock.services.reward.pool import Item, Pool
-from penstock.services.runtime import health
-from penstock.services.runtime.actor import Actor, ActorContext
+from penstock.protocols.experience import Trajectory
+from penstock.services.reward.config import FunctionConfig, RewardConfig
+from penstock.services.reward.lanes import Call, FunctionLanes
+from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
 
 log = structlog.get_logger()
 
-ANSWER_DEADLINE_S = 60.0
-
 
 class Reward:
-    """One reward process. `run` returns the reason it ended for."""
+    """Runs reward functions. A column is answered when its own calls are done, whatever the others do."""
 
-    def __init__(self, place: ActorContext, config: RewardConfig) -> None:
-        self.actor = Actor("reward", place)
-        self._config = config
-        self._pool = Pool(config.functions, config.workers)
-        self._received = self._hello = 0
+    def __init__(self, config: RewardConfig, workers: int, group_size: int) -> None:
+        self._limit, self._group_size = config.concurrency, group_size
+        self._lanes = {f.column: FunctionLanes(f, workers, config.concurrency) for f in config.functions}
         self._errors = 0
 
-    def run(self) -> str:
-        """Scores until it is told to stop."""
-        self.actor.join()
-        self._hello = self.actor.hellos
-        self._give_credit()
-        while True:
-            event = self.actor.next()
-            if isinstance(event, Stop):
-                break
-            if isinstance(event, FencedError):
-                raise event
-            if isinstance(event, HelloNeeded):
-                self._received, self._hello = 0, self.actor.hellos
-                self._give_credit()
-            elif isinstance(event, Work):
-                self._received += len(event.items)
-                with self.actor.busy():
-                    self._score(event)
-                self.actor.held.difference_update(item.number for item in event.items)
-                self._give_credit()
+    def room(self, in_hand: int) -> int:
+        """As many groups as fill the fullest function's calls."""
+        most = max(lanes.outstanding for lanes in self._lanes.values())
+        return -(-(self._limit - most) // self._group_size)
+
+    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
+        """Submits all calls, and returns at once."""
+        for task in tasks:
+            offered = [_offered(task, sample) for sample in range(len(task.group.trajectories))]
+            for column in task.wanted:
+                lanes = self._lanes[column]
+                calls = [Call(_with_columns(lanes.config, task, k, mine)) for k, mine in enumerate(offered)]
+                _Answering(self, task, column, len(calls), answer).begin(lanes, calls)
+
+    def gauges(self) -> dict[str, float]:
+        """Calls under way and waiting, over all functions and of each; failures and restarts so far."""
+        found: dict[str, float] = {
+            "calls_in_flight": sum(lanes.under_way for lanes in self._lanes.values()),
+            "calls_outstanding": sum(lanes.outstanding for lanes in self._lanes.values()),
+            "reward_errors": self._errors,
+            "worker_restarts": sum(lanes.restarts for lanes in self._lanes.values()),
+        }
+        for column, lanes in self._lanes.items():
+            found[f"calls_in_flight/{column}"] = lanes.under_way
+        return found
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for lanes in self._lanes.values():
+            lanes.close()
+
+    def failed(self, count: int) -> None:
+        """Counts calls without a reward."""
+        self._errors += count
+
+
+class _Answering:
+    """One column of one group: answered when the last of its calls is."""
+
+    def __init__(self, reward: Reward, task: ScoringTask, column: str, calls: int, answer: Answer) -> None:
+        self._reward, self._task, self._column, self._answer = reward, task, column, answer
+        self._values = np.full(calls, np.nan, np.float32)
+        self._errors: list[str] = []
+        self._left = calls
+        self._lock = threading.Lock()
+
+    def begin(self, lanes: FunctionLanes, calls: list[Call]) -> None:
+        for sample, call in enumerate(calls):
+            lanes.submit(call).add_done_callback(lambda future, sample=sample: self._done(sample, future))  # type: ignore[misc]
+
+    def _done(self, sample: int, future: Future[float]) -> None:
+        error = future.exception()
+        with self._lock:
+            if error is None:
+                self._values[sample] = future.result()
             else:
-                log.warning("unexpected message", type=type(event).__name__)
-        self._pool.close()
-        self.actor.leave(event.reason)
-        return event.reason
+                self._errors.append(f"{self._column.partition('/')[2]} {error}")
+                log.warning("reward failed", group=self._task.key[1], trajectory=sample, error=self._errors[-1])
+            self._left -= 1
+            if self._left:
+                return
+        self._reward.failed(len(self._errors))
+        self._answer(self._task, self._column, self._values, self._errors)
 
-    def _give_credit(self) -> None:
-        self.actor.mailbox.tell(Credit(total=self._received + self._config.groups_in_hand, hello=self._hello))
 
-    def _score(self, work: Work) -> None:
-        """Scores all groups of ``work`` together, so that the workers always have enough to do."""
-        calls: list[tuple[int, list[list[Item]]]] = []
-        for item in work.items:
-            try:
-                group = unpack_group(item.experience.data)
-            except (ExperienceError, WireError) as error:
-                log.error("a group cannot be read", group=item.number, error=str(error))
-                continue
-            calls.append((item.number, self._calls(group)))
-        self._pool.submit([call for _, rows in calls for row in rows for call in row])
-        scores = [self._collect(number, rows) for number, rows in calls]
-        self.actor.gauges = {"reward_errors": self._errors, "worker_restarts": self._pool.restarts}
-        self.actor.mailbox.ask_later(Scored(scores=scores), ANSWER_DEADLINE_S)
+def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
+    """What any function may ask for about one trajectory: see `worker.OFFERED`."""
+    prompt, trajectory = task.group.prompt, task.group.trajectories[sample]
+    return {
+        "response": trajectory.text,
+        "truth": prompt.truth,
+        "prompt": prompt.as_text(),
+        "messages": prompt.messages or [{"role": "user", "content": prompt.as_text()}],
+        "finish_reason": trajectory.finish,
+        "group": task.key[1],
+        "sample": sample,
+        "step": task.step,
+    }
 
-    def _calls(self, group: Group) -> list[list[Item]]:
-        """For each trajectory, one call for each function."""
-        prompt = group.prompt.as_text()
-        return [
-            [Item(f, t.text, group.prompt.truth, prompt, Future()) for f in range(len(self._config.functions))]
-            for t in group.trajectories
-        ]
 
-    def _collect(self, number: int, rows: list[list[Item]]) -> Score:
-        rewards = np.full(len(rows), np.nan, np.float32)
-        errors: list[str | None] = [None] * len(rows)
-        for index, row in enumerate(rows):
-            health.beat()
-            failures = {self._config.functions[i.function].function: i.future.exception() for i in row}
-            failed = [f"{name} {error}" for name, error in failures.items() if error]
-            if failed:
-                errors[index] = "; ".join(failed)
-                self._errors += 1
-                log.warning("reward failed", group=number, trajectory=index, error=errors[index])
-            else:
-                rewards[index] = sum(self._config.functions[i.function].weight * i.future.result() for i in row)
-        return Score(number=number, rewards=rewards, errors=errors)
+def _with_columns(config: FunctionConfig, task: ScoringTask, sample: int, offered: dict[str, Any]) -> dict[str, Any]:
+    """With the columns that the function's config names, as the trajectory's own part of each."""
+    if not config.columns:
+        return offered
+    return offered | {name.replace("/", "_"): _part(task, name, sample) for name in config.columns}
+
+
+def _part(task: ScoringTask, column: str, sample: int) -> Any:
+    trajectories: Sequence[Trajectory] = task.group.trajectories
+    values = task.columns[column]
+    if len(values) == len(trajectories):
+        return values[sample].item()
+    start = sum(len(t.tokens) for t in trajectories[:sample])
+    return values[start : start + len(trajectories[sample].tokens)]
+
+
+def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
+    """The actor, for a run's whole config."""
+    workers = config.reward.workers or spare_cores(config)
+    return ScorerActor(kind, context, Reward(config.reward, workers, config.rollout.sampling.n))
+
+
+def spare_cores(config: Any) -> int:
+    """The machine's cores less the threads of the run's other actors, shared by the reward processes; at least 1."""
+    used = config.trainer.ranks * config.trainer.threads + config.rollout.count * config.rollout.threads
+    return max(1, ((os.cpu_count() or 1) - used) // config.reward.count)

@@ -1,7 +1,11 @@
-"""A process that runs reward functions, so that one that hangs or crashes takes nothing else with it.
+"""A process that runs one reward function, so that one that hangs or crashes takes nothing else with it.
 
-Speaks length-prefixed `protocols.wire.pack` buffers over stdin and stdout: in, the functions, then batches of items;
-out, one reply an item. Ends when stdin closes.
+Speaks length-prefixed `protocols.wire.pack` buffers over what were its stdin and stdout: in, the function, then lists
+of calls; out, one reply a call. An async function's calls all run in one event loop that lives as long as the process,
+so that what a module keeps for itself (a semaphore, an HTTP client) works; a plain function's run one after the other.
+
+`Mark` is a word of memory shared with the parent: the call whose code runs right now. So the parent knows whom a crash
+or a hang belongs to, and runs the others again.
 """
 
 from __future__ import annotations
@@ -9,20 +13,29 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import mmap
 import os
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from importlib import import_module
+import types
+from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.protocols.wire import pack, unpack
+from penstock.services.runtime.plugins import load_plugin
+from penstock.services.runtime.processes import die_with_parent
 
 _LENGTH = struct.Struct("<I")
+_MARK = struct.Struct("<q")
 FLOAT32_MAX = 3.4e38
+NOBODY = -1
+WATCH_S = 0.05
+
+OFFERED = ("response", "truth", "prompt", "messages", "finish_reason", "group", "sample", "step")
+"""What a function may ask for by name, beside its options and the columns that its config names."""
 
 
 def write_frame(stream: BinaryIO, value: Any) -> None:
@@ -42,84 +55,175 @@ def read_frame(stream: BinaryIO) -> Any:
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
-    data = stream.read(_LENGTH.unpack(head)[0])
-    return unpack(data)
+    return unpack(stream.read(_LENGTH.unpack(head)[0]))
+
+
+class Mark:
+    """See the module's docstring. ``file`` is a descriptor of shared memory."""
+
+    def __init__(self, file: int) -> None:
+        self._map = mmap.mmap(file, mmap.PAGESIZE)
+
+    def set(self, call: int) -> None:
+        """``call`` runs now, or `NOBODY`."""
+        _MARK.pack_into(self._map, 0, call)
+
+    def read(self) -> int:
+        """The call that runs, or ran when the process ended."""
+        return _MARK.unpack_from(self._map, 0)[0]
 
 
 class _Function:
-    """One function with its options and its timeout."""
+    """The function with its options, its timeout and what it asks for."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        module, _, name = config["function"].partition(":")
-        self.call: Callable[..., Any] = getattr(import_module(module), name)
-        self.is_async = inspect.iscoroutinefunction(self.call)
+        self.call: Callable[..., Any] = load_plugin(config["function"], "reward.functions")
+        self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(
+            getattr(self.call, "__call__", None)  # noqa: B004 - an object whose __call__ is async
+        )
         self.options, self.timeout_s = config["options"], config["timeout_s"]
+        self.asks = self._asks([*OFFERED, *config["columns"]])
 
-    def arguments(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {"response": item["response"], "truth": item["truth"], "prompt": item["prompt"], **self.options}
+    def _asks(self, offered: list[str]) -> list[str]:
+        """Of what is ``offered``, what the function takes. Raises `ValueError` where it wants something else."""
+        parameters = inspect.signature(self.call).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return [name for name in offered if name not in self.options]
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
+        if strange := sorted(required - set(offered) - self.options.keys()):
+            raise ValueError(
+                f"it asks for {', '.join(strange)}; it may ask for {', '.join(offered)}, and for what its options give"
+            )
+        if strange := sorted(self.options.keys() - names):
+            raise ValueError(f"its options give {', '.join(strange)}, which it does not take")
+        return [name for name in offered if name in names and name not in self.options]
+
+    def start(self, call: dict[str, Any]) -> Any:
+        """The result, or what it comes from when awaited."""
+        return self.call(**call["arguments"], **self.options)
 
 
-def _reply(item: dict[str, Any], value: Any) -> dict[str, Any]:
+def _reply(call: int, value: Any) -> dict[str, Any]:
     try:
         reward = float(value)
     except (TypeError, ValueError):
-        return {"id": item["id"], "error": f"returned {type(value).__name__}, not a number"}
+        return {"id": call, "error": f"returned {type(value).__name__}, not a number"}
     if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:
-        return {"id": item["id"], "error": f"returned {reward}"}
-    return {"id": item["id"], "reward": reward}
+        return {"id": call, "error": f"returned {reward}"}
+    return {"id": call, "reward": reward}
 
 
-def _failure(item: dict[str, Any], error: BaseException) -> dict[str, Any]:
-    return {"id": item["id"], "error": f"raised {type(error).__name__}: {str(error)[:300]}"}
+def _failure(call: int, error: BaseException) -> dict[str, Any]:
+    return {"id": call, "error": f"raised {type(error).__name__}: {str(error)[:300]}"}
 
 
-async def _run_async(function: _Function, items: list[dict[str, Any]], out: BinaryIO) -> None:
-    async def one(item: dict[str, Any]) -> None:
+@types.coroutine
+def _marked(coroutine: Coroutine[Any, Any, Any], call: int, mark: Mark) -> Generator[Any, Any, Any]:
+    """Awaits ``coroutine``; while its own code runs, ``mark`` says so."""
+    sent: Any = None
+    thrown: BaseException | None = None
+    while True:
+        mark.set(call)
         try:
-            value = await asyncio.wait_for(function.call(**function.arguments(item)), function.timeout_s)
-            write_frame(out, _reply(item, value))
+            waited_for = coroutine.send(sent) if thrown is None else coroutine.throw(thrown)
+        except StopIteration as done:
+            return done.value
+        finally:
+            mark.set(NOBODY)
+        sent = thrown = None
+        try:
+            sent = yield waited_for
+        except BaseException as error:  # a cancellation, say: it is the coroutine's to handle
+            thrown = error
+
+
+class _Loop:
+    """Runs an async function's calls, all at once."""
+
+    def __init__(self, function: _Function, calls: BinaryIO, replies: BinaryIO, mark: Mark) -> None:
+        self._function, self._calls, self._replies, self._mark = function, calls, replies, mark
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until there are no more calls to read."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def read() -> None:
+            while (calls := read_frame(self._calls)) is not None:
+                loop.call_soon_threadsafe(self._begin, calls)
+            loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=read, name="calls", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        await ended.wait()
+
+    def _begin(self, calls: list[dict[str, Any]]) -> None:
+        for call in calls:
+            task = asyncio.ensure_future(self._one(call))
+            self._running.add(task)  # the loop itself keeps no task alive
+            task.add_done_callback(self._running.discard)
+
+    async def _one(self, call: dict[str, Any]) -> None:
+        number, timeout_s = call["id"], self._function.timeout_s
+        try:
+            value = await asyncio.wait_for(self._marked(call), timeout_s)
+            reply = _reply(number, value)
         except TimeoutError:
-            write_frame(out, {"id": item["id"], "error": f"timed out after {function.timeout_s:g} s"})
+            reply = {"id": number, "error": f"timed out after {timeout_s:g} s"}
         except Exception as error:
-            write_frame(out, _failure(item, error))
+            reply = _failure(number, error)
+        write_frame(self._replies, reply)
 
-    await asyncio.gather(*(one(item) for item in items))
+    async def _marked(self, call: dict[str, Any]) -> Any:
+        return await _marked(self._function.start(call), call["id"], self._mark)
+
+    def _watch(self) -> None:
+        """A call that blocks the loop for longer than its timeout ends this process: the mark says which it was."""
+        blocked, since = NOBODY, time.monotonic()
+        while True:
+            time.sleep(WATCH_S)
+            now = self._mark.read()
+            if now != blocked or now == NOBODY:
+                blocked, since = now, time.monotonic()
+            elif time.monotonic() - since > self._function.timeout_s:
+                os._exit(3)
 
 
-def _run(function: _Function, items: list[dict[str, Any]], out: BinaryIO) -> None:
-    if function.is_async:
-        asyncio.run(_run_async(function, items, out))
-        return
-    for item in items:
-        try:
-            write_frame(out, _reply(item, function.call(**function.arguments(item))))
-        except Exception as error:
-            write_frame(out, _failure(item, error))
-
-
-def _leave_with_parent(parent: int) -> None:
-    """Ends this process when its parent is gone, also while a function hangs and nobody reads stdin."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+def _run_plain(function: _Function, calls: BinaryIO, replies: BinaryIO, mark: Mark) -> None:
+    while (batch := read_frame(calls)) is not None:
+        for call in batch:
+            mark.set(call["id"])
+            try:
+                reply = _reply(call["id"], function.start(call))
+            except Exception as error:
+                reply = _failure(call["id"], error)
+            mark.set(NOBODY)
+            write_frame(replies, reply)
 
 
 def main() -> None:
-    """Entry point of ``python -m penstock.services.reward.worker``."""
-    # What a function prints must not mix with the replies: they get a descriptor of their own.
-    out = os.fdopen(os.dup(1), "wb")
+    """Entry point of ``python -m penstock.services.reward.worker MARK``."""
+    die_with_parent()
+    mark = Mark(int(sys.argv[1]))
+    # What a function prints must not mix with the replies, nor may its child processes read the calls: both get
+    # descriptors that no child inherits.
+    calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.path.append(str(Path.cwd()))
-    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
-    configs = read_frame(sys.stdin.buffer)
+    config = read_frame(calls)
     try:
-        functions = [_Function(config) for config in configs]
+        function = _Function(config)
     except Exception as error:
-        write_frame(out, {"error": f"{type(error).__name__}: {error}"})
+        write_frame(replies, {"error": str(error)})
         return
-    write_frame(out, {"asynchronous": [function.is_async for function in functions]})
-    while (batch := read_frame(sys.stdin.buffer)) is not None:
-        _run(functions[batch["function"]], batch["items"], out)
+    write_frame(replies, {"asynchronous": function.is_async, "asks": function.asks})
+    if function.is_async:
+        asyncio.run(_Loop(function, calls, replies, mark).run())
+    else:
+        _run_plain(function, calls, replies, mark)
 
 
 if __name__ == "__main__":

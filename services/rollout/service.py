@@ -8,7 +8,6 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -16,20 +15,26 @@ import numpy as np
 import structlog
 import torch
 
-from penstock.protocols.experience import UNSAMPLED, Group, Trajectory, as_bytes, nothing_kept, pack_group
+from penstock.protocols.experience import (
+    UNSAMPLED,
+    Group,
+    Purpose,
+    Trajectory,
+    as_bytes,
+    nothing_kept,
+    pack_group,
+    summarize,
+)
 from penstock.protocols.mailbox import DeadlineError, FencedError
 from penstock.protocols.messages import (
-    CommitVersion,
     Credit,
     Failed,
     Finished,
     HelloNeeded,
-    Invite,
     Lease,
     Loaded,
     LoadFailed,
     Message,
-    Propose,
     Stop,
 )
 from penstock.services.modeling import determinism
@@ -39,11 +44,14 @@ from penstock.services.rollout.tokenizer import Tokenizer
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.plugins import load_plugin
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.canary import CanaryError, check_canary
 from penstock.services.weights.receiver.receiver import Prepared, Receiver
 
 log = structlog.get_logger()
+
+Key = tuple[Purpose, int]
 
 DURABLE_DEADLINE_S = 120.0
 DRAIN_S = 10.0
@@ -64,7 +72,6 @@ class _Work:
 class _Answered:
     """The broker's answer to a `Finished` or `Failed`, posted to the inbox."""
 
-    number: int
     message: Finished | Failed
     tokens: int
     error: BaseException | None
@@ -75,24 +82,25 @@ class Rollout:
 
     def __init__(
         self,
-        place: ActorContext,
+        context: ActorContext,
         config: RolloutConfig,
         weights: WeightsConfig,
         model_path: str,
         dtype: str,
         deterministic: bool = False,
     ) -> None:
-        torch.set_num_threads(place.threads)
+        torch.set_num_threads(context.threads)
         if deterministic:
-            determinism.pin(place.folder, "rollout", place.threads)
+            determinism.pin(context.folder, "rollout", context.threads)
             engine = config.engine.model_copy(update={"max_sequences": config.sampling.n})  # a group at a time
             config = config.model_copy(update={"engine": engine})
-        self.actor = Actor("rollout", place)
+        self.actor = Actor("rollout", context)
         self._text = Tokenizer(model_path)
         self.engine = make_engine(config, model_path, dtype, self._text)
-        self._receiver = Receiver(self.engine, self.actor.mailbox, weights, place.keys)
+        self._receiver = Receiver(self.engine, self.actor.mailbox, weights, context.keys)
         self._work: dict[int, _Work] = {}
-        self._outbox: set[int] = set()
+        """By what the engine calls them: `_handle_of`."""
+        self._outbox: set[Key] = set()
         self._retained: deque[tuple[float, Finished, int]] = deque()
         """What became durable lately: said again to a broker that was restarted, whose store may have lost it."""
         self._config = config
@@ -101,7 +109,7 @@ class Rollout:
         self._credited = -1
         self._hello = 0
         self._generated, self._generated_at = 0.0, time.monotonic()
-        finished = place.folder / "logs" / f"{place.name}.finished.jsonl"
+        finished = context.folder / "logs" / f"{context.name}.finished.jsonl"
         finished.parent.mkdir(parents=True, exist_ok=True)
         self._finished = finished.open("a", buffering=1)
 
@@ -159,8 +167,6 @@ class Rollout:
     def _handle(self, event: object) -> None:
         if isinstance(event, Lease):
             self._start(event)
-        elif isinstance(event, Invite | Propose | CommitVersion):
-            self._receiver.handle(event)
         elif isinstance(event, Prepared):
             self._swap(event)
         elif isinstance(event, _Answered):
@@ -170,8 +176,8 @@ class Rollout:
             self._held_at_hello = len(self.actor.held)
             self._give_credit()
             for _, message, tokens in self._retained:
-                if message.number not in self._outbox:
-                    self._outbox.add(message.number)
+                if _key(message) not in self._outbox:
+                    self._outbox.add(_key(message))
                     self._closed -= 1  # its room was given back when it first became durable
                     self._send(message, tokens)
             self._retained.clear()
@@ -179,23 +185,24 @@ class Rollout:
             log.warning("unexpected message", type=type(event).__name__)
 
     def _start(self, lease: Lease) -> None:
-        if lease.number in self._work or lease.number in self._outbox:
+        if _handle_of(lease) in self._work or _key(lease) in self._outbox:
             self._closed += 1  # leased to us again while we still hold it: one answer will do
             self._give_credit()
             return
         try:
             tokens = self._text.encode(lease.prompt)
-            self.engine.submit(Request(lease.number, lease.seed, tokens, lease.sampling))
+            self.engine.submit(Request(_handle_of(lease), lease.seed, tokens, lease.sampling))
         except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
             self._fail(lease, error)
             return
-        self._work[lease.number] = _Work(lease, tokens)
+        self._work[_handle_of(lease)] = _Work(lease, tokens)
 
     def _fail(self, lease: Lease, error: Exception) -> None:
         log.warning("group failed", group=lease.number, prompt=lease.prompt.index, error=str(error))
-        self._outbox.add(lease.number)
+        self._outbox.add(_key(lease))
         reason = f"{type(error).__name__}: {str(error)[:300]}"
-        self._send(Failed(number=lease.number, attempt=lease.attempt, error=reason), 0)
+        failed = Failed(purpose=lease.purpose, number=lease.number, attempt=lease.attempt, error=reason)
+        self._send(failed, 0)
 
     def _refused(self, refusal: Refusal) -> None:
         work = self._work.pop(refusal.number, None)
@@ -217,31 +224,39 @@ class Rollout:
         except Exception as error:  # an engine's numbers that break a trajectory's rules, say
             self._fail(work.lease, error)
             return
-        group = Group(completion.number, work.lease.prompt, trajectories)
-        self._outbox.add(completion.number)
-        experience = as_bytes(pack_group(group))
-        self._send(Finished(number=group.number, attempt=work.lease.attempt, experience=experience), group.sampled)
+        lease = work.lease
+        group = Group(lease.number, lease.prompt, trajectories)
+        self._outbox.add(_key(lease))
+        finished = Finished(
+            purpose=lease.purpose,
+            number=lease.number,
+            attempt=lease.attempt,
+            summary=summarize(group),
+            experience=as_bytes(pack_group(group)),
+        )
+        self._send(finished, finished.summary.sampled)
 
     def _send(self, message: Finished | Failed, tokens: int) -> None:
         """Says it until the broker has called it durable."""
 
         def answered(future: Future[Message]) -> None:
-            self.actor.mailbox.post(_Answered(message.number, message, tokens, future.exception()))
+            self.actor.mailbox.post(_Answered(message, tokens, future.exception()))
 
         self.actor.mailbox.ask_later(message, DURABLE_DEADLINE_S).add_done_callback(answered)
 
     def _answered(self, answer: _Answered) -> None:
+        number = answer.message.number
         if isinstance(answer.error, DeadlineError):
-            log.warning("not durable yet; sending again", group=answer.number, error=str(answer.error))
+            log.warning("not durable yet; sending again", group=number, error=str(answer.error))
             self._send(answer.message, answer.tokens)
             return
-        self._outbox.discard(answer.number)
-        self.actor.held.discard(answer.number)
+        self._outbox.discard(_key(answer.message))
+        self.actor.put_down(*_key(answer.message))
         self._closed += 1
         if answer.error:
-            log.error("the broker refused a group", group=answer.number, error=str(answer.error))
-        elif isinstance(answer.message, Finished) and answer.number >= 0:
-            row = {"group": answer.number, "attempt": answer.message.attempt, "tokens": answer.tokens}
+            log.error("the broker refused a group", group=number, error=str(answer.error))
+        elif isinstance(answer.message, Finished) and answer.message.purpose == "train":
+            row = {"group": number, "attempt": answer.message.attempt, "tokens": answer.tokens}
             self._finished.write(json.dumps(row | {"time": time.time()}) + "\n")
             self._retained.append((time.monotonic(), answer.message, answer.tokens))
             while self._retained and time.monotonic() - self._retained[0][0] > RETAIN_S:
@@ -304,6 +319,23 @@ class Rollout:
         self.actor.gauges = gauges
 
 
+def _key(message: Lease | Finished | Failed) -> Key:
+    return message.purpose, message.number
+
+
+def _handle_of(lease: Lease) -> int:
+    """What the engine calls a group, and keys its sampling by: a training group's own number; greedy evaluation draws
+    nothing, and must only not be mistaken for one."""
+    return lease.number if lease.purpose == "train" else -1 - lease.number
+
+
+def make(context: ActorContext, config: Any, kind: str) -> Rollout:
+    """The actor, for a run's whole config."""
+    return Rollout(
+        context, config.rollout, config.weights, context.model_path, config.model.dtype, config.run.deterministic
+    )
+
+
 def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer) -> Engine:
     """The engine that ``config.engine`` names. Its weights come by the weight channel."""
     from transformers import AutoConfig, GenerationConfig
@@ -325,13 +357,9 @@ def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokeni
         sampling = config.sampling.training()
         return VllmEngine(engine, model_config, model_path, dtype, stop_ids, sampling, config.threads)
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
-    module, _, name = engine.name.partition(":")
-    if found is None and not name:
+    if found is None and ":" not in engine.name:
         raise SetupError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")
-    try:
-        factory = found.load() if found else getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise SetupError(f"rollout.engine.name: cannot load {engine.name!r}: {error}") from error
+    factory = found.load() if found else load_plugin(engine.name, "rollout.engine.name")
     return factory(engine.options, model_path, dtype, stop_ids)
 
 

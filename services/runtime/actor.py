@@ -17,9 +17,10 @@ from typing import NoReturn
 
 import structlog
 
+from penstock.protocols.experience import Purpose
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import FencedError, Mailbox, incarnation_of
-from penstock.protocols.messages import ActorKind, Bye, Heartbeat, Hello, Lease, Message, Stop, Welcome, Work
+from penstock.protocols.messages import Bye, Heartbeat, Hello, Holding, Lease, Message, Stop, Welcome, Work
 from penstock.services.runtime import health
 
 log = structlog.get_logger()
@@ -44,6 +45,10 @@ class ActorContext:
     """Compute threads."""
     keys: ClientKeys | None = None
     """For a broker that is not on this machine's loopback."""
+    model_path: str = ""
+    """Where the model that training starts from lies: a folder, or a name on the hub."""
+    run_key: str = ""
+    """The run's own key, by which shared memory of this host is known to be this run's."""
 
 
 def on_stop(stop: Callable[[str], None], supervised: bool = False, grace_s: float = STOP_GRACE_S) -> None:
@@ -82,16 +87,16 @@ class Actor:
     ``inbox`` of its mailbox receives what the broker sends, and a `Stop` when it is time to leave.
     """
 
-    def __init__(self, kind: ActorKind, place: ActorContext) -> None:
-        self.kind, self.place = kind, place
-        self.mailbox = Mailbox(place.broker, incarnation_of(place.name), place.keys)
+    def __init__(self, kind: str, context: ActorContext) -> None:
+        self.kind, self.context = kind, context
+        self.mailbox = Mailbox(context.broker, incarnation_of(context.name), context.keys)
         self.gauges: dict[str, float] = {}
         self.version = -1
         """The version of the weights that this actor serves; -1 for none."""
         self.digest = ""
         self.hellos = 0
-        self.held: set[int] = set()
-        """Groups that it was given, in the inbox or at work; whoever is done with one takes it out."""
+        self.held: set[tuple[Purpose, int]] = set()
+        """Groups that it was given, in the inbox or at work, until `put_down`."""
         self.error: str | None = None
         """Why it ends, where that is not the run's end."""
         self.introduction: Callable[[], list[Message]] = list
@@ -108,7 +113,7 @@ class Actor:
         self.mailbox.beat_s = welcome.heartbeat_s
         self.mailbox.hello = lambda: [self._hello(), *self.introduction()]
         self.mailbox.beat = self._beat
-        log.info("joined", identity=self.mailbox.identity, broker=self.place.broker)
+        log.info("joined", identity=self.mailbox.identity, broker=self.context.broker)
         return welcome
 
     def stop(self, reason: str) -> None:
@@ -133,44 +138,62 @@ class Actor:
         self.mailbox.close()
         log.info("left", reason=reason)
 
+    def put_down(self, purpose: Purpose, number: int) -> None:
+        """It is done with this group."""
+        self.held.discard((purpose, number))
+
+    def set_busy(self, busy: bool) -> None:
+        """Counts the time until this is said otherwise as work, or as idle."""
+        now = time.monotonic()
+        if busy and self._busy_since is None:
+            self._busy_since = now
+        elif not busy and self._busy_since is not None:
+            self._busy_s += now - max(self._busy_since, self._beat_at)
+            self._busy_since = None
+
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Counts the enclosed time as work; the rest is idle."""
-        self._busy_since = time.monotonic()
+        self.set_busy(True)
         try:
             yield
         finally:
-            self._busy_s += time.monotonic() - max(self._busy_since, self._beat_at)
-            self._busy_since = None
+            self.set_busy(False)
+
+    def _holding(self) -> Holding:
+        holding: Holding = {}
+        for purpose, number in list(self.held):
+            holding.setdefault(purpose, []).append(number)
+        return holding
 
     def _arrived(self, message: Message) -> None:
         if isinstance(message, Lease):
-            self.held.add(message.number)
+            self.held.add((message.purpose, message.number))
         elif isinstance(message, Work):
-            self.held.update(item.number for item in message.items)
+            self.held.update((item.purpose, item.number) for item in message.items)
 
     def _hello(self) -> Hello:
         self.hellos += 1
         return Hello(
             kind=self.kind,
-            name=self.place.name,
+            name=self.context.name,
             host=socket.gethostname(),
             pid=os.getpid(),
             version=self.version,
             digest=self.digest,
             number=self.hellos,
-            holding=list(self.held),
+            holding=self._holding(),
         )
 
     def _beat(self) -> Message:
         now = time.monotonic()
         if now - self.mailbox.heard_at > BROKER_SILENT_S:
-            log.error("the broker is silent", broker=self.place.broker, silent_s=round(now - self.mailbox.heard_at))
-            self.error = f"the broker at {self.place.broker} was silent for {BROKER_SILENT_S:.0f} s"
+            log.error("the broker is silent", broker=self.context.broker, silent_s=round(now - self.mailbox.heard_at))
+            self.error = f"the broker at {self.context.broker} was silent for {BROKER_SILENT_S:.0f} s"
             self.stop(self.error)
         busy, self._busy_s = self._busy_s, 0.0
         if since := self._busy_since:  # still at it: count the part inside this beat
             busy += now - max(since, self._beat_at)
         busy_share = min(1.0, busy / max(1e-3, now - self._beat_at))
         self._beat_at = now
-        return Heartbeat(gauges={**self.gauges, "busy": busy_share}, holding=list(self.held))
+        return Heartbeat(gauges={**self.gauges, "busy": busy_share}, holding=self._holding())

@@ -1,14 +1,18 @@
-"""A taken batch as trajectories, rewards and columns."""
+"""A taken batch as trajectories and columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 
-from penstock.protocols.experience import Trajectory, unpack_group
+from penstock.protocols.columns import REWARD, ColumnError, ColumnTable
+from penstock.protocols.experience import ExperienceError, Group, Trajectory, unpack_group
 from penstock.protocols.messages import Batch, TakenGroup
+from penstock.protocols.wire import WireError
+
+log = structlog.get_logger()
 
 
 class BatchError(ValueError):
@@ -20,12 +24,19 @@ class TrainingBatch:
     """What one step trains on. Lists are over trajectories, in the order of the ledger."""
 
     trajectories: list[Trajectory]
-    rewards: np.ndarray
-    """float32 ``[trajectories]``; NaN where the reward failed: such a one has no part in its group's advantage."""
     groups: np.ndarray
     """int64 ``[trajectories]``: the number of its group."""
-    reference: list[np.ndarray] | None
-    """float32 ``[tokens]`` each: reference log-probabilities."""
+    values: dict[str, np.ndarray]
+    """Columns with a value for each trajectory: ``[trajectories]``."""
+    token_values: dict[str, list[np.ndarray]]
+    """Columns with a value for each token: ``[tokens]`` for each trajectory."""
+    unreadable: int = 0
+    """Groups that could not be read: they have no part in the step."""
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 ``[trajectories]``; NaN where the reward failed: such a one has no part in its group's advantage."""
+        return self.values[REWARD]
 
     @property
     def rewarded(self) -> np.ndarray:
@@ -34,34 +45,51 @@ class TrainingBatch:
 
     def lags(self, version: int) -> np.ndarray:
         """int32 ``[sampled tokens]``: how many versions each sampled token is behind ``version``."""
-        return version - np.concatenate([t.versions[t.loss_mask == 1] for t in self.trajectories])
+        sampled = [t.versions[t.loss_mask == 1] for t in self.trajectories]
+        return version - (np.concatenate(sampled) if sampled else np.zeros(0, np.int32))
 
 
-def open_batch(batch: Batch, max_lag: int) -> TrainingBatch:
-    """Unpacks and checks ``batch``. Raises `BatchError`, `ExperienceError` or `WireError`."""
-    trajectories: list[Trajectory] = []
-    reference: list[np.ndarray] | None = [] if all(g.reference is not None for g in batch.groups) else None
-    rewards: list[np.ndarray] = []
-    groups: list[int] = []
+def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
+    """Unpacks and checks ``batch``. A group that cannot be read costs itself alone. Raises `BatchError`."""
+    groups: list[tuple[TakenGroup, Group]] = []
     for taken in batch.groups:
-        group = unpack_group(taken.experience.data)
-        trajectories += group.trajectories
-        rewards.append(taken.rewards)
-        groups += [taken.number] * len(group.trajectories)
-        if reference is not None:
-            reference += _split(taken, group.trajectories)
-    step = TrainingBatch(trajectories, np.concatenate(rewards), np.array(groups, np.int64), reference)
-    if len(step.rewards) != len(trajectories):
-        raise BatchError(f"step {batch.step}: {len(step.rewards)} rewards for {len(trajectories)} trajectories")
+        try:
+            groups.append((taken, _open_group(taken, table)))
+        except (ExperienceError, WireError, ColumnError) as error:
+            log.error("a group is left out of its step", step=batch.step, group=taken.number, error=str(error))
+    trajectories = [trajectory for _, group in groups for trajectory in group.trajectories]
+    per = {name: column.per for name, column in table.by_name.items()} | {s.name: "trajectory" for s in table.sums}
+    step = TrainingBatch(
+        trajectories,
+        np.array([taken.number for taken, group in groups for _ in group.trajectories], np.int64),
+        {name: _joined(name, groups) for name in table.names if per[name] == "trajectory"},
+        {name: _split(name, groups) for name in table.names if per[name] == "token"},
+        len(batch.groups) - len(groups),
+    )
     lags = step.lags(batch.step)
     if lags.size and not 0 <= lags.min() <= lags.max() <= max_lag:
         raise BatchError(f"step {batch.step}: lags from {lags.min()} to {lags.max()}, bound {max_lag}")
     return step
 
 
-def _split(taken: TakenGroup, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-    assert taken.reference is not None
-    bounds = np.cumsum([len(t.tokens) for t in trajectories])
-    if len(taken.reference) != bounds[-1]:
-        raise BatchError(f"group {taken.number}: {len(taken.reference)} reference values for {bounds[-1]} tokens")
-    return np.split(taken.reference, bounds[:-1])
+def _open_group(taken: TakenGroup, table: ColumnTable) -> Group:
+    group = unpack_group(taken.experience.data)
+    if missing := [name for name in table.names if name not in taken.columns]:
+        raise ColumnError(f"group {taken.number} came without {', '.join(missing)}")
+    tokens = sum(len(t.tokens) for t in group.trajectories)
+    for name, column in table.by_name.items():
+        column.check(taken.columns[name], len(group.trajectories), tokens)
+    return group
+
+
+def _joined(name: str, groups: list[tuple[TakenGroup, Group]]) -> np.ndarray:
+    parts = [taken.columns[name] for taken, _ in groups]
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def _split(name: str, groups: list[tuple[TakenGroup, Group]]) -> list[np.ndarray]:
+    parts: list[np.ndarray] = []
+    for taken, group in groups:
+        bounds = np.cumsum([len(t.tokens) for t in group.trajectories])
+        parts += np.split(taken.columns[name], bounds[:-1])
+    return parts

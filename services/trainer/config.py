@@ -23,6 +23,10 @@ class CustomFunction(Section):
     type: Literal["custom"] = "custom"
     function: str
     """Where it is: module and function, e.g. ``my_module:my_function``."""
+    columns: list[str] = []
+    """Columns that it reads, e.g. ``[surprise]``: each is an argument of that name (``reward/brief`` as
+    ``reward_brief``), aligned with the others, for a loss or correction ``[rows, length]`` (one value a trajectory:
+    ``[rows, 1]``), for an advantage ``[rows]``."""
     options: dict[str, Any] = {}
     """What the function is called with besides, e.g. ``{scale: 0.5}``."""
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.protocols.columns import REFERENCE, REWARD
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.packing import Rows, plan_rows
-from penstock.services.modeling.parallel.fsdp import forward, full, let_go
+from penstock.services.modeling.parallel.fsdp import forward, full, reshard
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import health
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
@@ -79,7 +80,8 @@ class Learner:
         trajectories = [step.trajectories[i] for i in rewarded]
         advantages = self._advantages(step, rewarded)
         behaviour = [t.logprobs for t in trajectories]
-        reference = None if step.reference is None else [step.reference[i] for i in rewarded]
+        token_values = {name: [values[i] for i in rewarded] for name, values in step.token_values.items()}
+        values = {name: torch.from_numpy(step.values[name][rewarded]).to(self.device) for name in step.values}
         sampled = [t.sampled for t in trajectories]
         totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)))
         if not totals.tokens:
@@ -97,13 +99,12 @@ class Learner:
                 with self._autocast():
                     log_prob = forward(self.model, rows, self._temperature)
                 index = torch.tensor(rows.index, device=self.device)
-                yield Part(
-                    log_prob,
-                    rows.column(behaviour),
-                    advantages[index][:, None].expand_as(log_prob),
-                    rows.mask,
-                    None if reference is None else rows.column(reference),
-                )
+                columns = {
+                    name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
+                    for name in self.algorithm.columns
+                }
+                advantage = advantages[index][:, None].expand_as(log_prob)
+                yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns)
 
         counts = [count for _, count in plan]
         mean_weight = self._mean_weight(parts(), counts) if self.algorithm.needs_first_pass else 1.0
@@ -138,13 +139,14 @@ class Learner:
         plan = plan_rows([sequence], np.zeros(1, np.int64), size, self.device, shares_prompts(self.model))
         with self._autocast():
             found = forward(self.model, next(iter(plan)), 1.0)
-        let_go(self.model)
+        reshard(self.model)
         return found[0, : size - 1].float().cpu().tolist()
 
     def _advantages(self, step: TrainingBatch, rewarded: np.ndarray) -> torch.Tensor:
         scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
         groups = torch.from_numpy(step.groups[rewarded])
-        return self.algorithm.advantages(scores, groups).float().to(self.device)
+        columns = {name: torch.from_numpy(step.values[name][rewarded]) for name in self.algorithm.group_columns}
+        return self.algorithm.advantages(scores, groups, columns).float().to(self.device)
 
     @torch.no_grad()
     def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:
@@ -175,9 +177,24 @@ class Learner:
             "tokens_lagging": float((lags >= 1).sum()),
             "lag_mean": float(lags.mean()) if lags.size else 0.0,
             "lag_max": float(lags.max()) if lags.size else 0.0,
-            "response_tokens": float(lengths.mean()),
-            "finished_share": float(np.mean(finished)),
+            "response_tokens": float(lengths.mean()) if lengths.size else 0.0,
+            "finished_share": float(np.mean(finished)) if finished else 0.0,
+            "groups_unreadable": float(step.unreadable),
+            **_means(step),
         }
+
+
+def _means(step: TrainingBatch) -> dict[str, float]:
+    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens."""
+    found = {}
+    for name, values in step.values.items():
+        if name != REWARD and np.isfinite(values).any():
+            found[name] = float(np.nanmean(values))
+    for name, parts in step.token_values.items():
+        if name != REFERENCE and parts:
+            sampled = [v[t.loss_mask == 1] for v, t in zip(parts, step.trajectories, strict=True)]
+            found[name] = float(np.concatenate(sampled).mean())
+    return found
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

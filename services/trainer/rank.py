@@ -11,6 +11,7 @@ import numpy as np
 import structlog
 import torch
 
+from penstock.protocols.columns import ColumnTable
 from penstock.protocols.messages import Batch
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_model, load_tokenizer
@@ -38,6 +39,7 @@ class TrainerSettings:
     max_lag: int
     run_key: str
     checkpoints: Path
+    columns: ColumnTable
     deterministic: bool = False
 
     def canary(self, model_config: Any) -> list[int]:
@@ -47,13 +49,13 @@ class TrainerSettings:
         return np.random.default_rng(0).integers(0, text.vocab_size, length).tolist() if length > 1 else []
 
 
-def make_learner(place: ActorContext, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:
+def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:
     """The world, and in it the learner at the newest checkpoint or at the start; the tokenizer; the ledger's tail."""
-    torch.set_num_threads(place.threads)
+    torch.set_num_threads(context.threads)
     device = local_device(device_of(settings.trainer.device))
     world = World.of_torchrun(device)
     if settings.deterministic:
-        determinism.pin(place.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", place.threads)
+        determinism.pin(context.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", context.threads)
     settings.checkpoints.mkdir(parents=True, exist_ok=True)
     start = checkpoint.agreed(settings.checkpoints, world)
     # The master copy is fp32 whatever the rollouts serve: small updates would vanish in bf16.
@@ -73,4 +75,4 @@ def train(
 ) -> dict[str, float]:
     """One step on ``batch``, the same on every rank."""
     torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
-    return learner.train(open_batch(batch, settings.max_lag), before_update)
+    return learner.train(open_batch(batch, settings.max_lag, settings.columns), before_update)

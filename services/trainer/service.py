@@ -1,24 +1,30 @@
-"""The trainer actor: take, train, commit, publish. Rank 0 of its world; the other ranks are `follower`s."""
+"""The trainer actor: take, train, commit, publish. Rank 0 of its world; the others are `worker_rank`s."""
 
 from __future__ import annotations
 
+import os
+import queue
 import time
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
+from typing import Any
 
 import structlog
 
-from penstock.protocols.mailbox import DeadlineError, RefusedError
+from penstock.protocols.mailbox import DeadlineError, FencedError, RefusedError
 from penstock.protocols.messages import (
     Batch,
     Canary,
     Checkpointed,
     Commit,
+    CommitVersion,
     Exhausted,
+    HelloNeeded,
     LedgerRow,
     LedgerTail,
     Message,
     Resumed,
+    Stop,
     Take,
 )
 from penstock.services.modeling.parallel.world import Order
@@ -26,7 +32,8 @@ from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.trainer import checkpoint
 from penstock.services.trainer.rank import TrainerSettings, make_learner, train
-from penstock.services.weights.sender.publisher import Job, Publisher
+from penstock.services.trainer.worker_rank import WorkerRank
+from penstock.services.weights.sender.publisher import Publication, Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.sender.snapshot import Snapshot
 
@@ -35,6 +42,7 @@ log = structlog.get_logger()
 TAIL_STEPS = 200
 TAKE_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 120.0
+POLL_S = 0.2
 IDLE_S = 20.0
 """The other ranks hear from this one at least this often."""
 
@@ -42,16 +50,19 @@ IDLE_S = 20.0
 class Trainer:
     """The trainer process. `run` returns the reason it ended for."""
 
-    def __init__(self, place: ActorContext, settings: TrainerSettings) -> None:
+    def __init__(self, context: ActorContext, settings: TrainerSettings) -> None:
         self._settings = settings
-        self.actor = Actor("trainer", place)
+        self.actor = Actor("trainer", context)
         self._folder = settings.checkpoints
-        self._world, self._learner, self._tokenizer, tail = make_learner(place, settings)
+        self._world, self._learner, self._tokenizer, tail = make_learner(context, settings)
         self._tail = [LedgerRow(**row) for row in tail]
         """The last committed steps, for a broker whose store has lost them."""
-        source = ShardExporter(self._learner.parameters, settings.dtype, settings.weights.bucket_bytes, self._world)
-        self._publisher = Publisher(settings.weights, source, settings.run_key, self.actor.mailbox, place.keys)
-        self._job: Job | None = None
+        exporter = ShardExporter(self._learner.parameters, settings.dtype, settings.weights.bucket_bytes, self._world)
+        self._publisher = Publisher(settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys)
+        self._publication: Publication | None = None
+        """The last one."""
+        self._stopped: str | None = None
+        """Why the broker wants the trainer to end."""
         self._canary = settings.canary(self._learner.model.config)
         self._said_at = time.monotonic()
 
@@ -66,13 +77,15 @@ class Trainer:
         behind = self._learner.version < resumed.committed
         if behind:
             log.info("redoing steps", from_version=self._learner.version, to_version=resumed.committed)
-        self._job = self._publisher.publish(Job(self._learner.version, self._score_canary(), quiet=behind))
+        first = Publication(self._learner.version, self._score_canary(), quiet=behind)
+        self._publication = self._publisher.publish(first)
         while (batch := self._take()) is not None:
             self._train(batch)
         self._settle()
-        if not self._publisher.stopped.is_set():
+        if self._stopped is None:
             self._save(final=True)
-            while not self._publisher.stopped.wait(1.0):
+            while self._stopped is None:
+                self._hear(POLL_S)
                 self._keep_awake()
         elif self._learner.version and not self._publisher.error:
             self._save(final=False)
@@ -81,8 +94,33 @@ class Trainer:
         self._world.close()
         if self._publisher.error:
             raise self._publisher.error
-        self.actor.leave(self._publisher.reason)
-        return self._publisher.reason
+        self.actor.leave(self._stopped)
+        return self._stopped
+
+    def _hear(self, patience_s: float = 0.0) -> None:
+        """What the broker says unasked. Raises what has ended the publisher, without which there is no use in going
+        on."""
+        try:
+            event: object = self.actor.mailbox.inbox.get(timeout=patience_s) if patience_s else None
+            while True:
+                if isinstance(event, Stop):
+                    self._stopped = self._stopped or event.reason
+                elif isinstance(event, FencedError):
+                    raise event
+                elif event is not None and not isinstance(event, HelloNeeded):
+                    log.warning("unexpected message", type=type(event).__name__)
+                event = self.actor.mailbox.inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if self._publisher.error:
+            raise self._publisher.error
+        health.beat()
+
+    def _wait(self, future: Future[Any]) -> Any:
+        """The future's result. Raises what it holds."""
+        while not wait_for([future], POLL_S).done:
+            self._hear()
+        return future.result()
 
     def _take(self) -> Batch | None:
         """The next batch; None when the run is over, or the trainer is to stop. A wait that lasts is logged with its
@@ -112,14 +150,13 @@ class Trainer:
 
     def _answer(self, future: Future[Message]) -> Message | None:
         """The future's result; None as soon as the trainer is to stop."""
-        while not self._publisher.stopped.is_set():
-            try:
-                return future.result(0.25)
-            except FutureTimeout:
-                if future.done():
-                    raise
-                self._keep_awake()
-        return None
+        while not wait_for([future], POLL_S).done:
+            self._hear()
+            self._keep_awake()
+            if self._stopped is not None:
+                return None
+        self._hear()
+        return None if self._stopped is not None else future.result()
 
     def _train(self, batch: Batch) -> None:
         started = time.monotonic()
@@ -128,8 +165,8 @@ class Trainer:
         def before_update() -> None:
             nonlocal waited
             begun = time.monotonic()
-            assert self._job
-            self._publisher.wait(self._job.read)
+            assert self._publication
+            self._wait(self._publication.read)
             waited = time.monotonic() - begun
 
         with self.actor.busy():
@@ -144,11 +181,12 @@ class Trainer:
         self._settle()  # the ledger lets us take one step ahead of what is committed, and no more
         version = self._learner.version
 
-        def commit(snapshot: Snapshot) -> None:
-            self._commit(batch, snapshot, metrics)
+        def commit(snapshot: Snapshot, published: CommitVersion | None) -> Future[Message]:
+            return self._commit(batch, snapshot, published, metrics)
 
         # While steps are redone rollouts hold newer versions already: nothing is offered.
-        self._job = self._publisher.publish(Job(version, canary, commit, quiet=version < batch.committed))
+        quiet = version < batch.committed
+        self._publication = self._publisher.publish(Publication(version, canary, commit, quiet))
         log.info("step", step=batch.step, version=version, reward=round(metrics["reward"], 4))
         self._warn_of_mismatch(batch.step, metrics)
         if version % self._settings.trainer.checkpoint.every == 0:
@@ -161,23 +199,33 @@ class Trainer:
             shown = {name: round(value, 4) for name, value in metrics.items() if name.startswith("mismatch")}
             log.warning("engines and trainer disagree (trainer.mismatch_warning)", step=step, bound=bound, **shown)
 
-    def _commit(self, batch: Batch, snapshot: Snapshot, metrics: dict[str, float]) -> None:
+    def _commit(
+        self, batch: Batch, snapshot: Snapshot, published: CommitVersion | None, metrics: dict[str, float]
+    ) -> Future[Message]:
         """Called by the publisher's thread, once the version that the step has yielded is known by its digest."""
         digest = snapshot.digest
         metrics |= {"mismatch_bound": self._settings.trainer.mismatch_warning}
         metrics |= {"gather_s": snapshot.cost.gather_s, "digest_s": snapshot.cost.digest_s}
         failpoint.reach("trained", batch.step)
-        self.actor.mailbox.ask(Commit(step=batch.step, digest=digest, metrics=metrics), ANSWER_DEADLINE_S)
-        failpoint.reach("committed", batch.step)
-        numbers = [group.number for group in batch.groups]
-        tail = [*self._tail, LedgerRow(step=batch.step, groups=numbers, seed=batch.seed, digest=digest)]
-        self._tail = tail[-TAIL_STEPS:]
-        self.actor.version = snapshot.version
+
+        def durable(answer: Future[Message]) -> None:
+            if answer.exception() is not None:
+                return
+            failpoint.reach("committed", batch.step)
+            numbers = [group.number for group in batch.groups]
+            tail = [*self._tail, LedgerRow(step=batch.step, groups=numbers, seed=batch.seed, digest=digest)]
+            self._tail = tail[-TAIL_STEPS:]
+            self.actor.version = snapshot.version
+
+        message = Commit(step=batch.step, digest=digest, metrics=metrics, version=published)
+        answer = self.actor.mailbox.ask_later(message, ANSWER_DEADLINE_S)
+        answer.add_done_callback(durable)
+        return answer
 
     def _settle(self) -> None:
-        """Until the last version is committed, or there is no use in waiting."""
-        if self._job and not self._publisher.error:
-            self._publisher.wait(self._job.done)
+        """Until the last version is committed."""
+        if self._publication and not self._publisher.error:
+            self._wait(self._publication.committed)
 
     def _score_canary(self) -> Canary | None:
         if not self._canary:
@@ -195,7 +243,7 @@ class Trainer:
             self._world.order(what, batch)
 
     def _keep_awake(self) -> None:
-        health.beat()
+        """Only where the other ranks wait for an order."""
         if time.monotonic() - self._said_at > IDLE_S:
             self._order("wait")
 
@@ -206,3 +254,20 @@ class Trainer:
         path = checkpoint.save(self._learner, self._tokenizer, self._folder, keep, tail)
         message = Checkpointed(version=self._learner.version, path=str(path), final=final)
         self.actor.mailbox.ask(message, ANSWER_DEADLINE_S)
+
+
+def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
+    """The actor, for a run's whole config; of the ranks beside rank 0, what does as that orders."""
+    settings = TrainerSettings(
+        trainer=config.trainer,
+        weights=config.weights,
+        model_path=context.model_path,
+        dtype=config.model.dtype,
+        temperature=config.rollout.sampling.temperature,
+        max_lag=config.gate.max_lag,
+        run_key=context.run_key,
+        checkpoints=context.folder / "checkpoints",
+        columns=config.columns,
+        deterministic=config.run.deterministic,
+    )
+    return WorkerRank(context, settings) if int(os.environ.get("RANK", "0")) else Trainer(context, settings)

@@ -13,9 +13,9 @@ from penstock.services.weights.sender.shard_exporter import ShardExporter
 class WorkerRank:
     """Rank 1 and above. `run` returns when rank 0 says so."""
 
-    def __init__(self, place: ActorContext, settings: TrainerSettings) -> None:
+    def __init__(self, context: ActorContext, settings: TrainerSettings) -> None:
         self._settings = settings
-        self._world, self._learner, self._tokenizer, _ = make_learner(place, settings)
+        self._world, self._learner, self._tokenizer, _ = make_learner(context, settings)
         named = self._learner.parameters
         self._source = ShardExporter(named, settings.dtype, settings.weights.bucket_bytes, self._world)
         self._canary = settings.canary(self._learner.model.config)

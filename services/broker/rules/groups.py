@@ -1,34 +1,36 @@
-"""The books of experience, kept together: numbers, leases, replay, ledger and the gate over them."""
+"""The life of every training group under the gate: numbered, leased, finished, scored, taken, freed or dropped."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
+from penstock.protocols.columns import Column
 from penstock.services.broker.rules.gate import Gate
-from penstock.services.broker.rules.leases import Journal, Lease, Leases
+from penstock.services.broker.rules.journal import Journal
+from penstock.services.broker.rules.leases import Lease, Leases
 from penstock.services.broker.rules.ledger import Ledger, Step
-from penstock.services.broker.rules.replay import Replay, Scorer
+from penstock.services.broker.rules.replay import Replay
 
 log = structlog.get_logger()
 
 
-class Experience:
+class GroupTracker:
     """Every rule about which group may be generated, trained on or dropped is applied here.
 
-    ``steps`` is how many steps the run has, ``draws`` how many prompts there are (None: no end), ``prefetch`` how
-    many groups may be under way beyond those taken (None: as many as the gate allows), ``release`` is told
-    the number of each group whose payload is not needed any more, ``archive`` each step before that,
-    ``on_drop`` each drop with its reason.
+    ``columns`` is what a group needs before it may be trained on, ``steps`` how many steps the run has, ``draws`` how
+    many prompts there are (None: no end), ``prefetch`` how many groups may be under way beyond those taken (None: as
+    many as the gate allows), ``release`` is told the number of each group whose payload is not needed any more,
+    ``archive`` each step before that, ``on_drop`` each drop with its reason.
     """
 
     def __init__(
         self,
         journal: Journal,
         gate: Gate,
-        scorers: list[Scorer],
+        columns: Sequence[Column],
         steps: int,
         draws: int | None,
         prefetch: int | None,
@@ -42,7 +44,7 @@ class Experience:
         # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
         self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
         self.leases = Leases(journal)
-        self.replay = Replay(journal, scorers)
+        self.replay = Replay(journal, columns)
         self.ledger = Ledger(journal)
         # Steps are counted on from those taken, which may have had another B.
         gate.steps, gate.groups = self.ledger.length, self.ledger.groups
@@ -96,13 +98,13 @@ class Experience:
             return None
         return self.gate.required_version(number)
 
-    def finish(self, number: int, oldest: int) -> bool:
+    def finish(self, number: int, oldest: int, trajectories: int = 1, tokens: int = 1) -> bool:
         """A group is finished, ``oldest`` the lowest version among its tokens. False where it was already, or is gone:
         its answer does not count again."""
         lease = self.leases.close(number)
         if lease is None:
             return False
-        self.replay.add(number, lease.draw, oldest)
+        self.replay.add(number, lease.draw, oldest, trajectories, tokens)
         return True
 
     def merge(self, step: int, groups: list[int], seed: int, digest: str) -> None:
@@ -135,11 +137,13 @@ class Experience:
         self.last_drop = f"group {number}: {reason}"
         log.warning("group dropped", group=number, reason=reason)
 
-    def scored(self, number: int, scorer: Scorer) -> bool:
-        """A scorer has answered for a group that is kept; False for a repeated answer."""
-        if scorer == "reward":
+    def scored(self, number: int, column: str) -> bool:
+        """A scorer has written ``column`` of a group that is kept; False for a repeated answer. One that lacks nothing
+        more ends a series of drops."""
+        known = self.replay.scored(number, column)
+        if known and not self.replay.entries[number].needs:
             self.consecutive_drops = self.consecutive_filtered = 0
-        return self.replay.scored(number, scorer)
+        return known
 
     def take(self, step: int, seed: int) -> Step | None:
         """The groups of ``step``: those of the ledger where it was taken before, else the lowest eligible ones; None

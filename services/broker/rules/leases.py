@@ -11,22 +11,11 @@ new ──▶ waiting ◀──────────── expired, holder go
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from heapq import heappop, heappush
-from typing import Any, Protocol
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
-
-class Journal(Protocol):
-    """What `store.Store` offers to the rules: rows that become durable with the turn."""
-
-    def put(self, table: str, key: str | int, row: dict[str, Any]) -> None:
-        """Writes one row."""
-
-    def delete(self, table: str, key: str | int) -> None:
-        """Removes one row."""
-
-    def rows(self, table: str) -> dict[str, dict[str, Any]]:
-        """All committed rows of a table."""
+from penstock.services.broker.rules.holds import Holds
+from penstock.services.broker.rules.journal import Journal
 
 
 @dataclass(slots=True)
@@ -38,10 +27,6 @@ class Lease:
     """Which draw from the prompt stream it answers."""
     attempt: int = 0
     """How often it was granted."""
-    holder: str | None = None
-    """Identity of the rollout that generates it; None while it waits."""
-    deadline: float = 0.0
-    """Wall-clock seconds after which the lease expires."""
 
 
 class Leases:
@@ -49,16 +34,18 @@ class Leases:
 
     TABLE = "leases"
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, next_number: int = 0) -> None:
         self._journal = journal
-        self.next_number = 0
-        self.next_draw = 0
+        self.next_number, self.next_draw = next_number, 0
         self.open: dict[int, Lease] = {}
-        for row in journal.rows(self.TABLE).values():
-            self.open[row["number"]] = Lease(**row)
-        self.open = dict(sorted(self.open.items()))
-        # Numbers of the groups that nobody generates, and some that somebody does by now.
-        self._waiting = [lease.number for lease in self.open.values() if lease.holder is None]
+        self.holds: Holds[int] = Holds(lambda number: number, self._wait)
+        for row in sorted(journal.rows(self.TABLE).values(), key=lambda row: row["number"]):
+            self.open[row["number"]] = Lease(row["number"], row["draw"], row["attempt"])
+            if row["holder"]:
+                self.holds.take(row["number"], row["holder"], 0.0)
+        # Numbers of the groups that nobody generates, and some that somebody does by now, or that are closed.
+        self._waiting = [number for number in self.open if number not in self.holds.held]
+        heapify(self._waiting)
         counters = journal.rows("counters").get(self.TABLE)
         if counters:
             self.next_number, self.next_draw = counters["next_number"], counters["next_draw"]
@@ -69,52 +56,28 @@ class Leases:
         self.next_number += 1
         self.next_draw += 1
         self.open[lease.number] = lease
-        heappush(self._waiting, lease.number)
         self._write_counters()
-        self._write(lease)
+        self._wait(lease.number)
         return lease
 
     def waiting(self) -> Lease | None:
         """The lowest-numbered group that nobody generates."""
         while self._waiting:
-            lease = self.open.get(self._waiting[0])
-            if lease and lease.holder is None:
-                return lease
+            number = self._waiting[0]
+            if number in self.open and number not in self.holds.held:
+                return self.open[number]
             heappop(self._waiting)
         return None
 
     def grant(self, lease: Lease, holder: str, deadline: float) -> None:
         """``holder`` generates the group until ``deadline``."""
-        lease.holder, lease.deadline = holder, deadline
+        self.holds.take(lease.number, holder, deadline)
         lease.attempt += 1
         self._write(lease)
 
-    def renew(self, holder: str, holding: set[int], deadline: float) -> None:
-        """A heartbeat of ``holder``, which works on the groups ``holding``: a lease whose message was lost is not
-        renewed. Deadlines need not survive a crash: a restarted broker extends them all."""
-        for number in holding & self.open.keys():
-            if self.open[number].holder == holder:
-                self.open[number].deadline = deadline
-
-    def extend(self, deadline: float) -> None:
-        """The broker was away: every lease has at least until ``deadline``."""
-        for lease in self.open.values():
-            lease.deadline = max(lease.deadline, deadline)
-
-    def release(self, holder: str, but: set[int] | None = None) -> list[Lease]:
-        """``holder`` is gone, or holds no more than the groups ``but``: the others wait again."""
-        kept = but or set()
-        released = [lease for lease in self.open.values() if lease.holder == holder and lease.number not in kept]
-        for lease in released:
-            self._wait(lease)
-        return released
-
-    def expire(self, now: float) -> list[tuple[Lease, str]]:
-        """Leases past their deadline wait again; returned with who held them."""
-        expired = [(x, x.holder) for x in self.open.values() if x.holder is not None and x.deadline < now]
-        for lease, _ in expired:
-            self._wait(lease)
-        return expired
+    def holder(self, number: int) -> str | None:
+        """Who generates the group."""
+        return self.holds.holder(number)
 
     def skip_to(self, number: int) -> None:
         """Numbers below ``number`` were given before, though the store has forgotten it."""
@@ -125,17 +88,18 @@ class Leases:
     def close(self, number: int) -> Lease | None:
         """The group is finished or dropped. None where it was already closed: a late or repeated answer."""
         lease = self.open.pop(number, None)
+        self.holds.done(number)
         if lease:
             self._journal.delete(self.TABLE, number)
         return lease
 
-    def _wait(self, lease: Lease) -> None:
-        lease.holder = None
-        heappush(self._waiting, lease.number)
-        self._write(lease)
+    def _wait(self, number: int) -> None:
+        heappush(self._waiting, number)
+        self._write(self.open[number])
 
     def _write_counters(self) -> None:
         self._journal.put("counters", self.TABLE, {"next_number": self.next_number, "next_draw": self.next_draw})
 
     def _write(self, lease: Lease) -> None:
-        self._journal.put(self.TABLE, lease.number, asdict(lease))
+        row = {"number": lease.number, "draw": lease.draw, "attempt": lease.attempt}
+        self._journal.put(self.TABLE, lease.number, row | {"holder": self.holds.holder(lease.number)})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from penstock.services.broker.rules.leases import Journal
+from penstock.services.broker.rules.journal import Journal
 
 
 class LedgerError(ValueError):

@@ -1,27 +1,20 @@
 """Finished groups: scored, ready, taken, freed.
 
-finished ──▶ unscored ──(every scorer has answered)──▶ ready ──▶ taken by a step ──▶ freed once a durable
-                │                                        │                           checkpoint covers the step
-                └────────────▶ dropped ◀─────────────────┘
+finished ──▶ unscored ──(every column is there)──▶ ready ──▶ taken by a step ──▶ freed once a durable
+                │                                    │                           checkpoint covers the step
+                └────────────▶ dropped ◀─────────────┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from heapq import heappop, heappush
 
-from penstock.services.broker.rules.leases import Journal
-
-Scorer = Literal["reward", "reference"]
-
-
-@dataclass(slots=True)
-class Offer:
-    """A scorer that works on a group, until a deadline (wall-clock seconds) that its heartbeats renew."""
-
-    holder: str
-    deadline: float
+from penstock.protocols.columns import Column
+from penstock.services.broker.rules.holds import Holds
+from penstock.services.broker.rules.journal import Journal
 
 
 @dataclass(slots=True)
@@ -32,80 +25,92 @@ class Entry:
     draw: int
     oldest: int
     """The lowest version among its tokens."""
-    needs: set[Scorer] = field(default_factory=set)
-    """Scorers that have not answered yet."""
-    offers: dict[Scorer, Offer] = field(default_factory=dict)
-    """Who works on it."""
-    attempts: dict[Scorer, int] = field(default_factory=dict)
-    """How often it was offered to each scorer."""
+    trajectories: int
+    tokens: int
+    """Of all trajectories together."""
+    needs: set[str] = field(default_factory=set)
+    """Columns that are not there yet."""
+    attempts: dict[str, int] = field(default_factory=dict)
+    """How often each column was asked for."""
 
 
 class Replay:
-    """The finished groups that no step has taken, by number."""
+    """The finished groups that no step has taken, by number; ``columns`` is what each of them needs."""
 
     TABLE = "replay"
 
-    def __init__(self, journal: Journal, scorers: Iterable[Scorer]) -> None:
+    def __init__(self, journal: Journal, columns: Sequence[Column]) -> None:
         self._journal = journal
-        self._scorers = tuple(scorers)
+        self._columns = {column.name: column for column in columns}
         self.entries: dict[int, Entry] = {}
-        for row in journal.rows(self.TABLE).values():
-            self.entries[row["number"]] = Entry(row["number"], row["draw"], row["oldest"], set(row["needs"]))
+        self.holds: Holds[tuple[int, str]] = Holds(lambda key: key[0], lambda key: self._want(*key))
+        self._wanting: dict[str, list[int]] = {column.scorer: [] for column in columns}
+        """Numbers, as heaps, of the groups that a scorer may have columns to write for, and some it has not."""
+        self._ready: list[int] = []
+        self._unready: list[int] = []
+        """A heap; it may hold numbers that are ready, or gone, by now."""
+        for row in sorted(journal.rows(self.TABLE).values(), key=lambda row: row["number"]):
+            # Columns of a scorer that a resumed run has no more are not waited for.
+            self._enter(Entry(**{**row, "needs": set(row["needs"]) & self._columns.keys()}))
 
-    def add(self, number: int, draw: int, oldest: int) -> Entry:
+    def add(self, number: int, draw: int, oldest: int, trajectories: int, tokens: int) -> Entry:
         """A group is finished and durable."""
-        entry = Entry(number, draw, oldest, set(self._scorers))
-        self.entries[number] = entry
+        entry = Entry(number, draw, oldest, trajectories, tokens, set(self._columns))
+        self._enter(entry)
         self._write(entry)
         return entry
 
     def ready(self) -> list[int]:
-        """Numbers of the groups that every scorer has answered, ascending."""
-        return sorted(number for number, entry in self.entries.items() if not entry.needs)
+        """Numbers of the groups that have every column, ascending."""
+        return self._ready
 
     def oldest_unready(self) -> int | None:
-        """The lowest number that still waits for a scorer."""
-        return min((number for number, entry in self.entries.items() if entry.needs), default=None)
+        """The lowest number that still waits for a column."""
+        while self._unready and self._is_ready(self._unready[0]):
+            heappop(self._unready)
+        return self._unready[0] if self._unready else None
 
-    def unoffered(self, scorer: Scorer) -> list[Entry]:
-        """Groups that wait for ``scorer`` and that nobody works on, lowest number first."""
-        return sorted(
-            (e for e in self.entries.values() if scorer in e.needs and scorer not in e.offers), key=lambda e: e.number
-        )
+    def unready(self) -> int:
+        """How many groups wait for a column."""
+        return len(self.entries) - len(self._ready)
 
-    def offer(self, entry: Entry, scorer: Scorer, holder: str, deadline: float) -> None:
-        """``holder`` works on it."""
-        entry.offers[scorer] = Offer(holder, deadline)
-        entry.attempts[scorer] = entry.attempts.get(scorer, 0) + 1
+    def unoffered(self, scorer: str) -> Iterator[tuple[Entry, list[Column]]]:
+        """Groups with columns that ``scorer`` could write now and that nobody works on, lowest number first. Each is
+        to be offered, or left at the end."""
+        heap = self._wanting.get(scorer, [])
+        while heap:
+            entry = self.entries.get(heap[0])
+            columns = self._open_columns(entry, scorer) if entry else []
+            if entry and columns:
+                yield entry, columns
+            if heap and (not entry or not self._open_columns(entry, scorer)):
+                heappop(heap)
+            elif entry and columns:
+                return
 
-    def withdraw(self, holder: str) -> list[tuple[Entry, Scorer]]:
-        """``holder`` is gone: what it worked on is offered again."""
-        withdrawn = [(e, s) for e in self.entries.values() for s, o in e.offers.items() if o.holder == holder]
-        for entry, scorer in withdrawn:
-            del entry.offers[scorer]
-        return withdrawn
+    def offer(self, entry: Entry, columns: Sequence[Column], holder: str, deadline: float) -> None:
+        """``holder`` writes them."""
+        for column in columns:
+            self.holds.take((entry.number, column.name), holder, deadline)
+            entry.attempts[column.name] = entry.attempts.get(column.name, 0) + 1
 
-    def renew(self, holder: str, holding: set[int], deadline: float) -> None:
-        """A heartbeat of ``holder``, which works on the groups ``holding``."""
-        for number in holding & self.entries.keys():
-            for offer in self.entries[number].offers.values():
-                if offer.holder == holder:
-                    offer.deadline = deadline
-
-    def expire(self, now: float) -> list[tuple[Entry, str]]:
-        """Offers past their deadline may be made again; returned with who held them."""
-        expired = [(e, s, o) for e in self.entries.values() for s, o in e.offers.items() if o.deadline < now]
-        for entry, scorer, _ in expired:
-            del entry.offers[scorer]
-        return [(entry, offer.holder) for entry, _, offer in expired]
-
-    def scored(self, number: int, scorer: Scorer) -> bool:
-        """``scorer`` has answered. False where that was known, or the group is gone: a repeated answer."""
+    def wants(self, number: int, column: str) -> Entry | None:
+        """The group, if it still waits for ``column``; None for a repeated answer, or for a group that is gone."""
         entry = self.entries.get(number)
-        if entry is None or scorer not in entry.needs:
+        return entry if entry and column in entry.needs else None
+
+    def scored(self, number: int, column: str) -> bool:
+        """``column`` is there. False where that was known, or the group is gone: a repeated answer."""
+        entry = self.wants(number, column)
+        if entry is None:
             return False
-        entry.needs.discard(scorer)
-        entry.offers.pop(scorer, None)
+        entry.needs.discard(column)
+        self.holds.done((number, column))
+        if not entry.needs:
+            insort(self._ready, number)
+        for reader in self._columns.values():
+            if column in reader.reads and reader.name in entry.needs:
+                self._want(number, reader.name)
         self._write(entry)
         return True
 
@@ -113,9 +118,40 @@ class Replay:
         """The group is taken or dropped."""
         entry = self.entries.pop(number, None)
         if entry:
+            for column in entry.needs:
+                self.holds.done((number, column))
+            place = bisect_left(self._ready, number)
+            if place < len(self._ready) and self._ready[place] == number:
+                del self._ready[place]
             self._journal.delete(self.TABLE, number)
         return entry
 
+    def _enter(self, entry: Entry) -> None:
+        self.entries[entry.number] = entry
+        if entry.needs:
+            heappush(self._unready, entry.number)
+            for column in entry.needs:
+                self._want(entry.number, column)
+        else:
+            insort(self._ready, entry.number)
+
+    def _is_ready(self, number: int) -> bool:
+        entry = self.entries.get(number)
+        return entry is None or not entry.needs
+
+    def _open_columns(self, entry: Entry, scorer: str) -> list[Column]:
+        """What ``scorer`` could write for the group now."""
+        return [
+            self._columns[name]
+            for name in sorted(entry.needs)
+            if self._columns[name].scorer == scorer
+            and (entry.number, name) not in self.holds.held
+            and not entry.needs.intersection(self._columns[name].reads)
+        ]
+
+    def _want(self, number: int, column: str) -> None:
+        heappush(self._wanting[self._columns[column].scorer], number)
+
     def _write(self, entry: Entry) -> None:
         row = {"number": entry.number, "draw": entry.draw, "oldest": entry.oldest, "needs": sorted(entry.needs)}
-        self._journal.put(self.TABLE, entry.number, row)
+        self._journal.put(self.TABLE, entry.number, row | {"trajectories": entry.trajectories, "tokens": entry.tokens})

@@ -44,7 +44,7 @@ def forward(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
     return own(rows, temperature) if own else logprobs(model, rows, temperature)
 
 
-def let_go(model: Any) -> None:
+def reshard(model: Any) -> None:
     """After a forward without a backward: the parameters that were gathered for it are cut again."""
     if isinstance(model, FSDPModule):
         model.reshard()

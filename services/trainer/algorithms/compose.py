@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from penstock.services.runtime.errors import SetupError
+from penstock.protocols.columns import REFERENCE
+from penstock.services.runtime.plugins import load_plugin
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.grpo import grpo
 from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
@@ -17,10 +17,6 @@ from penstock.services.trainer.algorithms.masked import masked_mean
 from penstock.services.trainer.algorithms.ppo_clip import ppo_clip
 from penstock.services.trainer.algorithms.truncated import truncated
 from penstock.services.trainer.config import AlgorithmConfig, CustomFunction
-
-
-class AlgorithmError(SetupError):
-    """A custom function that cannot be loaded; says which."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,8 @@ class Part:
     behaviour: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
-    reference: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the config's choices read, by column: ``[rows, length - 1]``, or ``[rows, 1]``."""
 
 
 class Algorithm:
@@ -47,21 +44,30 @@ class Algorithm:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
-        self._advantage = _resolve(config.advantage, grpo)
-        self._loss = _resolve(config.loss, ppo_clip)
-        self._correction = None if config.correction.type == "none" else _resolve(config.correction, truncated)
+        self._advantage = _resolve(config.advantage, grpo, "advantage")
+        self._loss = _resolve(config.loss, ppo_clip, "loss")
+        none = config.correction.type == "none"
+        self._correction = None if none else _resolve(config.correction, truncated, "correction")
+        self.group_columns = _columns(config.advantage)
+        """Columns that the advantage reads, beside the reward."""
+        self.columns = [*_columns(config.loss), *_columns(config.correction)]
+        """Columns that loss and correction read."""
+        if config.kl.coefficient:
+            self.columns.append(REFERENCE)
         self.needs_first_pass = bool(getattr(config.correction, "normalize", False))
         """The weights' mean over the step is needed before any loss: `weights` over all parts gives it."""
 
-    def advantages(self, scores: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        """One advantage a trajectory, ``[rows]``, from its reward and its group's number."""
-        return self._advantage(scores, torch.ones_like(scores)[:, None], groups)[:, 0]
+    def advantages(
+        self, scores: torch.Tensor, groups: torch.Tensor, columns: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """One advantage a trajectory, ``[rows]``, from its reward, its group's number and its `group_columns`."""
+        return self._advantage(columns, scores, torch.ones_like(scores)[:, None], groups)[:, 0]
 
     def weights(self, part: Part) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """The correction's importance weights of a part, not normalised; None where there is no correction."""
         if self._correction is None:
             return None, {}
-        return self._correction(part.log_prob.detach(), part.behaviour, part.mask)
+        return self._correction(part.columns, part.log_prob.detach(), part.behaviour, part.mask)
 
     def loss(
         self, part: Part, totals: Totals, mean_weight: float = 1.0
@@ -73,25 +79,29 @@ class Algorithm:
         if weights is not None:
             weights = weights / mean_weight
         old = part.behaviour if config.ratio == "behaviour" else part.log_prob.detach()
-        losses, found = self._loss(old, part.log_prob, part.advantages, part.mask, weights)
+        losses, found = self._loss(part.columns, old, part.log_prob, part.advantages, part.mask, weights)
         metrics |= found
-        if part.reference is not None and config.kl.coefficient:
-            kl = kl_penalty(part.log_prob, part.reference, config.kl.kind, config.kl.gradient)
+        if config.kl.coefficient:
+            kl = kl_penalty(part.log_prob, part.columns[REFERENCE], config.kl.kind, config.kl.gradient)
             losses = losses + config.kl.coefficient * kl
             metrics["reference_kl"] = masked_mean(kl.detach(), part.mask)
         loss = agg_loss(losses, part.mask, config.aggregation, config.length_scale, totals.tokens, totals.sequences)
         return loss, metrics
 
 
-def _resolve(config: Any, builtin: Callable[..., Any]) -> Callable[..., Any]:
-    options = config.model_dump(exclude={"type", "normalize"})
-    if not isinstance(config, CustomFunction):
-        return lambda *arguments: builtin(*arguments, **options)
-    module, _, name = config.function.partition(":")
-    try:
-        function = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise AlgorithmError(
-            f"trainer.algorithm: cannot load {config.function!r} as module:function: {error}"
-        ) from error
-    return lambda *arguments: function(*arguments, **config.options)
+def _columns(choice: Any) -> list[str]:
+    return choice.columns if isinstance(choice, CustomFunction) else []
+
+
+def _resolve(choice: Any, builtin: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """The function, to be called with the columns at hand before its own arguments."""
+    if not isinstance(choice, CustomFunction):
+        options = choice.model_dump(exclude={"type", "normalize"})
+        return lambda columns, *arguments: builtin(*arguments, **options)
+    function = load_plugin(choice.function, f"trainer.algorithm.{key}.function")
+
+    def call(columns: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        read = {name.replace("/", "_"): columns[name] for name in choice.columns}
+        return function(*arguments, **read, **choice.options)
+
+    return call

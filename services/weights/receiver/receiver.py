@@ -90,11 +90,13 @@ class Receiver:
         self._group: BroadcastGroup | None = None
         self._snapshots: BucketClient | None = None
         self._closing = False
+        for heard in (Invite, Propose, CommitVersion):
+            mailbox.handlers[heard] = self.handle
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._thread.start()
 
     def handle(self, message: Invite | Propose | CommitVersion) -> None:
-        """What the trainer says; returns at once."""
+        """What the trainer says, heard in the mailbox's thread, not behind a decoding step; returns at once."""
         if isinstance(message, Invite):
             only = None if self._config.transport == "auto" else self._config.transport
             gpu = cuda_ipc.gpu_of(self._engine.device)

@@ -1,11 +1,11 @@
 """Publishes versions to the rollouts, in a thread beside training.
 
     training thread   │ forward, backward of step s+1 ……………………………│ optimizer step │ …
-    publisher thread  │ gather+cast+hash bucket k+1 ┐ commit step s │ CommitVersion, seeds, answers …
-                      │ broadcast bucket k …………………┘ to the ledger │
+    publisher thread  │ gather+cast+hash bucket k+1 ┐ Commit: step s and │ seeds, answers …
+                      │ broadcast bucket k …………………┘ version s+1       │
 
 The parameters are read while the next step computes its gradient, and must be read before its optimizer step changes
-them: `Job.read` says when. The protocol is `protocols.channel`'s; this file moves its bytes and messages.
+them: `Publication.read` says when. The protocol is `protocols.channel`'s; this file moves its bytes and messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from penstock.protocols import messages as m
 from penstock.protocols.channel import Epoch, Peer, PublishState
 from penstock.protocols.keys import ClientKeys
-from penstock.protocols.mailbox import FencedError, Mailbox
+from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import (
     Digests,
     Route,
@@ -33,7 +33,7 @@ from penstock.protocols.versions import (
     bucket_digest,
     whole_digest,
 )
-from penstock.services.runtime import failpoint, health
+from penstock.services.runtime import failpoint
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights import delta
 from penstock.services.weights.byte_views import as_array
@@ -50,26 +50,37 @@ SAY_DEADLINE_S = 60.0
 POLL_S = 0.2
 
 
+Commit = Callable[["Snapshot", m.CommitVersion | None], Future[m.Message]]
+"""Makes it durable that a version exists, and says what goes to the rollouts with it; answered by
+`messages.Relayed`."""
+
+
 @dataclass
-class Job:
-    """A version to publish; or, with ``quiet``, one that is only made ready and committed, while steps are redone."""
+class Publication:
+    """A version on its way; or, with ``quiet``, one that is only made ready and committed, while steps are redone."""
 
     version: int
     canary: m.Canary | None = None
-    commit: Callable[[Snapshot], None] = lambda snapshot: None
-    """Called once the version's digest is known: makes it durable that the version exists."""
+    commit: Commit | None = None
+    """None for a version that no step yields: the one that the trainer starts with."""
     quiet: bool = False
-    read: threading.Event = field(default_factory=threading.Event)
-    """Set once every parameter was read: the model may change."""
-    done: threading.Event = field(default_factory=threading.Event)
-    """Set once ``commit`` has returned."""
+    read: Future[None] = field(default_factory=Future)
+    """Done once every parameter was read: the model may change."""
+    committed: Future[None] = field(default_factory=Future)
+    """Done once it is durable that the version exists."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody who waits for it waits in vain."""
+        for future in (self.read, self.committed):
+            if not future.done():
+                future.set_exception(error)
 
 
 class Publisher:
-    """Owns the trainer's inbox: rollouts come, go, answer; jobs are posted by `publish`.
+    """Rollouts come, go and answer in the mailbox's thread, and are heard in this one's; `publish` hands it a version.
 
-    ``stopped`` is set once the broker wants the trainer to end, or something failed: then ``error`` is set too.
-    ``verify=False`` leaves out all digests, to measure what they cost.
+    ``error`` is set once the thread has failed: without it nothing reaches the rollouts any more. ``verify=False``
+    leaves out all digests, to measure what they cost.
     """
 
     def __init__(
@@ -82,9 +93,10 @@ class Publisher:
         verify: bool = True,
     ) -> None:
         self._config, self._source, self._mailbox, self._verify = config, source, mailbox, verify
-        self.stopped = threading.Event()
-        self.reason = ""
         self.error: BaseException | None = None
+        self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._publications: list[Publication] = []
+        """Not committed yet."""
         self.latest: Snapshot | None = None
         self._pinned: Snapshot | None = None
         """One before the latest, as long as somebody loads it: a seed may take longer than a step."""
@@ -106,6 +118,8 @@ class Publisher:
         self._hasher = ThreadPoolExecutor(1, "hasher")
         self._lock = threading.Lock()
         self._closed = False
+        for heard in (m.Receivers, m.Reach, m.Loaded, m.LoadFailed):
+            mailbox.handlers[heard] = self._events.put
         self._thread = threading.Thread(target=self._run_thread, name="publisher", daemon=True)
         self._thread.start()
 
@@ -114,24 +128,18 @@ class Publisher:
         """The rollouts, and how each stands."""
         return self._sender.peers
 
-    def publish(self, job: Job) -> Job:
-        """Hands ``job`` over to the thread."""
-        self._mailbox.post(job)
-        return job
-
-    def wait(self, event: threading.Event) -> None:
-        """Waits for a job's event. Raises what ended the thread, if that came first."""
-        while not event.wait(POLL_S):
-            health.beat()
-            if self.error:
-                raise self.error
-            if not self._thread.is_alive():
-                raise RuntimeError("the publisher has ended")
+    def publish(self, publication: Publication) -> Publication:
+        """Begins to publish a version; its futures say how far it is, and what went wrong."""
+        self._publications = [p for p in self._publications if not p.committed.done()] + [publication]
+        self._events.put(publication)
+        if self.error:
+            publication.fail(self.error)
+        return publication
 
     def close(self) -> None:
         """Ends the thread, and lets go of connections, buffers and segments."""
         self._closed = True
-        self._mailbox.post(None)
+        self._events.put(None)
         self._thread.join(self._config.stall_s + 5)
         self._snapshots.close()
         self.latest = self._pinned = None
@@ -147,28 +155,23 @@ class Publisher:
         try:
             while not self._closed:
                 try:
-                    event = self._mailbox.inbox.get(timeout=POLL_S)
+                    self._handle(self._events.get(timeout=POLL_S))
                 except queue.Empty:
-                    event = None
-                self._handle(event)
-                while not self._mailbox.inbox.empty():  # who has answered is not late
-                    self._handle(self._mailbox.inbox.get())
-                if not self.stopped.is_set():
-                    self._look_after()
-        except Exception as error:  # the trainer must hear of it: without this thread nothing reaches it any more
+                    pass
+                while not self._events.empty():  # who has answered is not late
+                    self._handle(self._events.get())
+                self._look_after()
+        except Exception as error:  # the trainer must hear of it
             log.exception("the publisher failed")
-            self.error, self.reason = error, str(error)
-            self.stopped.set()
+            self.error = error
+        finally:
+            for publication in self._publications:
+                publication.fail(self.error or RuntimeError("the publisher has ended"))
 
     def _handle(self, event: object) -> None:
         sender, now = self._sender, time.monotonic()
-        if isinstance(event, Job):
+        if isinstance(event, Publication):
             self._publish(event)
-        elif isinstance(event, m.Stop):
-            self.reason = event.reason
-            self.stopped.set()
-        elif isinstance(event, FencedError):
-            raise event
         elif isinstance(event, m.Receivers):
             sender.present(event.serves)
         elif isinstance(event, m.Reach):
@@ -214,17 +217,17 @@ class Publisher:
         for identity, epoch, transport in self._sender.seeds(now):
             log.info("seeding", receiver=identity, epoch=epoch, version=self.latest.version, transport=transport)
             self._propose([identity], epoch, self.latest, self._route_alone(transport, self.latest))
-            self._commit([identity], epoch, self.latest, first=False)
+            self._say(self._commit_version([identity], epoch, self.latest))
 
-    def _publish(self, job: Job) -> None:
+    def _publish(self, publication: Publication) -> None:
         started = time.monotonic()
         layout = self._source.layout
         if self._pinned and not self._loads(self._pinned):
             self._pinned = None
         kept = [snapshot for snapshot in (self.latest, self._pinned) if snapshot]
-        buffer, segment = self._buffers.take(job.version, layout.nbytes, kept)
-        snapshot = Snapshot(job.version, layout, buffer, segment, job.canary)
-        epoch = Epoch(-1, {}) if job.quiet else self._sender.open(job.version, time.monotonic())
+        buffer, segment = self._buffers.take(publication.version, layout.nbytes, kept)
+        snapshot = Snapshot(publication.version, layout, buffer, segment, publication.canary)
+        epoch = Epoch(-1, {}) if publication.quiet else self._sender.open(publication.version, time.monotonic())
         self._announce(snapshot, epoch)
         hashing: list[str | Future[str]] = []
         for index, on_device, digest in self._source.buckets(buffer, hashed=self._verify):
@@ -238,25 +241,33 @@ class Publisher:
                 start, end = layout.spans[index]
                 snapshot.on_gpu[start:end].copy_(on_device)
             self._broadcast.send(index, snapshot, on_device)
-            failpoint.reach("publishing", job.version)
-        job.read.set()
+            failpoint.reach("publishing", publication.version)
+        publication.read.set_result(None)
         gathered = time.monotonic()
         found = [d if isinstance(d, str) else d.result() for d in hashing] or [""] * len(layout.spans)
-        whole = whole_digest(layout, found) if self._verify else f"unverified-{job.version}"
+        whole = whole_digest(layout, found) if self._verify else f"unverified-{publication.version}"
         snapshot.digests = Digests(buckets=tuple(found), whole=whole)
         snapshot.cost.gather_s, snapshot.cost.digest_s = gathered - started, time.monotonic() - gathered
-        job.commit(snapshot)
-        job.done.set()
+        version = None if publication.quiet else self._commit_version(list(epoch.members), epoch.number, snapshot)
+        committing = publication.commit(snapshot, version) if publication.commit else None
         self._finish(snapshot)
+        if version:
+            self._mailbox.tell(m.Published(version=publication.version, cost=snapshot.cost))
+        if committing:
+            relayed = committing.result()  # its deadline is the mailbox's
+            if version:
+                self._sender.committed(publication.version, whole)
+                self._missed(version, relayed)
+        elif version:
+            self._sender.committed(publication.version, whole)
+            self._say(version)
         with self._lock:
             if self.latest and self._loads(self.latest) and not (self._pinned and self._loads(self._pinned)):
                 self._pinned = self.latest
             self.latest = snapshot
-        if job.quiet:
-            return
-        self._sender.committed(job.version, whole)
-        self._commit(list(epoch.members), epoch.number, snapshot, first=True)
-        failpoint.reach("published", job.version - 1)
+        publication.committed.set_result(None)
+        if version:
+            failpoint.reach("published", publication.version - 1)
 
     def _loads(self, snapshot: Snapshot) -> bool:
         """Somebody is not done with it."""
@@ -323,34 +334,37 @@ class Publisher:
             )
         )
 
-    def _commit(self, targets: list[str], epoch: int, snapshot: Snapshot, first: bool) -> None:
+    @staticmethod
+    def _commit_version(targets: list[str], epoch: int, snapshot: Snapshot) -> m.CommitVersion:
         assert snapshot.digests
-        self._say(
-            m.CommitVersion(
-                targets=targets,
-                epoch=epoch,
-                version=snapshot.version,
-                digests=snapshot.digests,
-                canary=snapshot.canary,
-                cost=snapshot.cost if first else None,
-            )
+        return m.CommitVersion(
+            targets=targets,
+            epoch=epoch,
+            version=snapshot.version,
+            digests=snapshot.digests,
+            canary=snapshot.canary,
         )
 
     def _say(self, message: m.Invite | m.Propose | m.CommitVersion) -> None:
         """Sends it; who was not there to hear it is offered the version again."""
 
         def answered(future: Future[m.Message]) -> None:
-            if isinstance(message, m.Invite):
-                return
-            reply = None if future.exception() else future.result()
-            absent = reply.absent if isinstance(reply, m.Relayed) else message.targets
-            for identity in absent:
-                reason = f"it did not hear of the version: {future.exception() or 'it is not with the broker'}"
-                self._mailbox.post(
-                    m.LoadFailed(receiver=identity, epoch=message.epoch, version=message.version, error=reason)
-                )
+            error = future.exception()
+            self._missed(message, future.result() if error is None else None, str(error or ""))
 
         self._mailbox.ask_later(message, SAY_DEADLINE_S).add_done_callback(answered)
+
+    def _missed(
+        self, message: m.Invite | m.Propose | m.CommitVersion | None, reply: m.Message | None, error: str = ""
+    ) -> None:
+        """Those whom ``message`` did not reach are offered the version again."""
+        if message is None or isinstance(message, m.Invite):
+            return
+        absent = reply.absent if isinstance(reply, m.Relayed) else message.targets
+        for identity in absent:
+            reason = f"it did not hear of the version: {error or 'it is not with the broker'}"
+            failed = m.LoadFailed(receiver=identity, epoch=message.epoch, version=message.version, error=reason)
+            self._events.put(failed)
 
     def _route_alone(self, transport: Transport, snapshot: Snapshot) -> Route:
         """How one rollout is served from a version that is all there."""

@@ -1,0 +1,60 @@
+"""Which columns a config's choices read, and whether somebody writes them."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from penstock.protocols.columns import REFERENCE, REWARD, ColumnTable
+from penstock.services.runtime import registry
+
+
+def columns_read(config: Any) -> dict[str, str]:
+    """Every column that something reads, with the config key that says so."""
+    found = {REWARD: "trainer.algorithm.advantage"}
+    algorithm = config.trainer.algorithm
+    for choice in ("advantage", "loss", "correction"):
+        for name in getattr(getattr(algorithm, choice), "columns", ()):
+            found[name] = f"trainer.algorithm.{choice}.columns"
+    if algorithm.kl.coefficient > 0:
+        found[REFERENCE] = "trainer.algorithm.kl.coefficient"
+    for index, function in enumerate(config.reward.functions):
+        found |= dict.fromkeys(function.columns, f"reward.functions.{index}.columns")
+    for kind, scorer in config.scorers.items():
+        found |= dict.fromkeys(scorer.reads, f"scorers.{kind}.reads")
+    return found
+
+
+def check_columns(config: Any) -> None:
+    """Raises `ValueError` where a scorer's or a column's name is taken, where nobody writes what is read, or where
+    columns wait for each other."""
+    built_in = registry.actors(config.model_copy(update={"scorers": {}})).keys() | {"observer"}
+    for kind in config.scorers:
+        if kind in built_in or not kind.replace("_", "").isalnum():
+            raise ValueError(f"scorers.{kind}: the name is taken, or has other signs than letters, digits and _")
+    table: ColumnTable = config.columns
+    names = table.names
+    for kind, scorer in config.scorers.items():
+        for name in scorer.columns:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"scorers.{kind}.columns: {name!r} is written by another scorer too; call it otherwise"
+                )
+    for name, key in columns_read(config).items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"{key}: no scorer writes a column {name!r}; {hint}")
+    _check_order(table)
+
+
+def _check_order(table: ColumnTable) -> None:
+    known = {total.name for total in table.sums}
+    left = dict(table.by_name)
+    while ready := [name for name, column in left.items() if known.issuperset(column.reads)]:
+        known.update(ready)
+        for name in ready:
+            del left[name]
+    if left:
+        waits = "; ".join(f"{name} reads {', '.join(column.reads)}" for name, column in left.items())
+        raise ValueError(f"columns that wait for each other can never be written: {waits}")

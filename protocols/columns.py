@@ -1,0 +1,102 @@
+"""Columns: what scorers add to a finished group, a value for each trajectory or for each token.
+
+A rollout writes a group's tokens, loss mask, log-probabilities and versions; every scorer adds columns, each declared
+once, with a name, a shape and a dtype. What a group needs before it may be trained on follows from the declarations.
+
+>>> table = ColumnTable(
+...     columns=(Column(name="reward/exact", scorer="reward", nullable=True),),
+...     sums=(WeightedSum(name="reward", terms={"reward/exact": 2.0}),),
+... )
+>>> table.sums[0].of({"reward/exact": np.array([1, np.nan], np.float32)})
+array([ 2., nan], dtype=float32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+REWARD = "reward"
+"""The column that advantages are made of: float32, a value for each trajectory, NaN where there is none."""
+REFERENCE = "reference"
+"""Log-probabilities under a frozen model: float32, a value for each token, 0 where nothing was sampled."""
+
+Per = Literal["trajectory", "token"]
+Dtype = Literal["float32", "float64", "int32", "int64", "uint8"]
+
+
+class ColumnError(ValueError):
+    """Values that are not what their column declares; says how."""
+
+
+class Column(BaseModel):
+    """One column, as whoever writes it declares it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(pattern=r"^[a-z_][a-z0-9_.-]*(/[A-Za-z0-9_.-]+)?$")
+    scorer: str
+    """The kind of actor that writes it."""
+    per: Per = "trajectory"
+    dtype: Dtype = "float32"
+    nullable: bool = False
+    """NaN is allowed: this trajectory has no value. Otherwise every number is finite."""
+    reads: tuple[str, ...] = ()
+    """Columns that its scorer is given with the group, and waits for."""
+    evaluated: bool = False
+    """Evaluation prompts have it too."""
+
+    def check(self, values: np.ndarray, trajectories: int, tokens: int) -> None:
+        """Raises `ColumnError` where ``values`` are not this column of a group with so many trajectories and tokens (of
+        all trajectories together)."""
+        size = trajectories if self.per == "trajectory" else tokens
+        if values.dtype.name != self.dtype or values.shape != (size,):
+            raise ColumnError(
+                f"column {self.name}: expected {self.dtype} [{size}] (one a {self.per}), got {values.dtype.name} "
+                f"{list(values.shape)}"
+            )
+        if values.dtype.kind == "f" and not np.isfinite(values[~np.isnan(values)] if self.nullable else values).all():
+            raise ColumnError(f"column {self.name}: infinite values" + ("" if self.nullable else ", or NaN"))
+
+
+class WeightedSum(BaseModel):
+    """A column that is made of others, a value for each trajectory: the weighted sum; NaN where one of them is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    terms: dict[str, float]
+    """Column to weight."""
+
+    def of(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        """float32 ``[trajectories]``"""
+        total = sum(weight * columns[name].astype(np.float64) for name, weight in self.terms.items())
+        return np.asarray(total, np.float32)
+
+
+class ColumnTable(BaseModel):
+    """Every column of a run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    columns: tuple[Column, ...]
+    sums: tuple[WeightedSum, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, Column]:
+        """The columns that scorers write."""
+        return {column.name: column for column in self.columns}
+
+    @property
+    def names(self) -> list[str]:
+        """Every column that a ready group has, sums included."""
+        return [*self.by_name, *(total.name for total in self.sums)]
+
+    @property
+    def evaluated(self) -> list[Column]:
+        """The columns that evaluation prompts have: those declared so, and what they read."""
+        wanted = {column.name for column in self.columns if column.evaluated}
+        while more := {r for name in wanted for r in self.by_name[name].reads if r in self.by_name} - wanted:
+            wanted |= more
+        return [column for column in self.columns if column.name in wanted]

@@ -1,0 +1,97 @@
+"""What the broker holds of finished groups: their experience and their columns, in Redis and, until a step has taken
+them, in memory too, so that nothing is read back that is here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.protocols.columns import ColumnTable
+from penstock.protocols.experience import Purpose, as_bytes
+from penstock.protocols.messages import TakenGroup
+from penstock.services.broker.store import Store, StoreError
+
+EXPERIENCE = "experience"
+KEPT_BYTES = 512 << 20
+"""Of groups in memory. Beyond that the oldest are read from Redis when they are needed."""
+
+Key = tuple[Purpose, int]
+Parts = dict[str, bytes]
+
+
+class Payloads:
+    """Parts of groups by name: the experience, then a part for each column. Evaluation groups are in memory alone."""
+
+    def __init__(self, store: Store, table: ColumnTable) -> None:
+        self._store = store
+        self._dtypes = {column.name: np.dtype(column.dtype) for column in table.columns}
+        self._dtypes |= {total.name: np.dtype(np.float32) for total in table.sums}
+        self._held: dict[Key, Parts] = {}
+        self._bytes = 0
+
+    def begin(self, key: Key, experience: bytes) -> None:
+        """A group is finished."""
+        self._hold(key, {EXPERIENCE: experience})
+        if key[0] == "train":
+            self._store.put_payload(key[1], EXPERIENCE, experience)
+
+    def add(self, key: Key, column: str, values: np.ndarray) -> None:
+        """A column of it has arrived."""
+        data = values.tobytes()
+        if key in self._held:
+            self._held[key][column] = data
+            self._bytes += len(data)
+        if key[0] == "train":
+            self._store.put_payload(key[1], column, data)
+
+    def experience(self, key: Key) -> np.ndarray:
+        """uint8 ``[bytes]``, as messages carry it."""
+        return as_bytes(self._parts(key)[EXPERIENCE])
+
+    def columns(self, key: Key, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """These columns of a group, which must be there."""
+        parts = self._parts(key) if names else {}
+        return {name: np.frombuffer(parts[name], self._dtypes[name]) for name in names}
+
+    def taken(self, numbers: Sequence[int], columns: Sequence[str]) -> list[TakenGroup]:
+        """The groups of a step with all their columns. Raises `StoreError` where the store has lost one."""
+        away = [number for number in numbers if ("train", number) not in self._held]
+        read = dict(zip(away, self._store.payloads(away), strict=True)) if away else {}
+        groups = []
+        for number in numbers:
+            parts = read[number] if number in read else self._held["train", number]
+            missing = [name for name in (EXPERIENCE, *columns) if name not in parts]
+            if missing:
+                raise StoreError(
+                    f"the store has lost {', '.join(missing)} of group {number}: its step cannot be redone"
+                )
+            values = {name: np.frombuffer(parts[name], self._dtypes[name]) for name in columns}
+            groups.append(TakenGroup(number=number, experience=as_bytes(parts[EXPERIENCE]), columns=values))
+        return groups
+
+    def forget(self, key: Key) -> None:
+        """It is not needed in memory any more."""
+        parts = self._held.pop(key, None)
+        if parts:
+            self._bytes -= sum(map(len, parts.values()))
+
+    def delete(self, number: int) -> None:
+        """A training group is not needed any more at all."""
+        self.forget(("train", number))
+        self._store.delete_payloads(number)
+
+    def _hold(self, key: Key, parts: Parts) -> None:
+        self.forget(key)
+        self._held[key] = parts
+        self._bytes += sum(map(len, parts.values()))
+        while self._bytes > KEPT_BYTES and len(self._held) > 1:
+            oldest = next((k for k in self._held if k[0] == "train" and k != key), None)
+            if oldest is None:
+                break
+            self.forget(oldest)
+
+    def _parts(self, key: Key) -> Parts:
+        if key not in self._held:  # of a broker before this one, or beyond what is kept
+            self._hold(key, self._store.payloads([key[1]])[0])
+        return self._held[key]

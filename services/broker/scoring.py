@@ -1,0 +1,84 @@
+"""What an answered column does to its group: one step nearer to ready, or dropped."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.protocols.columns import REWARD, Column, WeightedSum
+from penstock.protocols.experience import Purpose
+from penstock.protocols.messages import Score
+from penstock.services.broker.rules.replay import Replay
+from penstock.services.broker.state import BrokerState
+
+LEAST_VALUES = 2
+"""A group in which fewer trajectories have a reward teaches nothing."""
+
+
+def take_score(state: BrokerState, column: Column, score: Score) -> None:
+    """Applies one score, once. Raises `ColumnError` where its values are not the column's."""
+    replay = replay_of(state, score.purpose)
+    entry = replay.wants(score.number, column.name)
+    if entry is None:
+        return  # repeated, or for a group that is gone
+    if score.unusable:
+        _drop(state, score.purpose, score.number, score.unusable)
+        return
+    column.check(score.values, entry.trajectories, entry.tokens)
+    if score.errors:
+        state.progress.totals["reward_errors"] += len(score.errors)
+    state.progress.latency.add(column.name, score.seconds)
+    key = (score.purpose, score.number)
+    state.payloads.add(key, column.name, score.values)
+    if score.purpose == "train":
+        state.groups.scored(score.number, column.name)
+    else:
+        replay.scored(score.number, column.name)
+    for total in state.settings.columns.sums:
+        here = score.number in replay.entries
+        if here and column.name in total.terms and not (total.terms.keys() & entry.needs):
+            _add_sum(state, score, total)
+    if score.purpose == "eval" and not entry.needs:
+        _finish_evaluation(state, score.number)
+
+
+def replay_of(state: BrokerState, purpose: Purpose) -> Replay:
+    """The finished groups of a purpose."""
+    return state.groups.replay if purpose == "train" else state.evaluation.replay
+
+
+def _add_sum(state: BrokerState, score: Score, total: WeightedSum) -> None:
+    """All its terms are there now."""
+    key = (score.purpose, score.number)
+    values = total.of(state.payloads.columns(key, list(total.terms)))
+    state.payloads.add(key, total.name, values)
+    if score.purpose == "train" and total.name == REWARD:
+        _judge(state, score, values)
+
+
+def _judge(state: BrokerState, score: Score, rewards: np.ndarray) -> None:
+    """Groups that cannot be learned from make room for others."""
+    found = int(np.isfinite(rewards).sum())
+    if found < min(LEAST_VALUES, len(rewards)):
+        why = score.errors[-1] if score.errors else "NaN"
+        _drop(state, "train", score.number, f"too few trajectories have a reward; {why}")
+    elif state.settings.replay.filter == "zero_variance" and np.nanstd(rewards) == 0:
+        state.payloads.forget(("train", score.number))
+        state.groups.filter(score.number, "filtered: its rewards are all equal")
+
+
+def _drop(state: BrokerState, purpose: Purpose, number: int, reason: str) -> None:
+    if purpose == "train":
+        state.drop(number, reason)
+    else:
+        state.drop_evaluation(number, reason)
+
+
+def _finish_evaluation(state: BrokerState, number: int) -> None:
+    """Its reward is the mean over the trajectories that have one."""
+    rewards = state.payloads.columns(("eval", number), [REWARD])[REWARD]
+    usable = rewards[np.isfinite(rewards)]
+    if not usable.size:
+        state.drop_evaluation(number, "no trajectory has a reward")
+        return
+    state.payloads.forget(("eval", number))
+    state.record_evaluation(state.evaluation.score(number, float(usable.mean())))

@@ -1,0 +1,28 @@
+"""The reward in the table of actors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.protocols.columns import REWARD, Column, WeightedSum
+from penstock.services.runtime.registry import ActorSpec
+
+
+def _columns(config: Any) -> list[Column]:
+    return [
+        Column(name=f.column, scorer="reward", nullable=True, reads=tuple(f.columns), evaluated=True)
+        for f in config.reward.functions
+    ]
+
+
+def _reward(config: Any) -> list[WeightedSum]:
+    return [WeightedSum(name=REWARD, terms={f.column: f.weight for f in config.reward.functions})]
+
+
+SPEC = ActorSpec(
+    kind="reward",
+    make="penstock.services.reward.service:make",
+    count=lambda config: config.reward.count,
+    columns=_columns,
+    sums=_reward,
+)

@@ -1,0 +1,113 @@
+"""A scorer of the user's own: a class that a config names under ``scorers``.
+
+class Surprise:                                   # scorers: {surprise: {scorer: "my_module:Surprise", …}}
+    def __init__(self, scale=1.0): ...            # the config's options
+
+    def score_group(self, group, columns):        # protocols.experience.Group; the columns that the config reads
+        return {"surprise": -np.concatenate([t.logprobs for t in group.trajectories])}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import structlog
+from pydantic import Field
+
+from penstock.protocols.columns import Column, ColumnError, Per
+from penstock.services.runtime import health
+from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.plugins import load_plugin
+from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
+from penstock.services.runtime.settings import Section
+
+log = structlog.get_logger()
+
+
+class ScorerConfig(Section):
+    """A scorer of your own: a process that adds columns to every finished group."""
+
+    scorer: str
+    """``module:Class`` with a method ``score_group(group, columns)`` that returns a map from column to values
+    (float32), e.g. ``my_module:Surprise``."""
+    columns: dict[str, Per] = Field(min_length=1)
+    """The columns that it writes, and whether each has a value for every ``trajectory`` or for every ``token`` (of all
+    trajectories, one after the other), e.g. ``{surprise: token}``."""
+    reads: list[str] = []
+    """Columns of other scorers that it is given, and waits for, e.g. ``[reference]``."""
+    count: int = Field(1, ge=1)
+    """Processes, e.g. ``2``."""
+    threads: int = Field(1, ge=1)
+    """Compute threads of each."""
+    gpus: int = Field(0, ge=0)
+    """GPUs of its own for each process, e.g. ``1``."""
+    groups_in_hand: int = Field(64, ge=1)
+    """Groups that one process asks for at once."""
+    options: dict[str, Any] = {}
+    """Arguments of the class, e.g. ``{scale: 2.0}``."""
+
+    def declared(self, kind: str) -> list[Column]:
+        """The columns, as the scorer called ``kind`` writes them."""
+        reads = tuple(self.reads)
+        return [Column(name=name, scorer=kind, per=per, reads=reads) for name, per in self.columns.items()]
+
+
+class CustomScorer:
+    """Calls the user's class, a group at a time. What it raises, or returns wrong, costs that group alone."""
+
+    def __init__(self, config: ScorerConfig, kind: str) -> None:
+        key = f"scorers.{kind}"
+        self._columns = {column.name: column for column in config.declared(kind)}
+        self._config = config
+        made = load_plugin(config.scorer, f"{key}.scorer")
+        try:
+            self._scorer = made(**config.options)
+        except Exception as error:  # the user's own code
+            raise SetupError(f"{key}: {config.scorer} cannot be made: {type(error).__name__}: {error}") from error
+        if not callable(getattr(self._scorer, "score_group", None)):
+            raise SetupError(f"{key}.scorer: {config.scorer} has no method score_group(group, columns)")
+
+    def room(self, in_hand: int) -> int:
+        """See `ScorerConfig.groups_in_hand`."""
+        return self._config.groups_in_hand - in_hand
+
+    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
+        """Answers all of them before it returns."""
+        for task in tasks:
+            health.beat()
+            try:
+                found = self._score(task)
+            except Exception as error:  # the user's own code
+                reason = f"{self._config.scorer}: {type(error).__name__}: {error}"
+                log.warning("a group cannot be scored", group=task.key[1], error=reason, exc_info=True)
+                for column in task.wanted:
+                    answer(task, column, unusable=reason)
+            else:
+                for column in task.wanted:
+                    answer(task, column, found[column])
+
+    def gauges(self) -> dict[str, float]:
+        """None of its own."""
+        return {}
+
+    def close(self) -> None:
+        """The class's own ``close``, if it has one."""
+        getattr(self._scorer, "close", lambda: None)()
+
+    def _score(self, task: ScoringTask) -> dict[str, np.ndarray]:
+        found = self._scorer.score_group(task.group, task.columns)
+        if not isinstance(found, dict) or not found.keys() >= set(task.wanted):
+            raise ColumnError(f"score_group returned {type(found).__name__} without {', '.join(task.wanted)}")
+        trajectories = task.group.trajectories
+        values = {name: np.asarray(found[name], np.float32) for name in task.wanted}
+        for name, array in values.items():
+            self._columns[name].check(array, len(trajectories), sum(len(t.tokens) for t in trajectories))
+        return values
+
+
+def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
+    """The actor, for a run's whole config."""
+    return ScorerActor(kind, context, CustomScorer(config.scorers[kind], kind))

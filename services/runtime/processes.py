@@ -1,0 +1,41 @@
+"""Child processes that do not outlive their parent, whatever state either is in."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+POLL_S = 1.0
+
+
+def with_parent(number: int = signal.SIGTERM) -> Callable[[], None] | None:
+    """For `subprocess.Popen`'s ``preexec_fn``: the child, a program that is not ours, gets this signal when its parent
+    ends. None where the system has no such thing (it is Linux's)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def die_with_parent() -> None:
+    """Called by a process of ours: it is killed when its parent has ended, also while it hangs."""
+    parent = os.getppid()
+    ask = with_parent(signal.SIGKILL)
+    if ask:
+        ask()
+        if os.getppid() != parent:  # it ended just before
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -1,0 +1,221 @@
+"""The loop that all scorers share: groups in, columns out, as many at once as the scorer has room for.
+
+    scorer.score(tasks, answer)      what `Scorer` does: answer(task, column, values), at once or later, from any thread
+
+Each column of each group is answered by itself, as soon as it is there. What was answered is said until the broker has
+called it durable; what this process was given is given to another when it dies.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import structlog
+
+from penstock.protocols.experience import ExperienceError, Group, Purpose, summarize, unpack_group
+from penstock.protocols.mailbox import DeadlineError, FencedError
+from penstock.protocols.messages import Credit, HelloNeeded, Message, Score, Scores, Stop, Work, WorkItem
+from penstock.protocols.wire import WireError
+from penstock.services.runtime.actor import Actor, ActorContext
+
+log = structlog.get_logger()
+
+ANSWER_DEADLINE_S = 120.0
+NOTHING = np.zeros(0, np.float32)
+
+Key = tuple[Purpose, int]
+
+
+@dataclass(frozen=True)
+class ScoringTask:
+    """One finished group, and the columns that it lacks."""
+
+    key: Key
+    group: Group
+    wanted: tuple[str, ...]
+    columns: dict[str, np.ndarray]
+    """Those that the wanted ones read: ``[trajectories]``, or ``[tokens of all trajectories]``."""
+    step: int
+    """Steps committed when it was offered."""
+    since: float = field(default_factory=time.monotonic)
+
+
+Answer = Callable[..., None]
+"""``answer(task, column, values, errors=(), unusable="")``: values as the column declares them; ``errors`` say why some
+are NaN; or, instead of values, why the group is ``unusable``: it is dropped."""
+
+
+class Scorer(Protocol):
+    """What a scorer does, beside the loop."""
+
+    def room(self, in_hand: int) -> int:
+        """How many groups more it can take, while ``in_hand`` are not answered."""
+
+    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
+        """Answers every wanted column of every task, now or later, from any thread."""
+
+    def gauges(self) -> dict[str, float]:
+        """Numbers for the dashboard."""
+
+    def close(self) -> None:
+        """Ends what it has started."""
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """Posted to the inbox, so that answers of any thread leave in the loop's."""
+
+    key: Key
+    column: str
+    score: Score
+
+
+@dataclass(frozen=True)
+class _Durable:
+    message: Scores
+    error: BaseException | None
+
+
+class ScorerActor:
+    """One process of a scorer. `run` returns the reason it ended for."""
+
+    def __init__(self, kind: str, context: ActorContext, scorer: Scorer) -> None:
+        self.actor = Actor(kind, context)
+        self._scorer = scorer
+        self._open: dict[Key, set[str]] = {}
+        """Columns that are not durable yet, of what is in hand."""
+        self._received = self._credited = self._hello = 0
+
+    def run(self) -> str:
+        """Scores until it is told to stop."""
+        self.actor.join()
+        self._forget_credit()
+        try:
+            while True:
+                reason = self._turn()
+                if reason is not None:
+                    self.actor.leave(reason)
+                    return reason
+        finally:
+            self._scorer.close()
+
+    def _turn(self) -> str | None:
+        """Handles all that has arrived; returns the reason to stop, if there is one."""
+        items: list[WorkItem] = []
+        answered: list[_Answered] = []
+        event: object = self.actor.next()
+        while event is not None:
+            if isinstance(event, Stop):
+                return event.reason
+            if isinstance(event, FencedError):
+                raise event
+            if isinstance(event, Work):
+                items += event.items
+            elif isinstance(event, _Answered):
+                answered.append(event)
+            elif isinstance(event, _Durable):
+                self._durable(event)
+            elif isinstance(event, HelloNeeded):
+                self._forget_credit()
+            else:
+                log.warning("unexpected message", type=type(event).__name__)
+            try:
+                event = self.actor.mailbox.inbox.get_nowait()
+            except queue.Empty:
+                event = None
+        self._say(answered)
+        self._begin(items)
+        self.actor.set_busy(bool(self._open))
+        self.actor.gauges = {"groups_in_hand": len(self._open), **self._scorer.gauges()}
+        self._give_credit()
+        return None
+
+    def _forget_credit(self) -> None:
+        """The broker has forgotten what it gave, and counts anew."""
+        self._received, self._credited, self._hello = 0, -1, self.actor.hellos
+        self._give_credit()
+
+    def _give_credit(self) -> None:
+        total = self._received + max(0, self._scorer.room(len(self._open)))
+        if total > self._credited:
+            self._credited = total
+            self.actor.mailbox.tell(Credit(total=total, hello=self._hello))
+
+    def _begin(self, items: list[WorkItem]) -> None:
+        tasks = []
+        self._received += len(items)
+        for item in items:
+            key = (item.purpose, item.number)
+            wanted = [column for column in item.wanted if column not in self._open.get(key, ())]
+            if not wanted:
+                continue  # offered again by a broker that was started again, and still at work here
+            self._open.setdefault(key, set()).update(wanted)
+            try:
+                tasks.append(ScoringTask(key, _decode(item), tuple(wanted), item.columns, item.step))
+            except (ExperienceError, WireError) as error:
+                log.error("a group cannot be scored", group=item.number, error=str(error))
+                self._say([_Answered(key, column, self._score(key, unusable=str(error))) for column in wanted])
+        if tasks:
+            self._scorer.score(tasks, self._answer)
+
+    def _answer(
+        self,
+        task: ScoringTask,
+        column: str,
+        values: np.ndarray = NOTHING,
+        errors: Sequence[str] = (),
+        unusable: str = "",
+    ) -> None:
+        seconds = time.monotonic() - task.since
+        score = self._score(task.key, values=values, errors=errors, unusable=unusable, seconds=seconds)
+        self.actor.mailbox.post(_Answered(task.key, column, score))
+
+    @staticmethod
+    def _score(key: Key, values: np.ndarray = NOTHING, errors: Sequence[str] = (), **more: object) -> Score:
+        return Score.model_validate(
+            {"purpose": key[0], "number": key[1], "values": values, "errors": list(errors), **more}
+        )
+
+    def _say(self, answered: list[_Answered]) -> None:
+        by_column: dict[str, list[Score]] = {}
+        for answer in answered:
+            by_column.setdefault(answer.column, []).append(answer.score)
+        for column, scores in by_column.items():
+            self._send(Scores(column=column, scores=scores))
+
+    def _send(self, message: Scores) -> None:
+        def durable(future: Future[Message]) -> None:
+            self.actor.mailbox.post(_Durable(message, future.exception()))
+
+        self.actor.mailbox.ask_later(message, ANSWER_DEADLINE_S).add_done_callback(durable)
+
+    def _durable(self, event: _Durable) -> None:
+        if isinstance(event.error, DeadlineError):
+            log.warning("not durable yet; sending again", column=event.message.column, error=str(event.error))
+            self._send(event.message)
+            return
+        if event.error:
+            log.error("the broker refused scores", column=event.message.column, error=str(event.error))
+        for score in event.message.scores:
+            key: Key = (score.purpose, score.number)
+            columns = self._open.get(key, set())
+            columns.discard(event.message.column)
+            if not columns:
+                self._open.pop(key, None)
+                self.actor.put_down(*key)
+
+
+def _decode(item: WorkItem) -> Group:
+    """The group, every rule checked. Raises `ExperienceError` where it is not what its rollout said."""
+    group = unpack_group(item.experience.data)
+    found = summarize(group)
+    said = (item.number, item.trajectories, item.tokens, item.oldest)
+    if (group.number, found.trajectories, found.tokens, max(found.oldest, 0)) != said:
+        raise ExperienceError(f"group {item.number}: its experience is that of another ({found}, not {said})")
+    return group

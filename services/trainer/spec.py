@@ -1,0 +1,12 @@
+"""The trainer in the table of actors."""
+
+from penstock.services.runtime.registry import ActorSpec
+
+SPEC = ActorSpec(
+    kind="trainer",
+    make="penstock.services.trainer.service:make",
+    threads=lambda config: config.trainer.threads,
+    gpus=lambda config: config.trainer.ranks * (config.trainer.device != "cpu"),
+    grace_s=120.0,  # the step in hand, and a checkpoint
+    single=True,
+)
