@@ -18,6 +18,7 @@ import torch
 from penstock.protocols import messages as m
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import DigestError, SnapshotRoute
+from penstock.services.weights.buffers import SEGMENTS, HostBuffer, Mappings
 from penstock.services.weights.byte_views import as_array, from_memory
 from penstock.services.weights.layout import make_layout
 from penstock.services.weights.receiver.loader import MappedVersion
@@ -181,7 +182,7 @@ def test_no_segment_is_written_while_somebody_serves_from_it(shared: Channel) ->
     shared.publish(0)
     stopped.wait(0), other.wait(0)
     shared.relay.muted.add(stopped.name)
-    for version in range(1, 3 * shared_memory.SEGMENTS):
+    for version in range(1, 3 * SEGMENTS):
         become(shared, version)
         shared.publish(version)
         other.wait(version)
@@ -190,11 +191,11 @@ def test_no_segment_is_written_while_somebody_serves_from_it(shared: Channel) ->
 
 def test_segments_do_not_pile_up(shared: Channel) -> None:
     rollout = shared.join()
-    for version in range(3 * shared_memory.SEGMENTS):
+    for version in range(3 * SEGMENTS):
         shared.publish(version)
         rollout.wait(version)
     mine = f"{shared_memory._prefix(shared.run_key)}*"
-    assert len([p for p in shared_memory.directory().glob(mine) if "probe" not in p.name]) <= shared_memory.SEGMENTS
+    assert len([p for p in shared_memory.directory().glob(mine) if "probe" not in p.name]) <= SEGMENTS
     shared.publisher.close()
     assert not [p for p in shared_memory.directory().glob(mine) if "probe" not in p.name]
 
@@ -292,28 +293,27 @@ class Damage:
 
         def finish(snapshot: Snapshot) -> None:
             self.snapshot = snapshot
-            snapshot.buffer[5] ^= 1
-            assert snapshot.segment
+            snapshot.buffer.tensor[5] ^= 1
+            assert snapshot.buffer.name
             original(snapshot)
 
-        segment_filled = shared_memory.Segment.filled
+        segment_filled = HostBuffer.filled
 
-        def filled(segment: shared_memory.Segment, buckets: int) -> None:
+        def filled(segment: HostBuffer, buckets: int) -> None:
             pass  # receivers see the buckets only once they are damaged
 
         def finish_and_fill(snapshot: Snapshot) -> None:
             finish(snapshot)
-            shared_memory.Segment.filled = segment_filled  # type: ignore[method-assign]
-            assert snapshot.segment
-            snapshot.segment.filled(len(snapshot.layout.spans))
+            HostBuffer.filled = segment_filled  # type: ignore[method-assign]
+            snapshot.buffer.filled(len(snapshot.layout.spans))
 
-        shared_memory.Segment.filled = filled  # type: ignore[method-assign]
+        HostBuffer.filled = filled  # type: ignore[method-assign]
         channel.publisher._finish = finish_and_fill  # type: ignore[method-assign]
         self._channel, self._original = channel, original
 
     def mend(self) -> None:
         assert self.snapshot
-        self.snapshot.buffer[5] ^= 1
+        self.snapshot.buffer.tensor[5] ^= 1
         self._channel.publisher._finish = self._original  # type: ignore[method-assign]
 
 
@@ -400,14 +400,14 @@ def test_a_late_joiner_waits_for_nobody_and_takes_part_from_the_next_epoch(chann
 @pytest.mark.parametrize("name", ["../etc/passwd", "other-thing", f"{shared_memory.PREFIX}missing"])
 def test_foreign_segments_are_refused(name: str) -> None:
     with pytest.raises(DigestError):
-        shared_memory.Attachments().attach(name, 10)
+        Mappings().attach(name, 10)
 
 
 def test_a_segment_that_is_read_is_not_begun_and_one_of_another_version_is_refused() -> None:
-    segment = shared_memory.Segment("test-locks", 4096)
+    segment = HostBuffer(4096, name=shared_memory.new_name("test-locks"))
     assert segment.begin(1)
     segment.filled(3)
-    reader = shared_memory.Attachments().attach(segment.name, 4096)
+    reader = Mappings().attach(segment.name, 4096)
     assert reader.filled(1) == 3
     with pytest.raises(DigestError, match="holds version 1, not 2"):
         reader.filled(2)

@@ -27,11 +27,12 @@ from penstock.protocols.versions import (
     bucket_digest,
 )
 from penstock.services.runtime import failpoint
+from penstock.services.weights.buffers import BufferPool, MappedBuffer, Mappings
 from penstock.services.weights.byte_views import as_memory, copy_bytes
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.canary import check_canary
 from penstock.services.weights.receiver.loader import WeightLoader
-from penstock.services.weights.receiver.staging import StagingBuffer, StagingBuffers
+from penstock.services.weights.receiver.staging import StagingBuffer
 from penstock.services.weights.transports import cuda_ipc, shared_memory
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError
 from penstock.services.weights.transports.bucket_server import BucketClient
@@ -84,7 +85,7 @@ class Receiver:
         self._newest: tuple[int, int] | None = None
         self._layout: Layout | None = None
         """What the trainer that has invited this rollout publishes."""
-        self._shadows = StagingBuffers(engine.remote)
+        self._mappings, self._buffers = Mappings(), BufferPool(engine.remote)
         self._serving: StagingBuffer | None = None
         self._serving_digest = ""
         self._group: BroadcastGroup | None = None
@@ -189,8 +190,12 @@ class Receiver:
 
     def _open(self, proposal: Propose, layout: Layout) -> StagingBuffer:
         if isinstance(proposal.route, SharedMemoryRoute):
-            return self._shadows.attach(proposal.route.segment, layout)
-        return self._shadows.spare(layout, self._serving)
+            return StagingBuffer(self._mappings.attach(proposal.route.segment, layout.nbytes), layout)
+        return self._spare(layout)
+
+    def _spare(self, layout: Layout) -> StagingBuffer:
+        serving = [self._serving.buffer] if self._serving else []
+        return StagingBuffer(self._buffers.take(layout.nbytes, serving), layout)
 
     def _receive(self, proposal: Propose, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs) -> None:
         """Takes what comes by itself. What does not arrive is asked for once the version is committed."""
@@ -216,11 +221,11 @@ class Receiver:
 
     def _follow(self, proposal: Propose, shadow: StagingBuffer, arrived: Callable[[int], None]) -> None:
         """Hashes the buckets of a segment while the sender writes the next ones."""
-        attached, buckets = shadow.attached, len(shadow.layout.spans)
-        assert attached
+        segment, buckets = shadow.buffer, len(shadow.layout.spans)
+        assert isinstance(segment, MappedBuffer)
         index, deadline = 0, time.monotonic() + self._config.deadline_s
         while index < buckets:
-            filled = attached.filled(proposal.version)
+            filled = segment.filled(proposal.version)
             if filled == index:
                 if self._given_up(proposal):
                     raise DigestError("a newer version was proposed")
@@ -316,8 +321,8 @@ class Receiver:
     def _fetch(
         self, proposal: Propose, commit: CommitVersion, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs
     ) -> StagingBuffer:
-        if shadow.attached:  # a segment is not ours to mend
-            mended = self._shadows.spare(shadow.layout, self._serving)
+        if isinstance(shadow.buffer, MappedBuffer):  # a segment is not ours to mend
+            mended = self._spare(shadow.layout)
             copy_bytes(shadow.tensor, mended.tensor)
             shadow.release()
             shadow = mended

@@ -68,7 +68,7 @@ class Broadcast:
                     group.finish(but=1)  # its memory is written again after the next one
                 else:
                     changes = snapshot.changes.get(index) if group.route.sparse_from else None
-                    group.send(index, snapshot.buffer[start:end], changes)
+                    group.send(index, snapshot.buffer.tensor[start:end], changes)
             except CollectiveError as error:
                 self._broke(backend, error, snapshot)
 

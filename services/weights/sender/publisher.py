@@ -36,11 +36,12 @@ from penstock.protocols.versions import (
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights import delta
+from penstock.services.weights.buffers import BufferPool
 from penstock.services.weights.byte_views import as_array
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender.broadcast import Broadcast
 from penstock.services.weights.sender.shard_exporter import ShardExporter
-from penstock.services.weights.sender.snapshot import Buffers, Snapshot
+from penstock.services.weights.sender.snapshot import Snapshot
 from penstock.services.weights.transports import cuda_ipc, shared_memory
 from penstock.services.weights.transports.bucket_server import BucketServer, bucket_reply
 
@@ -110,7 +111,7 @@ class Publisher:
         if shared:
             shared_memory.remove_leftovers(run_key)
             self._probe = shared_memory.Probe(run_key)
-        self._buffers = Buffers(run_key if shared else None)
+        self._buffers = BufferPool(run_key=run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = PublishState(time.time_ns() // 1_000_000, config.deadline_s)
         self._snapshots = BucketServer(config.host, keys, self._answer_fetch)
@@ -224,19 +225,18 @@ class Publisher:
         layout = self._source.layout
         if self._pinned and not self._loads(self._pinned):
             self._pinned = None
-        kept = [snapshot for snapshot in (self.latest, self._pinned) if snapshot]
-        buffer, segment = self._buffers.take(publication.version, layout.nbytes, kept)
-        snapshot = Snapshot(publication.version, layout, buffer, segment, publication.canary)
+        kept = [snapshot.buffer for snapshot in (self.latest, self._pinned) if snapshot]
+        buffer = self._buffers.take(layout.nbytes, kept, publication.version)
+        snapshot = Snapshot(publication.version, layout, buffer, publication.canary)
         epoch = Epoch(-1, {}) if publication.quiet else self._sender.open(publication.version, time.monotonic())
         self._announce(snapshot, epoch)
         hashing: list[str | Future[str]] = []
-        for index, on_device, digest in self._source.buckets(buffer, hashed=self._verify):
+        for index, on_device, digest in self._source.buckets(buffer.tensor, hashed=self._verify):
             if self._verify:  # while the next bucket is gathered, where the source could not
                 hashing.append(digest or self._hasher.submit(bucket_digest, snapshot.bucket(index)))
             if snapshot.base:
                 self._find_changes(snapshot, index)
-            if segment:
-                segment.filled(index + 1)
+            buffer.filled(index + 1)
             if snapshot.on_gpu is not None:
                 start, end = layout.spans[index]
                 snapshot.on_gpu[start:end].copy_(on_device)
@@ -279,8 +279,8 @@ class Publisher:
         if on_gpu := epoch.by("cuda_ipc"):
             snapshot.on_gpu = torch.empty(snapshot.layout.nbytes, dtype=torch.uint8, device=self._source.device)
             self._propose(on_gpu, epoch.number, snapshot, cuda_ipc.share(snapshot.on_gpu))
-        if snapshot.segment and (sharing := epoch.by("shm")):
-            self._propose(sharing, epoch.number, snapshot, SharedMemoryRoute(segment=snapshot.segment.name))
+        if snapshot.buffer.name and (sharing := epoch.by("shm")):
+            self._propose(sharing, epoch.number, snapshot, SharedMemoryRoute(segment=snapshot.buffer.name))
         if asking := epoch.by("snapshot"):
             self._propose(asking, epoch.number, snapshot, SnapshotRoute())
         self._broadcast.meet(
@@ -368,8 +368,8 @@ class Publisher:
 
     def _route_alone(self, transport: Transport, snapshot: Snapshot) -> Route:
         """How one rollout is served from a version that is all there."""
-        if transport == "shm" and snapshot.segment:
-            return SharedMemoryRoute(segment=snapshot.segment.name)
+        if transport == "shm" and snapshot.buffer.name:
+            return SharedMemoryRoute(segment=snapshot.buffer.name)
         if transport == "cuda_ipc" and snapshot.on_gpu is not None:
             return cuda_ipc.share(snapshot.on_gpu)
         return SnapshotRoute()

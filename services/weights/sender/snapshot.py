@@ -8,8 +8,8 @@ import torch
 
 from penstock.protocols.messages import Canary, PublishCost
 from penstock.protocols.versions import Digests, Layout
-from penstock.services.weights.byte_views import as_memory, from_memory
-from penstock.services.weights.transports import shared_memory
+from penstock.services.weights.buffers import HostBuffer
+from penstock.services.weights.byte_views import as_memory
 
 
 @dataclass(slots=True)
@@ -18,9 +18,8 @@ class Snapshot:
 
     version: int
     layout: Layout
-    buffer: torch.Tensor
-    """uint8 ``[bytes]`` on the host."""
-    segment: shared_memory.Segment | None
+    buffer: HostBuffer
+    """A segment where rollouts may be on this host, else memory of this process."""
     canary: Canary | None
     base: str = ""
     """Digest of the version that ``changes`` are against; empty where there are none."""
@@ -40,32 +39,4 @@ class Snapshot:
     def bucket(self, index: int) -> memoryview:
         """The bytes of one bucket."""
         start, end = self.layout.spans[index]
-        return as_memory(self.buffer)[start:end]
-
-
-class Buffers:
-    """Where snapshots lie: in shared memory where rollouts may be on this host, else in memory of this process."""
-
-    def __init__(self, run_key: str | None) -> None:
-        self._pool = shared_memory.Pool(run_key) if run_key else None
-        self._own: list[torch.Tensor] = []
-
-    def take(
-        self, version: int, nbytes: int, keep: list[Snapshot]
-    ) -> tuple[torch.Tensor, shared_memory.Segment | None]:
-        """A buffer to fill with ``version``, which is none of ``keep``'s."""
-        if self._pool:
-            segment = self._pool.take(version, nbytes, [snapshot.segment for snapshot in keep])
-            return from_memory(segment.memory), segment
-        kept = [snapshot.buffer for snapshot in keep]
-        used = {buffer.data_ptr() for buffer in kept}
-        free = [buffer for buffer in self._own if buffer.data_ptr() not in used]
-        buffer = free[0] if free else torch.zeros(nbytes, dtype=torch.uint8)
-        self._own = [*kept, buffer]
-        return buffer, None
-
-    def close(self) -> None:
-        """Lets go of them."""
-        self._own.clear()
-        if self._pool:
-            self._pool.close()
+        return as_memory(self.buffer.tensor)[start:end]

@@ -27,7 +27,7 @@ from penstock.services.rollout.engines.base import (
 from penstock.services.rollout.engines.torch import native
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment
 from penstock.services.runtime.errors import SetupError
-from penstock.services.weights.buffers import SharedBuffer
+from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.layout import make_layout, view_weights
 from penstock.services.weights.receiver.loader import MappedVersion
 
@@ -89,7 +89,7 @@ class VllmEngine(AsyncEngine):
         self._raw = sampling.temperature in (0.0, 1.0) and not sampling.masks
         self._load = Load()
         self._requests = 0
-        self._shared: list[SharedBuffer] = []
+        self._shared: list[HostBuffer] = []
         self._processes: list[psutil.Process] = []
         environment(threads)
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
@@ -129,7 +129,7 @@ class VllmEngine(AsyncEngine):
         if memory is None:
             dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
             layout = make_layout({name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)
-            buffer = SharedBuffer(layout.nbytes)
+            buffer = HostBuffer(layout.nbytes, shared=True)
             for name, view in view_weights(layout, buffer.tensor).items():
                 view.copy_(weights[name])
             self._shared = [*self._shared[-1:], buffer]
