@@ -57,11 +57,16 @@ def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
 def _sections(data: Any, path: list[Any]) -> list[type[BaseModel]]:
     """The sections that may stand at ``path``: one, or those of a union whose ``type`` is not given."""
     here: list[type[BaseModel]] = [Config]
+    named = False
     for part in path:
         data = data.get(part) if isinstance(data, dict) else data[part] if isinstance(data, list) else None
         if isinstance(part, int):
             continue
         fields = [parent.model_fields[part] for parent in here if part in parent.model_fields]
+        if not fields and named:
+            named = False  # a name of the user's own, in a map of sections
+            continue
+        named = any(typing.get_origin(field.annotation) is dict for field in fields)
         here = [m for field in fields for m in models(field.annotation)]
         tagged = [m for m in here if isinstance(data, dict) and tag(m) == data.get("type")]
         here = tagged or here
@@ -69,11 +74,12 @@ def _sections(data: Any, path: list[Any]) -> list[type[BaseModel]]:
 
 
 def models(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field of type ``annotation`` may hold: itself, a union's members, a list's elements."""
+    """The sections that a field of type ``annotation`` may hold: itself, a union's members, a list's elements, a
+    map's values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType, list, Annotated):
+    if origin in (typing.Union, types.UnionType, list, dict, Annotated):
         return [m for argument in typing.get_args(annotation) for m in models(argument)]
     return []
 

@@ -101,7 +101,9 @@ def find(path: str) -> list[Key]:
     """
     parts = [part for part in path.split(".") if not part.isdigit()]
     name = ".".join(parts)
-    exact = [key for key in walk() if key.path == name or (key.chooses and f"{key.path}.type" == name)]
+    maps = [key.path for key in walk() if key.blocks and is_map(key.field.annotation)]
+    called = {name, *(re.sub(rf"^{path}\.\w+", f"{path}.NAME", name) for path in maps)}
+    exact = [key for key in walk() if key.path in called or (key.chooses and f"{key.path}.type" in called)]
     above = [".".join(parts[:length]) for length in range(1, len(parts))]
     return exact or [key for key in walk() if key.path in above and is_map(key.field.annotation)]
 
@@ -155,7 +157,10 @@ def _key(path: str, place: str, field: FieldInfo, meaning: str, needs: tuple[str
     if len(below) > 1 and not all(isinstance(tag(model), str) for model in below):
         raise UndescribedError(f"{path}: the sections of a union need a key ``type`` each, with a default of their own")
     inside = f"{place}.0" if is_list(field.annotation) else place
-    blocks = tuple(_block(model, path, inside, needs, tag(model) if len(below) > 1 else None) for model in below)
+    under = path
+    if below and is_map(field.annotation):
+        under, inside = f"{path}.NAME", f"{place}.NAME"
+    blocks = tuple(_block(model, under, inside, needs, tag(model) if len(below) > 1 else None) for model in below)
     default = REQUIRED if field.is_required() else _shown(field.get_default(call_default_factory=True))
     example = _example(field, meaning, default, blocks)
     return Key(path, place, words, default, example, meaning, field, needs, blocks)

@@ -114,7 +114,8 @@ class Config(Section):
     reference: ReferenceConfig = ReferenceConfig()
     """The processes that run a frozen model, for the KL penalty."""
     scorers: dict[str, ScorerConfig] = {}
-    """Scorers of your own, by name, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise: token}}}``."""
+    """Scorers of your own, by name. Each adds columns to finished groups, which a loss, an advantage or a reward
+    function may read, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise: token}}}``."""
     trainer: TrainerConfig = TrainerConfig()
     """The process that learns: algorithm, optimizer, checkpoints."""
     weights: WeightsConfig = WeightsConfig()

@@ -34,6 +34,8 @@ def kind(annotation: Any, limited: str = "") -> str:
         return _union(annotation, limited)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
+    if origin is dict and models(inside[1]):
+        return f"map from names to {_several(inside[1])}"
     if origin is list or (origin is tuple and inside[-1] is ...):
         return f"list of {_several(inside[0])}{limited}"
     if origin is tuple and len(set(inside)) == 1:

@@ -17,7 +17,7 @@ def show_sections(console: Console) -> None:
     """Prints the sections, a line each."""
     table = Table("section", "what it holds", box=None)
     for key in reference():
-        table.add_row(key.path, _plain(key.meaning))
+        table.add_row(key.path, _plain(key.meaning.partition(". ")[0].rstrip(".") + "."))
     console.print(table)
     console.print("\npenstock config KEY says more, e.g. penstock config gate.max_lag", highlight=False)
 

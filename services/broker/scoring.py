@@ -37,7 +37,11 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
         here = score.number in replay.entries
         if here and column.name in total.terms and not (total.terms.keys() & entry.needs):
             _add_sum(state, score, total)
-    if score.purpose == "eval" and not entry.needs:
+    if entry.needs or score.number not in replay.entries:
+        return
+    if score.purpose == "train":
+        state.groups.keep()
+    else:
         _finish_evaluation(state, score.number)
 
 

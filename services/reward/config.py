@@ -64,7 +64,7 @@ class RewardConfig(Section):
     those of a plain one wait for a worker. A judge that answers 64 requests at a time wants ``64``."""
     workers: int | None = Field(None, ge=1)
     """Worker processes for each plain function, in each reward process. null: the machine's cores, less the threads of
-    the other actors. An async function has one process, whatever this is."""
+    the other actors; else e.g. ``4``. An async function has one process, whatever this is."""
 
     @model_validator(mode="after")
     def _named_apart(self) -> RewardConfig:

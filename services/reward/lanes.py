@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, cast
 import structlog
 
 from penstock.services.reward.config import REGISTRY, FunctionConfig
-from penstock.services.reward.worker import NOBODY, Mark, frame_size, read_frame, write_frame
+from penstock.services.reward.worker import BLOCKED, NOBODY, Mark, frame_size, read_frame, write_frame
 from penstock.services.runtime.errors import SetupError
 
 log = structlog.get_logger()
@@ -144,7 +144,7 @@ class Worker:
 
     def _epitaph(self) -> str:
         code = self._process.wait()
-        if code == 3:
+        if code == BLOCKED:
             return f"blocked the event loop for {self._config.timeout_s:g} s"
         return f"crashed with exit code {code}"
 

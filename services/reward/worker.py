@@ -33,6 +33,8 @@ _MARK = struct.Struct("<q")
 FLOAT32_MAX = 3.4e38
 NOBODY = -1
 WATCH_S = 0.05
+BLOCKED = 86
+"""Exit code of a worker whose event loop was blocked for too long by one call."""
 
 OFFERED = ("response", "truth", "prompt", "messages", "finish_reason", "group", "sample", "step")
 """What a function may ask for by name, beside its options and the columns that its config names."""
@@ -188,7 +190,7 @@ class _Loop:
             if now != blocked or now == NOBODY:
                 blocked, since = now, time.monotonic()
             elif time.monotonic() - since > self._function.timeout_s:
-                os._exit(3)
+                os._exit(BLOCKED)
 
 
 def _run_plain(function: _Function, calls: BinaryIO, replies: BinaryIO, mark: Mark) -> None:

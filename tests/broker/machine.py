@@ -1,4 +1,4 @@
-"""The books of experience as a state machine with crashes: what the properties are checked on."""
+"""The life of groups as a state machine with crashes: what the properties are checked on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.protocols.columns import Column
 from penstock.services.broker.rules.gate import Gate
-from penstock.services.broker.rules.groups import Experience
+from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.rules.ledger import Step
+
+COLUMN = Column(name="reward/exact", scorer="reward", nullable=True)
+COLUMNS = [COLUMN]
 
 
 class Memory:
@@ -63,7 +67,7 @@ class Holder:
 
 
 class World:
-    """A broker's books, a trainer with checkpoints, some rollouts. Every method is one transition; `check` holds after
+    """A broker's groups, a trainer with checkpoints, some rollouts. Every method is one transition; `check` holds after
     each. Sub-classes break a rule, to show that the properties notice."""
 
     def __init__(self, batch: int, window: int, max_lag: int, steps: int, rollouts: int) -> None:
@@ -71,7 +75,7 @@ class World:
         self.max_lag, self.batch, self.steps = max_lag, batch, steps
         self.journal = Memory()
         self.dropped: set[int] = set()
-        self.books = self.make_books()
+        self.groups = self.make_groups()
         self.journal.commit()
         self.trainer_version = 0
         self.checkpoint = 0
@@ -87,11 +91,11 @@ class World:
         self.crashes = self.transitions = 0
         self.payloads: set[int] = set()
 
-    def make_books(self) -> Experience:
+    def make_groups(self) -> GroupTracker:
         batch, window, max_lag, steps = self.settings
         gate = self.make_gate(batch, window, max_lag)
-        return Experience(
-            self.journal, gate, ["reward"], steps, None, None, self.release, lambda step: None, self.dropped_
+        return GroupTracker(
+            self.journal, gate, COLUMNS, steps, None, None, self.release, lambda step: None, self.dropped_
         )
 
     def make_gate(self, batch: int, window: int, max_lag: int) -> Gate:
@@ -110,10 +114,10 @@ class World:
         return holder.version
 
     def grant(self, holder: Holder) -> bool:
-        lease = self.books.next_lease(self.believed_version(holder))
+        lease = self.groups.next_lease(self.believed_version(holder))
         if lease is None:
             return False
-        self.books.leases.grant(lease, holder.identity, 0.0)
+        self.groups.leases.grant(lease, holder.identity, 0.0)
         self.journal.commit()
         holder.work[lease.number] = holder.version
         return True
@@ -121,24 +125,24 @@ class World:
     def finish(self, holder: Holder, number: int) -> None:
         """Says it; the broker acknowledges; from then on the rollout forgets it."""
         oldest = holder.work.pop(number)
-        if self.books.finish(number, oldest):
+        if self.groups.finish(number, oldest):
             self.tokens[number] = oldest
             self.payloads.add(number)
         self.journal.commit()
 
     def say_twice(self, number: int) -> None:
         """A repeated or late answer for a group that is finished already."""
-        assert not self.books.finish(number, 0)
+        assert not self.groups.finish(number, 0)
 
     def expire(self, number: int) -> None:
-        lease = self.books.leases.open[number]
-        if lease.holder:
-            self.books.leases.release(lease.holder)
+        holder = self.groups.leases.holder(number)
+        if holder:
+            self.groups.leases.holds.release(holder)
             self.journal.commit()
 
     def restart_rollout(self, holder: Holder) -> None:
         """Killed: it holds nothing, serves nothing, and has a new incarnation."""
-        self.books.leases.release(holder.identity)
+        self.groups.leases.holds.release(holder.identity)
         holder.incarnation += 1
         holder.work.clear()
         holder.version = -1
@@ -151,12 +155,12 @@ class World:
     # --- scorers -----------------------------------------------------------------------------------------------------
 
     def score(self, number: int) -> None:
-        self.books.scored(number, "reward")
+        self.groups.scored(number, COLUMN.name)
         self.journal.commit()
 
     def drop(self, number: int) -> None:
-        self.books.drop(number, "filtered")
-        self.books.consecutive_drops = 0
+        self.groups.drop(number, "filtered")
+        self.groups.consecutive_drops = 0
         if number in self.dropped:  # not one that a step has taken
             self.tokens.pop(number, None)
         for holder in self.holders:
@@ -166,7 +170,7 @@ class World:
     # --- trainer -----------------------------------------------------------------------------------------------------
 
     def take(self) -> bool:
-        taken = self.books.take(self.trainer_version, 0)
+        taken = self.groups.take(self.trainer_version, 0)
         if taken is None:
             return False
         self.journal.commit()
@@ -188,17 +192,17 @@ class World:
     def commit(self) -> None:
         """Perhaps while the next step is taken already."""
         assert self.pending is not None
-        self.books.ledger.commit(self.pending.step, f"digest-{self.pending.step}")
+        self.groups.ledger.commit(self.pending.step, f"digest-{self.pending.step}")
         self.journal.commit()
         self.pending = None
 
     def publish(self) -> None:
-        if self.trainer_version >= self.books.ledger.committed:
+        if self.trainer_version >= self.groups.ledger.committed:
             self.published = max(self.published, self.trainer_version)
 
     def save(self) -> None:
         self.checkpoint = self.trainer_version
-        self.books.free(self.checkpoint)
+        self.groups.free(self.checkpoint)
         self.journal.commit()
 
     def restart_trainer(self) -> None:
@@ -212,7 +216,7 @@ class World:
     def restart_broker(self) -> None:
         """Killed between two turns."""
         self.journal.crash()
-        self.books = self.make_books()
+        self.groups = self.make_groups()
         self.journal.commit()
         self.crashes += 1
 
@@ -233,11 +237,11 @@ class World:
     # --- what must hold ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        ledger = [number for step in self.books.ledger.steps for number in step.groups]
+        ledger = [number for step in self.groups.ledger.steps for number in step.groups]
         assert len(ledger) == len(set(ledger)), "a group is in two steps"
-        known = set(ledger) | set(self.trained) | self.dropped | set(self.books.replay.entries)
+        known = set(ledger) | set(self.trained) | self.dropped | set(self.groups.replay.entries)
         assert set(self.tokens) <= known, f"finished groups are lost: {sorted(set(self.tokens) - known)}"
-        assert not set(self.books.leases.open) & (set(ledger) | set(self.trained)), "a trained group can be leased"
+        assert not set(self.groups.leases.open) & (set(ledger) | set(self.trained)), "a trained group can be leased"
 
     def settle(self) -> None:
         """With everybody alive and willing, the run ends: nothing stalls."""
@@ -253,16 +257,17 @@ class World:
                 self.train()
                 self.check()
                 continue
-            if self.trainer_version >= self.books.ledger.committed:
+            if self.trainer_version >= self.groups.ledger.committed:
                 self.published = self.trainer_version  # a waiting trainer publishes to whoever is behind
-            for lease in list(self.books.leases.open.values()):
+            for lease in list(self.groups.leases.open.values()):
                 holders = {h.identity: h for h in self.holders}
-                mine = holders.get(lease.holder or "")
+                holder = self.groups.leases.holder(lease.number)
+                mine = holders.get(holder or "")
                 if mine and lease.number in mine.work:
                     self.finish(mine, lease.number)
-                elif lease.holder:
+                elif holder:
                     self.expire(lease.number)
-            for number in [n for n, e in self.books.replay.entries.items() if e.needs]:
+            for number in [n for n, e in self.groups.replay.entries.items() if e.needs]:
                 self.score(number)
             for holder in self.holders:
                 self.load(holder)

@@ -13,7 +13,8 @@ import pytest
 import redis
 
 from penstock.protocols import messages as m
-from penstock.protocols.experience import Group, Trajectory, as_bytes, pack_group
+from penstock.protocols.columns import Column, ColumnTable, WeightedSum
+from penstock.protocols.experience import Group, GroupSummary, Trajectory, as_bytes, pack_group, summarize
 from penstock.protocols.mailbox import FencedError, Mailbox, RefusedError
 from penstock.protocols.versions import Digests
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
@@ -23,6 +24,7 @@ from penstock.services.broker.store import StoreError
 from penstock.services.rollout.config import SamplingConfig
 
 N, B = 2, 3
+REWARDS = Column(name="reward/exact", scorer="reward", nullable=True, evaluated=True)
 
 
 def settings(folder: Path, **changes: Any) -> BrokerSettings:
@@ -39,7 +41,7 @@ def settings(folder: Path, **changes: Any) -> BrokerSettings:
         "prompts": PromptsConfig.model_validate({"train": {"type": "sort", "size": 50}}),
         "sampling": sampling.training(),
         "eval_sampling": sampling.greedy(),
-        "with_reference": False,
+        "columns": ColumnTable(columns=(REWARDS,), sums=(WeightedSum(name="reward", terms={REWARDS.name: 1.0}),)),
         "tensorboard": False,
     }
     return BrokerSettings(**(defaults | changes))
@@ -54,7 +56,7 @@ class Peer:
         assert isinstance(self.box.ask(self.hello, 5), m.Welcome)
         self.held: set[int] = set()
         self.box.arrived = self._arrived
-        self.box.beat_s, self.box.beat = 0.2, lambda: m.Heartbeat(holding=list(self.held))
+        self.box.beat_s, self.box.beat = 0.2, lambda: m.Heartbeat(holding={"train": list(self.held)})
 
     def _arrived(self, message: m.Message) -> None:
         if isinstance(message, m.Lease):
@@ -81,20 +83,27 @@ class Peer:
             )
             for _ in range(lease.sampling.n)
         ]  # fmt: skip
-        data = pack_group(Group(lease.number, lease.prompt, made))
-        return self.box.ask(m.Finished(number=lease.number, attempt=lease.attempt, experience=as_bytes(data)), 5)
+        return self.box.ask(finished(lease, Group(lease.number, lease.prompt, made)), 5)
 
     def score(self, count: int, rewards: list[float] | None = None) -> list[int]:
         numbers = []
         while len(numbers) < count:
             work = self.next(m.Work)
-            scores = [
-                m.Score(number=i.number, rewards=np.array(rewards or [0, 1], np.float32), errors=[None] * N)
-                for i in work.items
-            ]
-            self.box.ask(m.Scored(scores=scores), 5)
+            values = np.array(rewards or [0, 1], np.float32)
+            scores = [m.Score(purpose=i.purpose, number=i.number, values=values) for i in work.items]
+            self.box.ask(m.Scores(column=REWARDS.name, scores=scores), 5)
             numbers += [i.number for i in work.items]
         return numbers
+
+
+def finished(lease: m.Lease, group: Group) -> m.Finished:
+    return m.Finished(
+        purpose=lease.purpose,
+        number=lease.number,
+        attempt=lease.attempt,
+        summary=summarize(group),
+        experience=as_bytes(pack_group(group)),
+    )
 
 
 class Stage:
@@ -230,8 +239,8 @@ def test_groups_without_rewards_are_dropped_with_their_reason(stage: Stage) -> N
         rollout.finish(lease)
     work = reward.next(m.Work)
     nan = float("nan")
-    failed = m.Score(number=0, rewards=np.array([nan, 1], np.float32), errors=["f raised Oops", None])
-    reward.box.ask(m.Scored(scores=[failed]), 5)
+    failed = m.Score(purpose="train", number=0, values=np.array([nan, 1], np.float32), errors=["f raised Oops"])
+    reward.box.ask(m.Scores(column=REWARDS.name, scores=[failed]), 5)
     assert stage.trainer.box.ask(m.StatusRequest(), 5).state["dropped"] == 1
     assert "f raised Oops" in (stage.folder / "dropped.jsonl").read_text()
     assert work.items[0].number == 0
@@ -259,12 +268,58 @@ def test_scorers_get_no_more_than_their_credit(stage: Stage) -> None:
     assert sum(len(w.items) for w in iter_inbox(reward) if isinstance(w, m.Work)) == 2
 
 
-def test_bad_experience_is_refused_and_the_group_can_still_be_finished(stage: Stage) -> None:
+def test_what_a_rollout_says_wrong_is_refused_and_the_group_can_still_be_finished(stage: Stage) -> None:
     rollout = stage.rollout()
     lease = rollout.leases(1)[0]
-    with pytest.raises(RefusedError, match="not msgpack|a group has the fields"):
-        rollout.box.ask(m.Finished(number=0, attempt=1, experience=np.zeros(9, np.uint8)), 5)
+    said = GroupSummary(trajectories=N, tokens=8, sampled=4, oldest=0, newest=0)
+    for wrong, complaint in (({"trajectories": 1}, "has 1 trajectories, not 2"), ({"newest": 7}, "does not exist yet")):
+        message = m.Finished(
+            purpose="train",
+            number=0,
+            attempt=1,
+            summary=said.model_copy(update=wrong),
+            experience=np.zeros(9, np.uint8),
+        )
+        with pytest.raises(RefusedError, match=complaint):
+            rollout.box.ask(message, 5)
     assert rollout.finish(lease) == m.Ack()
+
+
+def test_experience_that_no_scorer_can_read_costs_its_group_alone(stage: Stage) -> None:
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(2 * B):
+        rollout.finish(lease)
+    unusable = m.Score(purpose="train", number=1, values=np.zeros(0, np.float32), unusable="not msgpack")
+    reward.box.ask(m.Scores(column=REWARDS.name, scores=[unusable]), 5)
+    assert "not msgpack" in (stage.folder / "dropped.jsonl").read_text()
+    assert rollout.leases(1)[0].number == 2 * B
+
+
+def test_scores_that_are_not_the_columns_are_refused(stage: Stage) -> None:
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    rollout.finish(rollout.leases(2 * B)[0])
+    reward.next(m.Work)
+    for values, complaint in (
+        (np.zeros(3, np.float32), r"expected float32 \[2\] \(one a trajectory\), got float32 \[3\]"),
+        (np.zeros(N, np.int32), "expected float32"),
+        (np.array([np.inf, 0], np.float32), "infinite"),
+    ):
+        score = m.Score(purpose="train", number=0, values=values)
+        with pytest.raises(RefusedError, match=complaint):
+            reward.box.ask(m.Scores(column=REWARDS.name, scores=[score]), 5)
+    good = m.Score(purpose="train", number=0, values=np.zeros(N, np.float32))
+    with pytest.raises(RefusedError, match="'surprise' is no column that a reward of this run writes"):
+        reward.box.ask(m.Scores(column="surprise", scores=[good]), 5)
+    assert reward.box.ask(m.Scores(column=REWARDS.name, scores=[good]), 5) == m.Ack()
+
+
+def test_an_actor_that_the_run_has_not_is_refused(stage: Stage) -> None:
+    box = Mailbox(stage.broker.address, "critic-0#1")
+    with pytest.raises(RefusedError, match="'critic' is no actor of this run; it has observer, reward, rollout"):
+        box.ask(m.Hello(kind="critic", name="critic-0", host="", pid=1), 5)
+    box.close()
 
 
 def test_a_group_that_may_kill_its_rollouts_is_given_alone_and_then_dropped(stage: Stage) -> None:
@@ -277,7 +332,7 @@ def test_a_group_that_may_kill_its_rollouts_is_given_alone_and_then_dropped(stag
         assert not [e for e in iter_inbox(suspect) if isinstance(e, m.Lease)]
     last = stage.rollout(incarnation="6")
     assert [lease.number for lease in last.leases(1)] == [held[1].number]
-    last.finish(m.Lease(number=1, attempt=3, seed=0, prompt=held[1].prompt, sampling=held[1].sampling))
+    last.finish(m.Lease(purpose="train", number=1, attempt=3, seed=0, prompt=held[1].prompt, sampling=held[1].sampling))
     assert last.leases(1)[0].number == held[2].number
     assert "leased 5 times without an answer" in (stage.folder / "dropped.jsonl").read_text()
 
@@ -288,7 +343,7 @@ def test_nothing_is_leased_beyond_the_last_step(tmp_path: Path, redis_url: str) 
     assert [lease.number for lease in rollout.leases(B)] == list(range(B))
     time.sleep(0.3)
     assert not [e for e in iter_inbox(rollout) if isinstance(e, m.Lease)]
-    rollout.box.ask(m.Failed(number=1, attempt=1, error="no"), 5)
+    rollout.box.ask(m.Failed(purpose="train", number=1, attempt=1, error="no"), 5)
     assert rollout.leases(1)[0].number == B  # in the place of the one that failed
     stage.close()
 
@@ -310,7 +365,7 @@ def test_too_many_drops_in_a_row_end_the_run_with_the_reason(tmp_path: Path, red
     stage = Stage(tmp_path, redis_url, broker=BrokerConfig(max_consecutive_drops=3))
     rollout = stage.rollout()
     for lease in rollout.leases(3):
-        rollout.box.ask(m.Failed(number=lease.number, attempt=1, error="no such token"), 5)
+        rollout.box.ask(m.Failed(purpose="train", number=lease.number, attempt=1, error="no such token"), 5)
     assert rollout.next(m.Stop)
     stage.close()
     assert stage.error and "3 groups were dropped in a row" in stage.error and "no such token" in stage.error
@@ -356,7 +411,7 @@ def test_a_broker_that_was_killed_after_the_end_says_so_when_it_is_back(
     again = Broker(one, redis_url)
     again.serve()  # nobody comes any more
     assert again.state["phase"] == "done" and again.state["step"] == 1
-    assert again.state["restarts"] == 1 and again.books.untrained == []
+    assert again.state["restarts"] == 1 and again.ledger_state.untrained == []
 
 
 def test_an_unreachable_store_is_a_clear_error_without_its_password(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def play(kind: type[World], shape: tuple[int, int, int, int], random: Any, steps
 def transition(world: World, random: Any) -> None:
     holder = random.choice(world.holders)
     working = sorted(holder.work)
-    unscored = sorted(n for n, e in world.books.replay.entries.items() if e.needs)
-    ready = world.books.replay.ready()
+    unscored = sorted(n for n, e in world.groups.replay.entries.items() if e.needs)
+    ready = world.groups.replay.ready()
     moves: list[tuple[int, Any]] = [
         (8, lambda: world.grant(holder)),
         (6, lambda: world.load(holder)),
@@ -50,7 +50,9 @@ def transition(world: World, random: Any) -> None:
     ]
     if working:
         moves.append((8, lambda: world.finish(holder, random.choice(working))))
-        moves.append((2, lambda: world.expire(n) if (n := random.choice(working)) in world.books.leases.open else None))
+        moves.append(
+            (2, lambda: world.expire(n) if (n := random.choice(working)) in world.groups.leases.open else None)
+        )
         moves.append((1, lambda: world.drop(random.choice(working))))
     if unscored:
         moves.append((8, lambda: world.score(random.choice(unscored))))
@@ -97,10 +99,10 @@ class RepeatedGrantUnchecked(World):
     """A lease that is given again is given to anybody."""
 
     def grant(self, holder: Holder) -> bool:
-        lease = self.books.leases.waiting()
+        lease = self.groups.leases.waiting()
         if lease is None:
             return super().grant(holder)
-        self.books.leases.grant(lease, holder.identity, 0.0)
+        self.groups.leases.grant(lease, holder.identity, 0.0)
         self.journal.commit()
         holder.work[lease.number] = holder.version
         return True
@@ -122,9 +124,9 @@ class NumberGivenAgain(World):
 
     def drop(self, number: int) -> None:
         super().drop(number)
-        self.books.leases.open[number] = Lease(number, 0)
-        self.books.leases.open = dict(sorted(self.books.leases.open.items()))
-        heappush(self.books.leases._waiting, number)
+        self.groups.leases.open[number] = Lease(number, 0)
+        self.groups.leases.open = dict(sorted(self.groups.leases.open.items()))
+        heappush(self.groups.leases._waiting, number)
         self.journal.commit()
 
 
@@ -161,7 +163,7 @@ class TakeNotDurable(World):
     takes = 0
 
     def take(self) -> bool:
-        taken = self.books.take(self.trainer_version, 0)
+        taken = self.groups.take(self.trainer_version, 0)
         if taken is None:
             return False
         self.taken = taken
@@ -171,7 +173,7 @@ class TakeNotDurable(World):
             return True
         self.train()
         self.restart_broker()
-        self.books.ledger.take(taken.step, [], 0, 0.0)
+        self.groups.ledger.take(taken.step, [], 0, 0.0)
         self.commit()
         return False
 

@@ -119,7 +119,9 @@ def synchronous(config: Config, model_path: Path) -> list[str]:
             trajectories += made
             references += columns
         groups = np.repeat(np.array(numbers), sampling.n)
-        learner.train(TrainingBatch(trajectories, np.array(rewards, np.float32), groups, references))
+        learner.train(
+            TrainingBatch(trajectories, groups, {"reward": np.array(rewards, np.float32)}, {"reference": references})
+        )
         source = ShardExporter(dict(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu))
         found.append(source.digest())
     torch.use_deterministic_algorithms(False)

@@ -13,7 +13,7 @@ import zmq
 
 from penstock.pipeline.harness.ack_server import ack_server
 from penstock.protocols import wire
-from penstock.protocols.experience import ExperienceError, as_bytes, pack_group, unpack_group
+from penstock.protocols.experience import ExperienceError, GroupSummary, as_bytes, pack_group, unpack_group
 from penstock.protocols.mailbox import Mailbox, RouterServer
 from penstock.protocols.messages import (
     Ack,
@@ -23,7 +23,8 @@ from penstock.protocols.messages import (
     Heartbeat,
     Hello,
     Message,
-    Scored,
+    Score,
+    Scores,
     Take,
     from_envelope,
     to_envelope,
@@ -31,6 +32,10 @@ from penstock.protocols.messages import (
 from tests.conftest import make_group
 
 DECODED, LIVE = 200_000, 20_000
+
+
+SUMMARY = GroupSummary(trajectories=1, tokens=4, sampled=2, oldest=0, newest=0)
+FINISHED = {"purpose": "train", "number": 1, "attempt": 1, "summary": SUMMARY.model_dump()}
 
 
 def seeds() -> list[list[bytes]]:
@@ -41,12 +46,12 @@ def seeds() -> list[list[bytes]]:
     said: list[Message] = [
         Take(step=3),
         Credit(total=7),
-        Heartbeat(gauges={"busy": 0.5}, holding=[1, 2, 3]),
+        Heartbeat(gauges={"busy": 0.5}, holding={"train": [1, 2, 3]}),
         Hello(kind="rollout", name="r", host="h", pid=1),
         Commit(step=1, digest="d", metrics={"reward": 1.0}),
-        Finished(number=3, attempt=1, experience=as_bytes(group)),
-        Finished(number=3, attempt=1, experience=big),
-        Scored(scores=[]),
+        Finished(purpose="train", number=3, attempt=1, summary=SUMMARY, experience=as_bytes(group)),
+        Finished(purpose="train", number=3, attempt=1, summary=SUMMARY, experience=big),
+        Scores(column="reward/exact", scores=[Score(purpose="eval", number=1, values=np.zeros(3, np.float32))]),
     ]
     return [[bytes(f) for f in wire.encode(to_envelope(m, id=5))] for m in said]
 
@@ -63,7 +68,7 @@ def mutate(frames: list[bytes], dice: random.Random) -> list[bytes]:
             return [*frames, dice.randbytes(9)]
         case 3:  # a header that promises more than there is
             lie = msgpack.ExtType(dice.choice((1, 2, 9)), msgpack.packb(["float32", [dice.randrange(1 << 40)], b"x"]))
-            return [msgpack.packb([wire.PROTOCOL, "Finished", 1, 0, {"number": 1, "attempt": 1, "experience": lie}])]
+            return [msgpack.packb([wire.PROTOCOL, "Finished", 1, 0, {**FINISHED, "experience": lie}])]
         case 4:  # deep nesting
             return [b"\x91" * dice.randrange(1, 3000) + b"\xc0"]
         case 5:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.protocols import wire
-from penstock.protocols.experience import ExperienceError, Group, pack_group, unpack_group
+from penstock.protocols.experience import ExperienceError, Group, GroupSummary, pack_group, unpack_group
 from penstock.protocols.messages import Finished, Take, from_envelope, to_envelope
 from tests.conftest import make_group, with_masks
 
@@ -23,6 +23,8 @@ arrays = hnp.arrays(
 bodies = st.dictionaries(
     st.text(), st.recursive(scalars | arrays, lambda inner: st.lists(inner, max_size=4)), max_size=5
 )
+
+SUMMARY = GroupSummary(trajectories=1, tokens=4, sampled=2, oldest=0, newest=0)
 
 
 def same(a: object, b: object) -> bool:
@@ -85,7 +87,9 @@ def test_unknown_messages_and_fields_are_refused() -> None:
         from_envelope(wire.Envelope("Nonsense", 0, 0, {}))
     with pytest.raises(wire.WireError, match="Take: extra"):
         from_envelope(wire.Envelope("Take", 0, 0, {"step": 1, "extra": 2}))
-    wrong = to_envelope(Finished(number=1, attempt=1, experience=np.zeros(3, np.uint8)))
+    wrong = to_envelope(
+        Finished(purpose="train", number=1, attempt=1, summary=SUMMARY, experience=np.zeros(3, np.uint8))
+    )
     wrong.body["experience"] = np.zeros(3, np.float32)
     with pytest.raises(wire.WireError, match="expected uint8"):
         from_envelope(wrong)

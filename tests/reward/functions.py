@@ -1,11 +1,17 @@
-"""Reward functions that misbehave."""
+"""Reward functions that misbehave, wait, or want much."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from typing import Any
+
+LIMIT = asyncio.Semaphore(3)
+"""A module's own: bound to the first event loop that waits for it."""
+at_once = most_at_once = 0
 
 
 def good(response: str, truth: Any, prompt: str, bonus: float = 0.0) -> float:
@@ -28,6 +34,62 @@ def misbehaving(response: str, truth: Any, prompt: str) -> Any:
     return 1.0
 
 
-async def slow(response: str, truth: Any, prompt: str) -> float:
+async def slow(response: str) -> float:
     await asyncio.sleep(1000 if response == "hang" else 0.3)
     return 1.0
+
+
+async def misbehaving_async(response: str) -> Any:
+    await asyncio.sleep(0.05)
+    match response:
+        case "raise":
+            raise RuntimeError("no idea")
+        case "hang":
+            await asyncio.sleep(1000)
+        case "block":
+            time.sleep(1000)
+        case "crash":
+            os._exit(4)
+        case "slow":
+            await asyncio.sleep(0.6)
+    return 1.0
+
+
+async def limited(response: str) -> float:
+    global at_once, most_at_once
+    async with LIMIT:
+        at_once += 1
+        most_at_once = max(at_once, most_at_once)
+        await asyncio.sleep(0.01)
+        at_once -= 1
+    return float(most_at_once)
+
+
+class Judge:
+    """An object with an async call."""
+
+    async def __call__(self, response: str) -> float:
+        await asyncio.sleep(0.2)
+        return 2.0
+
+
+judge = Judge()
+
+
+def runs_python(response: str) -> float:
+    """Its child reads its stdin to the end."""
+    code = "import sys; sys.stdin.read(); print(float(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, response], stdout=subprocess.PIPE, timeout=20, check=True)
+    return float(done.stdout)
+
+
+def asks(
+    messages: list[dict[str, str]], finish_reason: str, group: int, sample: int, step: int, reward_first: float = -1
+) -> float:
+    """Everything there is to ask for, as one number."""
+    assert messages[0]["role"] == "user" and finish_reason in ("stop", "length")
+    return group * 100 + sample * 10 + step + reward_first
+
+
+def wants_more(response: str, embedding: Any) -> float:
+    return 0.0

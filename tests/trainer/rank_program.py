@@ -4,6 +4,7 @@ version. Arguments: broker address, folder."""
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from penstock.services.trainer import checkpoint
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.sender.publisher import Job, Publisher
+from penstock.services.weights.sender.publisher import Publication, Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.conftest import TINY
 from tests.trainer.steps import Tokenizer, a_step
@@ -64,7 +65,7 @@ def main(address: str, folder: Path) -> None:
             logits = model(tokens()).logits[0]
         if publisher:
             np.save(folder / f"logits-{version}.npy", logits.numpy())
-            publisher.wait(publisher.publish(Job(version)).done)
+            publisher.publish(Publication(version)).committed.result(60)
         else:
             for _ in source.buckets(None):
                 pass
@@ -79,8 +80,8 @@ def main(address: str, folder: Path) -> None:
         one, two = learner.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]
         assert torch.equal(full(one["exp_avg"]), full(two["exp_avg"])), name
     if publisher:
-        while not (folder / "seen").exists() and not publisher.stopped.wait(0.05):
-            pass
+        while not (folder / "seen").exists() and not publisher.error:
+            time.sleep(0.05)
         publisher.close()
     world.share(b"end")
     world.close()

@@ -19,4 +19,5 @@ def a_step(seed: int) -> TrainingBatch:
     random = np.random.default_rng(seed)
     groups = [make_group(random, number) for number in range(3)]
     trajectories = [t for group in groups for t in group.trajectories]
-    return TrainingBatch(trajectories, random.random(12).astype(np.float32), np.repeat(np.arange(3), 4), None)
+    rewards = random.random(12).astype(np.float32)
+    return TrainingBatch(trajectories, np.repeat(np.arange(3), 4), {"reward": rewards}, {})

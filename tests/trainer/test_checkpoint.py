@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import as_bytes, pack_group
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.services.modeling.load import load_model
@@ -51,11 +52,30 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
 
 
+TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=True),))
+
+
 def test_a_batch_that_breaks_the_bound_is_refused() -> None:
     group = make_group(np.random.default_rng(0), 1, versions=(3,))
-    taken = TakenGroup(number=1, experience=as_bytes(pack_group(group)), rewards=np.zeros(4, np.float32))
-    assert open_batch(Batch(step=5, seed=0, groups=[taken], committed=0), max_lag=2).lags(5).max() == 2
+    taken = TakenGroup(number=1, experience=as_bytes(pack_group(group)), columns={"reward": np.zeros(4, np.float32)})
+    assert open_batch(Batch(step=5, seed=0, groups=[taken], committed=0), max_lag=2, table=TABLE).lags(5).max() == 2
     with pytest.raises(BatchError, match="lags from 3 to 3, bound 2"):
-        open_batch(Batch(step=6, seed=0, groups=[taken], committed=0), max_lag=2)
+        open_batch(Batch(step=6, seed=0, groups=[taken], committed=0), max_lag=2, table=TABLE)
     with pytest.raises(BatchError, match="lags from -1"):
-        open_batch(Batch(step=2, seed=0, groups=[taken], committed=0), max_lag=2)
+        open_batch(Batch(step=2, seed=0, groups=[taken], committed=0), max_lag=2, table=TABLE)
+
+
+def test_a_group_that_cannot_be_read_costs_its_step_only_itself() -> None:
+    random = np.random.default_rng(0)
+    taken = [
+        TakenGroup(
+            number=number,
+            experience=as_bytes(pack_group(make_group(random, number, versions=(3,)))),
+            columns={"reward": np.full(4, number, np.float32)},
+        )
+        for number in range(3)
+    ]
+    torn = TakenGroup(number=1, experience=taken[1].experience[:-3], columns=taken[1].columns)
+    short = TakenGroup(number=2, experience=taken[2].experience, columns={"reward": np.zeros(3, np.float32)})
+    step = open_batch(Batch(step=3, seed=0, groups=[taken[0], torn, short], committed=0), 2, TABLE)
+    assert step.unreadable == 2 and step.groups.tolist() == [0] * 4 and step.rewards.tolist() == [0] * 4

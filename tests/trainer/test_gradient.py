@@ -45,7 +45,7 @@ def make_step(model: Any) -> TrainingBatch:
     rewards[5] = np.nan
     reference = [np.minimum(t.logprobs + random.normal(0, 0.4, len(t.tokens)), 0) * t.loss_mask for t in near]
     reference = [values.astype(np.float32) for values in reference]
-    return TrainingBatch(near, rewards, np.repeat(np.arange(GROUPS), N), reference)
+    return TrainingBatch(near, np.repeat(np.arange(GROUPS), N), {"reward": rewards}, {"reference": reference})
 
 
 def plain_gradient(model: Any, step: TrainingBatch, ratio: str, correction: bool, kl: float) -> dict[str, torch.Tensor]:
@@ -70,8 +70,7 @@ def plain_gradient(model: Any, step: TrainingBatch, ratio: str, correction: bool
                 loss = torch.minimum(loss, torch.tensor(-advantage * 3.0, dtype=torch.float64))
             if correction:
                 loss = loss * min(float(torch.exp(log_prob.detach() - behaviour)), 2.0)
-            assert step.reference is not None
-            d = log_prob - float(step.reference[i][p])
+            d = log_prob - float(step.token_values["reference"][i][p])
             total = total + (loss + kl * (torch.exp(-d) + d - 1)) / tokens
     total.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}

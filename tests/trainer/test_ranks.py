@@ -24,7 +24,7 @@ from tests.weights.channel import Rollout, until
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) -> None:
-    relay = FakeBroker()
+    broker = FakeBroker()
     rollouts: list[Rollout] = []
     found: dict[tuple[str, int], np.ndarray] = {}
 
@@ -44,9 +44,9 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) ->
     for index, transport in enumerate(("auto", "gloo", "snapshot")):
         config = WeightsConfig.model_validate({"transport": transport, "deadline_s": 20})
         name = f"rollout-{index}#1"
-        rollouts.append(Rollout(relay.address, name, config, Engine(name)))
+        rollouts.append(Rollout(broker.address, name, config, Engine(name)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.trainer.rank_program", relay.address, str(tmp_path)]
+    command += ["-m", "tests.trainer.rank_program", broker.address, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         until(lambda: process.poll() is not None or all(VERSIONS in r.served for r in rollouts), 120, "all versions")
@@ -61,7 +61,7 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) ->
             np.testing.assert_allclose(found[rollout.name, place], wanted, rtol=0, atol=1e-5)
         assert VERSIONS in rollout.served
         rollout.close()
-    relay.close()
+    broker.close()
     (saved,) = (tmp_path / "checkpoints").iterdir()
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert type(model).__name__ == "Qwen3ForCausalLM"

@@ -19,7 +19,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.loader import MappedVersion
 from penstock.services.weights.receiver.receiver import Prepared, Receiver
-from penstock.services.weights.sender.publisher import Job, Publisher
+from penstock.services.weights.sender.publisher import Publication, Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 
 Named = list[tuple[str, torch.Tensor]]
@@ -91,9 +91,9 @@ class Channel:
     """A trainer whose model has ``named`` weights, and rollouts that join when asked to."""
 
     def __init__(self, named: Named, dtype: str = "float32", verify: bool = True, **config: Any) -> None:
-        self.relay = FakeBroker()
+        self.broker = FakeBroker()
         self.verify = verify
-        self.box = Mailbox(self.relay.address, "trainer#1")
+        self.box = Mailbox(self.broker.address, "trainer#1")
         config = {"deadline_s": 5, "stall_s": 3, "bucket_mb": 0.002, **config}
         self.config = WeightsConfig.model_validate(config)
         self.named = named
@@ -106,7 +106,7 @@ class Channel:
     def join(self, ready: bool = True, engine: Any = None, **config: Any) -> Rollout:
         """A rollout with ``config`` of its own; with ``ready``, one that takes part in the next epoch."""
         mine = WeightsConfig.model_validate({**self.config.model_dump(), **config})
-        rollout = Rollout(self.relay.address, f"rollout-{len(self.rollouts)}#1", mine, engine, verify=self.verify)
+        rollout = Rollout(self.broker.address, f"rollout-{len(self.rollouts)}#1", mine, engine, verify=self.verify)
         self.rollouts.append(rollout)
         if ready:
             until(
@@ -117,11 +117,11 @@ class Channel:
     def peer(self, rollout: Rollout) -> Any:
         return self.publisher.peers.get(rollout.name)
 
-    def publish(self, version: int, canary: m.Canary | None = None) -> Job:
+    def publish(self, version: int, canary: m.Canary | None = None) -> Publication:
         """Publishes what the weights are now, and waits until they may change."""
-        job = self.publisher.publish(Job(version, canary))
-        self.publisher.wait(job.read)
-        return job
+        publication = self.publisher.publish(Publication(version, canary))
+        publication.read.result(30)
+        return publication
 
     def settled(self) -> None:
         """Waits until the trainer has everybody's answer."""
@@ -132,7 +132,7 @@ class Channel:
             rollout.close()
         self.publisher.close()
         self.box.close()
-        self.relay.close()
+        self.broker.close()
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> None:

@@ -90,7 +90,7 @@ def test_a_seed_that_takes_longer_than_a_step_comes_through(transport: str) -> N
         on.set()
         assert same(late.wait(3), 3)
         assert sorted(late.served) == [0, 3], "what it had begun with, and then the latest"
-        assert same(late.served[0], 0) and not channel.relay.failures
+        assert same(late.served[0], 0) and not channel.broker.failures
         become(channel, 4)
         channel.publish(4)
         assert same(late.wait(4), 4) and same(first.wait(4), 4)
@@ -119,7 +119,7 @@ def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Chan
     first, second = channel.join(), channel.join()
     channel.publish(0)
     first.wait(0), second.wait(0)
-    channel.relay.muted.add(second.name)
+    channel.broker.muted.add(second.name)
     become(channel, 1)
     started = time.monotonic()
     channel.publish(1)
@@ -128,7 +128,7 @@ def test_a_receiver_that_never_answers_does_not_hold_up_the_others(channel: Chan
     become(channel, 2)
     channel.publish(2)  # in an epoch without it
     assert same(first.wait(2, 2), 2)
-    channel.relay.muted.clear()
+    channel.broker.muted.clear()
     assert same(second.wait(2, 20), 2), "voted out, invited again, and seeded"
 
 
@@ -138,7 +138,7 @@ def test_who_stays_away_from_a_broadcast_is_named_and_the_others_get_the_version
     channel, said = Channel(weights(0), transport="gloo"), structlog.testing.CapturingLogger()
     monkeypatch.setattr(broadcast, "log", said)
     first, second = channel.join(), channel.join()
-    channel.relay.muted.add(second.name)
+    channel.broker.muted.add(second.name)
     channel.publish(0)
     assert same(first.wait(0), 0)
     (broke,) = said.calls
@@ -181,7 +181,7 @@ def test_no_segment_is_written_while_somebody_serves_from_it(shared: Channel) ->
     stopped, other = shared.join(), shared.join()
     shared.publish(0)
     stopped.wait(0), other.wait(0)
-    shared.relay.muted.add(stopped.name)
+    shared.broker.muted.add(stopped.name)
     for version in range(1, 3 * SEGMENTS):
         become(shared, version)
         shared.publish(version)
@@ -233,9 +233,9 @@ def test_changes_are_sent_where_that_is_less_and_the_result_is_the_same(transpor
     whole = channel.source.layout.nbytes
     assert sizes[0] == sizes[4] == whole, "the first and every full_every-th are sent whole"
     if transport == "gloo":
-        assert sizes[1] == channel.relay.costs[2].bytes_sent + 16 * len(channel.source.layout.spans), "and a head each"
+        assert sizes[1] == channel.broker.costs[2].bytes_sent + 16 * len(channel.source.layout.spans), "and a head each"
     assert all(size < whole / 20 for index, size in enumerate(sizes) if index not in (0, 4)), sizes
-    assert 0 < channel.relay.costs[7].density < 0.1
+    assert 0 < channel.broker.costs[7].density < 0.1
     channel.close()
 
 
@@ -276,8 +276,8 @@ def test_a_version_that_stays_corrupted_is_never_served_and_is_offered_again(sha
     become(shared, 1)
     damage = Damage(shared)
     shared.publish(1)
-    until(lambda: shared.relay.failures, 10, "a refusal")
-    assert 1 not in rollout.served and "buckets 0 are missing or wrong" in shared.relay.failures[0].error
+    until(lambda: shared.broker.failures, 10, "a refusal")
+    assert 1 not in rollout.served and "buckets 0 are missing or wrong" in shared.broker.failures[0].error
     damage.mend()
     assert same(rollout.wait(1), 1)
 
@@ -337,8 +337,8 @@ def test_an_engine_that_makes_something_else_of_right_bytes_does_not_serve_it(sh
     canary = m.Canary(tokens=tokens, logprobs=score(dict(weights(0)), tokens).tolist(), tolerance=1e-4)
     shared.publish(0, canary)
     assert same(sound.wait(0), 0)
-    until(lambda: shared.relay.failures, 10, "a refusal")
-    assert 0 not in careless.served and "canary's log-probabilities differ" in shared.relay.failures[0].error
+    until(lambda: shared.broker.failures, 10, "a refusal")
+    assert 0 not in careless.served and "canary's log-probabilities differ" in shared.broker.failures[0].error
     engine.careless = False
     assert same(careless.wait(0), 0)
 
@@ -355,13 +355,13 @@ def test_a_proposal_of_a_layout_that_nobody_was_invited_with_is_refused(shared: 
             snapshots="tcp://x:1",
         )
     )
-    until(lambda: shared.relay.failures, 5, "the refusal")
-    assert "has layout 00000000000000000000000000000000" in shared.relay.failures[0].error
+    until(lambda: shared.broker.failures, 5, "the refusal")
+    assert "has layout 00000000000000000000000000000000" in shared.broker.failures[0].error
     assert rollout.served == {}
 
 
 def test_an_answer_to_an_earlier_trainers_invitation_counts_for_nothing(shared: Channel) -> None:
-    box = Mailbox(shared.relay.address, "rollout-9#1")
+    box = Mailbox(shared.broker.address, "rollout-9#1")
     try:
         box.ask(m.Hello(kind="rollout", name="rollout-9", host="", pid=1), 5)
         invited = box.inbox.get(timeout=5)

@@ -138,12 +138,12 @@ class GroupTracker:
         log.warning("group dropped", group=number, reason=reason)
 
     def scored(self, number: int, column: str) -> bool:
-        """A scorer has written ``column`` of a group that is kept; False for a repeated answer. One that lacks nothing
-        more ends a series of drops."""
-        known = self.replay.scored(number, column)
-        if known and not self.replay.entries[number].needs:
-            self.consecutive_drops = self.consecutive_filtered = 0
-        return known
+        """A scorer has written ``column`` of a group; False for a repeated answer."""
+        return self.replay.scored(number, column)
+
+    def keep(self) -> None:
+        """A group that lacks nothing more is there to be trained on: a series of drops has ended."""
+        self.consecutive_drops = self.consecutive_filtered = 0
 
     def take(self, step: int, seed: int) -> Step | None:
         """The groups of ``step``: those of the ledger where it was taken before, else the lowest eligible ones; None

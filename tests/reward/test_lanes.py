@@ -1,0 +1,179 @@
+"""What a reward function does wrong, or does slowly, costs its own trajectory, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.services.reward.config import FunctionConfig
+from penstock.services.reward.lanes import Call, FunctionError, FunctionLanes
+
+HERE = "tests.reward.functions"
+
+
+def offered(response: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "p"}]
+    some = {"truth": "t", "prompt": "p", "messages": messages, "finish_reason": "stop"}
+    return {"response": response, "group": 1, "sample": 2, "step": 3, **some, **more}
+
+
+def score(function: FunctionConfig, responses: list[str], workers: int = 1, **more: Any) -> list[float | str]:
+    lanes = FunctionLanes(function, workers, limit=512)
+    try:
+        futures = [lanes.submit(Call(offered(response, **more))) for response in responses]
+        errors = [future.exception(60) for future in futures]
+        assert lanes.outstanding == 0
+        return [str(e) if e else f.result() for e, f in zip(errors, futures, strict=True)]
+    finally:
+        lanes.close()
+
+
+def test_options_and_prints_do_no_harm() -> None:
+    function = FunctionConfig(function=f"{HERE}:good", options={"bonus": 0.5})
+    assert score(function, ["t", "x"]) == [1.5, 0.5]
+
+
+def test_each_misbehaviour_costs_only_itself() -> None:
+    function = FunctionConfig(function=f"{HERE}:misbehaving", timeout_s=1.0)
+    responses = ["ok", "raise", "ok", "hang", "ok", "crash", "ok", "nan", "ok", "text", "ok"]
+    found = score(function, responses)
+    assert [f for f, r in zip(found, responses, strict=True) if r == "ok"] == [1.0] * 6
+    wrong = {r: f for f, r in zip(found, responses, strict=True) if r != "ok"}
+    assert wrong == {
+        "raise": "raised RuntimeError: no idea",
+        "hang": "timed out after 1 s",
+        "crash": "crashed with exit code 3",
+        "nan": "returned nan",
+        "text": "returned str, not a number",
+    }
+
+
+def test_of_async_calls_too_each_misbehaviour_costs_only_itself() -> None:
+    function = FunctionConfig(function=f"{HERE}:misbehaving_async", timeout_s=1.0)
+    responses = ["ok", "raise", "slow", "hang", "ok", "crash", "slow", "block", "ok"]
+    found = score(function, responses)
+    assert dict(zip(responses, found, strict=True)) == {
+        "ok": 1.0,
+        "slow": 1.0,
+        "raise": "raised RuntimeError: no idea",
+        "hang": "timed out after 1 s",
+        "crash": "crashed with exit code 4",
+        "block": "blocked the event loop for 1 s",
+    }
+
+
+def test_async_calls_run_together_each_with_its_own_timeout() -> None:
+    started = time.monotonic()
+    found = score(FunctionConfig(function=f"{HERE}:slow", timeout_s=2.0), ["a"] * 300 + ["hang"])
+    assert found == [1.0] * 300 + ["timed out after 2 s"]
+    assert time.monotonic() - started < 10  # one after the other they would take 90
+
+
+def test_a_late_call_begins_while_others_wait() -> None:
+    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:slow", timeout_s=20.0), 1, 512)
+    first = lanes.submit(Call(offered("hang")))
+    time.sleep(0.2)
+    assert lanes.submit(Call(offered("b"))).result(5) == 1.0 and not first.done()
+    lanes.close()
+
+
+def test_a_modules_own_semaphore_works_for_as_long_as_the_worker_lives() -> None:
+    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:limited"), 1, 512)
+    for _ in range(3):
+        found = [future.result(20) for future in [lanes.submit(Call(offered("a"))) for _ in range(20)]]
+        assert max(found) == 3
+    lanes.close()
+
+
+def test_an_object_with_an_async_call_is_async() -> None:
+    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:judge"), 4, 512)
+    started = time.monotonic()
+    futures = [lanes.submit(Call(offered("a"))) for _ in range(100)]
+    assert {future.result(20) for future in futures} == {2.0}
+    assert time.monotonic() - started < 10
+    lanes.close()
+
+
+def test_a_functions_child_may_read_its_stdin() -> None:
+    assert score(FunctionConfig(function=f"{HERE}:runs_python"), ["0.5", "0.25"]) == [0.5, 0.25]
+
+
+def test_plain_calls_are_shared_by_the_workers() -> None:
+    function = FunctionConfig(function="time:sleep", name="sleep", options={"seconds": 0.1})
+    with pytest.raises(FunctionError, match="no signature found|it asks for|options give"):
+        FunctionLanes(function, 1, 512).close()
+    function = FunctionConfig(function=f"{HERE}:runs_python")
+    lanes = FunctionLanes(function, 3, 512)
+    futures = [lanes.submit(Call(offered("1"))) for _ in range(6)]
+    time.sleep(0.05)
+    assert lanes.under_way >= 3
+    assert [future.result(30) for future in futures] == [1.0] * 6
+    lanes.close()
+
+
+def test_a_function_is_given_what_it_asks_for() -> None:
+    assert score(FunctionConfig(function=f"{HERE}:asks"), ["a"]) == [122.0]
+    function = FunctionConfig(function=f"{HERE}:asks", columns=["reward/first"])
+    assert score(function, ["a"], reward_first=0.5) == [123.5]
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (FunctionConfig(function=f"{HERE}:missing"), "cannot load"),
+        (FunctionConfig(function="no.such.module:f"), "cannot load"),
+        (FunctionConfig(function=f"{HERE}:wants_more"), "it asks for embedding; it may ask for response, truth"),
+        (FunctionConfig(function=f"{HERE}:good", options={"malus": 1}), "its options give malus"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_named(function: FunctionConfig, complaint: str) -> None:
+    with pytest.raises(FunctionError, match=complaint) as caught:
+        FunctionLanes(function, 1, 512)
+    assert function.function in str(caught.value) and "reward.functions" in str(caught.value)
+
+
+def test_no_worker_is_left_behind() -> None:
+    before = set(psutil.Process().children())
+    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:good"), 2, 512)
+    children = set(psutil.Process().children()) - before
+    assert len(children) >= 2
+    lanes.close()
+    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_many_calls() -> None:
+    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:limited"), 1, 512)
+    processes = [psutil.Process(), *psutil.Process().children()]
+
+    def used() -> int:
+        return sum(p.memory_info().rss for p in processes if p.is_running())
+
+    for turn in range(20):
+        for future in [lanes.submit(Call(offered("a" * 500))) for _ in range(100)]:
+            future.result(60)
+        if turn == 4:
+            before = used()
+    assert used() - before < 8 << 20
+    lanes.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda f: f("exact_match")(" ab ", "ab", ""), 1.0),
+        (lambda f: f("exact_match")("ba", "ab", ""), 0.0),
+        (lambda f: f("number")("so it is 1,234.", "reason #### 1234", ""), 1.0),
+        (lambda f: f("number")("I do not know", "#### 3", ""), 0.0),
+        (lambda f: f("number")("-7", "7", ""), 0.0),
+    ],
+)
+def test_registered_functions(call: Callable, expected: float) -> None:
+    from penstock.services.reward.config import REGISTRY
+    from penstock.services.runtime.plugins import load_plugin
+
+    assert call(lambda name: load_plugin(REGISTRY[name], "test")) == expected
