@@ -253,8 +253,8 @@ def explain_config(
 
     For instance: penstock config gate.max_lag, penstock config rollout.engine, penstock config reward.functions
     """
-    from penstock.pipeline.config.page import page
-    from penstock.pipeline.tools.keys import show_key, show_sections
+    from penstock.pipeline.config.reference_page import page
+    from penstock.pipeline.tools.config_keys import show_key, show_sections
 
     if markdown:
         typer.echo(page(), nl=False)

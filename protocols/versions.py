@@ -3,7 +3,7 @@
 The weights lie one after the other in a flat buffer, each starting at a multiple of ``ALIGN`` bytes. The buffer is cut
 into buckets of equal size (the last may be shorter), the unit of transfer and of verification. A bucket's digest is
 xxh3-128 of its bytes; the version's digest is xxh3-128 of the layout's and all buckets', so it proves the whole.
-How a version gets from the trainer to the rollouts is in `protocols.channel`.
+How a version gets from the trainer to the rollouts is in `protocols.weight_channel`.
 """
 
 from __future__ import annotations

@@ -68,6 +68,28 @@ def bench_peers(
     bench_trl(Console(), config, folder, steps, list(range(seeds)), threads)
 
 
+@bench.command("scoring")
+def bench_scoring(
+    config: Annotated[Path, typer.Option(help="The task: the sort task with a tiny model.")] = Path(
+        "configs/quickstart.yaml"
+    ),
+    folder: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/bench-scoring"),
+    lags: Annotated[str, typer.Option(help="gate.max_lag of each run; 2/32: with gate.window=32.")] = "0,2,4,2/32,4/32",
+    steps: Annotated[int, typer.Option(help="Steps at max_lag 0; with more lag accordingly more.")] = 16,
+    mean: Annotated[float, typer.Option(help="Seconds that the judge takes on average; at most 8 times that.")] = 0.5,
+    parts: Annotated[str, typer.Option(help="runs; trl: beside TRL; calls: 20,000 calls alone.")] = "runs,trl,calls",
+) -> None:
+    """Steps/s with a reward that waits, by how old experience may be, beside TRL with the same async function.
+
+    Example: penstock bench scoring --lags 0,4 --parts runs
+    """
+    from penstock.pipeline.bench.peers import check
+    from penstock.pipeline.bench.scoring import bench as run_bench
+
+    check(config)
+    run_bench(Console(), config, folder, lags.split(","), steps, mean, set(parts.split(",")))
+
+
 @bench.command("broker")
 def bench_broker(
     rollouts: Annotated[str, typer.Option(help="Simulated rollouts, comma-separated.")] = "1,16,256",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -11,9 +12,12 @@ from typing import Any
 from penstock.pipeline.config import load
 from penstock.services.data import open_source
 from penstock.services.reward.functions.exact_match import exact_match
+from penstock.services.runtime.plugins import load_plugin
 
 
-def main(config_path: str, run_folder: str, out: str, steps: int, seed: int) -> None:
+def main(
+    config_path: str, run_folder: str, out: str, steps: int, seed: int, judge: str = "", mean_s: float = 0.0
+) -> None:
     """Trains ``steps`` steps from the warm start in ``run_folder``/model and writes rewards and seconds to ``out``."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -30,6 +34,14 @@ def main(config_path: str, run_folder: str, out: str, steps: int, seed: int) -> 
     def reward(completions: list[str], truth: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         counted["tokens"] += sum(len(ids) for ids in completion_ids)
         return [exact_match(text, expected, "") for text, expected in zip(completions, truth, strict=True)]
+
+    async def judged(
+        completions: list[str], truth: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
+        counted["tokens"] += sum(len(ids) for ids in completion_ids)
+        call = load_plugin(judge, "judge")
+        waits = {"mean_s": mean_s, "most_s": 8 * mean_s}
+        return await asyncio.gather(*(call(text, t, **waits) for text, t in zip(completions, truth, strict=True)))
 
     seconds: list[float] = []
     rewards: list[float] = []
@@ -54,11 +66,12 @@ def main(config_path: str, run_folder: str, out: str, steps: int, seed: int) -> 
         report_to=[], disable_tqdm=True, gradient_checkpointing=False, model_init_kwargs=None,
     )  # fmt: skip
     GRPOTrainer(
-        model=model, reward_funcs=reward, args=arguments, train_dataset=data, processing_class=tokenizer,
-        callbacks=[Watch()],
+        model=model, reward_funcs=judged if judge else reward, args=arguments, train_dataset=data,
+        processing_class=tokenizer, callbacks=[Watch()],
     ).train()  # fmt: skip
     Path(out).write_text(json.dumps({"seconds": seconds, "rewards": rewards, "generated_tokens": counted["tokens"]}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+    _config, _run, _out, _steps, _seed, _judge, _mean = sys.argv[1:]
+    main(_config, _run, _out, int(_steps), int(_seed), _judge, float(_mean))

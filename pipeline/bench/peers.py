@@ -44,16 +44,15 @@ class Course:
 
 def bench_trl(console: Console, config_path: Path, folder: Path, steps: int, seeds: list[int], threads: int) -> None:
     """Runs Penstock and TRL's GRPOTrainer in turn, once for each seed, and prints a table."""
-    if importlib.util.find_spec("trl") is None:
-        console.print(f"installing {TRL} …")
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", TRL], check=True)
+    need_trl(console)
     rows: list[tuple[int, Course, Course]] = []
     for seed in seeds:
         here = folder / f"seed-{seed}"
         if here.exists():
             raise ConfigError(f"--folder: {here} exists; choose another folder")
         ours = _run_penstock(console, config_path, here, steps, seed)
-        rows.append((seed, ours, _run_trl(console, config_path, here, steps, seed, threads)))
+        console.print(f"trl, seed {seed} …")
+        rows.append((seed, ours, run_trl(config_path, here / "penstock", here, steps, seed, threads)))
     table = Table(title=f"to a {WINDOW}-step mean reward above {GOAL}, from the same warm start")
     for column in (
         "seed",
@@ -81,6 +80,13 @@ def bench_trl(console: Console, config_path: Path, folder: Path, steps: int, see
     console.print(f"ratio: TRL's seconds over the row's. {TRL}; {describe()}", highlight=False)
 
 
+def need_trl(console: Console) -> None:
+    """Installs it into this environment, where it is missing."""
+    if importlib.util.find_spec("trl") is None:
+        console.print(f"installing {TRL} …")
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", TRL], check=True)
+
+
 def _run_penstock(console: Console, config: Path, folder: Path, steps: int, seed: int) -> Course:
     console.print(f"penstock, seed {seed} …")
     overrides = [
@@ -97,17 +103,20 @@ def _run_penstock(console: Console, config: Path, folder: Path, steps: int, seed
     )
 
 
-def _run_trl(console: Console, config: Path, folder: Path, steps: int, seed: int, threads: int) -> Course:
-    console.print(f"trl, seed {seed} …")
+def run_trl(
+    config: Path,
+    run: Path,
+    folder: Path,
+    steps: int,
+    seed: int,
+    threads: int,
+    judge: str = "",
+    mean_s: float = 0.0,
+) -> Course:
+    """TRL from the warm start in ``run``/model; with the async reward ``judge`` (``module:function``) instead of an
+    exact match, which takes ``mean_s`` seconds on average."""
     out = folder / "trl.json"
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.pipeline.bench.peer_trl",
-        str(config),
-        str(folder / "penstock"),
-        str(out),
-    ]
+    command = [sys.executable, "-m", "penstock.pipeline.bench.peer_trl", str(config), str(run), str(out)]
     env = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -115,7 +124,7 @@ def _run_trl(console: Console, config: Path, folder: Path, steps: int, seed: int
     }
     log = folder / "trl.log"
     with log.open("wb") as file:
-        done = subprocess.run([*command, str(steps), str(seed)], env=env, stdout=file, stderr=file)
+        done = subprocess.run([*command, str(steps), str(seed), judge, str(mean_s)], env=env, stdout=file, stderr=file)
     if done.returncode:
         typer.echo(log.read_text()[-3000:], err=True)
         raise ConfigError(f"trl ended with exit code {done.returncode}; see {log}")

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from penstock.pipeline.config.explain import explain
+from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.schema import Config
 from penstock.services.runtime.errors import SetupError
 

@@ -19,7 +19,8 @@ from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Bye, Hello
 from penstock.services.modeling.parallel.world import World
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.sender.publisher import Publication, Publisher
+from penstock.services.weights.sender.publication import Publication
+from penstock.services.weights.sender.publisher import Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.transports.broadcast_group import serve_store
 

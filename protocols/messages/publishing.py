@@ -1,4 +1,4 @@
-"""A version's way from the trainer to the rollouts: see `protocols.channel`."""
+"""A version's way from the trainer to the rollouts: see `protocols.weight_channel`."""
 
 from __future__ import annotations
 

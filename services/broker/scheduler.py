@@ -16,7 +16,7 @@ from penstock.protocols.experience import Prompt, Purpose
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import LedgerError
-from penstock.services.broker.rules.replay import Entry
+from penstock.services.broker.rules.replay_buffer import Entry
 from penstock.services.broker.scoring import replay_of
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.status import stall_reason

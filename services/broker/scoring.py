@@ -7,7 +7,7 @@ import numpy as np
 from penstock.protocols.columns import REWARD, Column, WeightedSum
 from penstock.protocols.experience import Purpose
 from penstock.protocols.messages import Score
-from penstock.services.broker.rules.replay import Replay
+from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
 
 LEAST_VALUES = 2

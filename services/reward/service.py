@@ -13,7 +13,7 @@ import structlog
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.reward.config import FunctionConfig, RewardConfig
-from penstock.services.reward.lanes import Call, FunctionLanes
+from penstock.services.reward.worker_pool import Call, WorkerPool
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
 
@@ -25,12 +25,12 @@ class Reward:
 
     def __init__(self, config: RewardConfig, workers: int, group_size: int) -> None:
         self._limit, self._group_size = config.concurrency, group_size
-        self._lanes = {f.column: FunctionLanes(f, workers, config.concurrency) for f in config.functions}
+        self._pools = {f.column: WorkerPool(f, workers, config.concurrency) for f in config.functions}
         self._errors = 0
 
     def room(self, in_hand: int) -> int:
         """As many groups as fill the fullest function's calls."""
-        most = max(lanes.outstanding for lanes in self._lanes.values())
+        most = max(pool.outstanding for pool in self._pools.values())
         return -(-(self._limit - most) // self._group_size)
 
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
@@ -38,26 +38,26 @@ class Reward:
         for task in tasks:
             offered = [_offered(task, sample) for sample in range(len(task.group.trajectories))]
             for column in task.wanted:
-                lanes = self._lanes[column]
-                calls = [Call(_with_columns(lanes.config, task, k, mine)) for k, mine in enumerate(offered)]
-                _Answering(self, task, column, len(calls), answer).begin(lanes, calls)
+                pool = self._pools[column]
+                calls = [Call(_with_columns(pool.config, task, k, mine)) for k, mine in enumerate(offered)]
+                _Answering(self, task, column, len(calls), answer).begin(pool, calls)
 
     def gauges(self) -> dict[str, float]:
         """Calls under way and waiting, over all functions and of each; failures and restarts so far."""
         found: dict[str, float] = {
-            "calls_in_flight": sum(lanes.under_way for lanes in self._lanes.values()),
-            "calls_outstanding": sum(lanes.outstanding for lanes in self._lanes.values()),
+            "calls_in_flight": sum(pool.under_way for pool in self._pools.values()),
+            "calls_outstanding": sum(pool.outstanding for pool in self._pools.values()),
             "reward_errors": self._errors,
-            "worker_restarts": sum(lanes.restarts for lanes in self._lanes.values()),
+            "worker_restarts": sum(pool.restarts for pool in self._pools.values()),
         }
-        for column, lanes in self._lanes.items():
-            found[f"calls_in_flight/{column}"] = lanes.under_way
+        for column, pool in self._pools.items():
+            found[f"calls_in_flight/{column}"] = pool.under_way
         return found
 
     def close(self) -> None:
         """Ends all workers."""
-        for lanes in self._lanes.values():
-            lanes.close()
+        for pool in self._pools.values():
+            pool.close()
 
     def failed(self, count: int) -> None:
         """Counts calls without a reward."""
@@ -74,9 +74,9 @@ class _Answering:
         self._left = calls
         self._lock = threading.Lock()
 
-    def begin(self, lanes: FunctionLanes, calls: list[Call]) -> None:
+    def begin(self, pool: WorkerPool, calls: list[Call]) -> None:
         for sample, call in enumerate(calls):
-            lanes.submit(call).add_done_callback(lambda future, sample=sample: self._done(sample, future))  # type: ignore[misc]
+            pool.submit(call).add_done_callback(lambda future, sample=sample: self._done(sample, future))  # type: ignore[misc]
 
     def _done(self, sample: int, future: Future[float]) -> None:
         error = future.exception()

@@ -31,9 +31,10 @@ from penstock.services.modeling.parallel.world import Order
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.trainer import checkpoint
-from penstock.services.trainer.rank import TrainerSettings, make_learner, train
+from penstock.services.trainer.rank_setup import TrainerSettings, make_learner, train
 from penstock.services.trainer.worker_rank import WorkerRank
-from penstock.services.weights.sender.publisher import Publication, Publisher
+from penstock.services.weights.sender.publication import Publication
+from penstock.services.weights.sender.publisher import Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.sender.snapshot import Snapshot
 

@@ -6,7 +6,7 @@ import threading
 
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer import checkpoint
-from penstock.services.trainer.rank import TrainerSettings, make_learner, train
+from penstock.services.trainer.rank_setup import TrainerSettings, make_learner, train
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 
 

@@ -73,7 +73,7 @@ def test_a_reward_that_always_fails_ends_the_run_and_says_why(tmp_path: Path) ->
     [
         (["gate.max_lagg=1"], "unknown key; did you mean 'max_lag'"),
         (["store.url=redis://127.0.0.1:1", "store.retry_s=1"], "no Redis answers at redis://127.0.0.1:1"),
-        (["reward.functions=[{function: 'tests.e2e.rewards:missing'}]"], "cannot load tests.e2e.rewards:missing"),
+        (["reward.functions=[{function: 'tests.e2e.rewards:missing'}]"], "cannot load 'tests.e2e.rewards:missing'"),
         (
             ["prompts.train={type: hub, path: json, files: [nowhere.jsonl]}", "model={type: pretrained, path: x}"],
             "no such file: nowhere.jsonl",

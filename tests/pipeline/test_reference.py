@@ -15,9 +15,9 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 from penstock.pipeline import cli
-from penstock.pipeline.config import load, parse, reference
-from penstock.pipeline.config.page import INTRODUCTION, page
-from penstock.pipeline.config.reference import REQUIRED, Key, UndescribedError, checked, find, meanings, walk
+from penstock.pipeline.config import key_reference, load, parse
+from penstock.pipeline.config.key_reference import REQUIRED, Key, UndescribedError, checked, find, meanings, walk
+from penstock.pipeline.config.reference_page import INTRODUCTION, page
 from penstock.services.runtime.settings import Section
 
 ROOT = Path(__file__).parents[2]
@@ -118,14 +118,14 @@ class Zoo(Section):
 
 def test_a_key_without_a_meaning_or_without_words_is_an_error() -> None:
     with pytest.raises(UndescribedError, match=r"bare\.unsaid: write a docstring under Bare\.unsaid"):
-        reference._block(Bare, "bare", "bare", (), None)
+        key_reference._block(Bare, "bare", "bare", (), None)
     with pytest.raises(UndescribedError, match=r"odd\.odd: .*no words for the type"):
-        reference._block(Odd, "odd", "odd", (), None)
+        key_reference._block(Odd, "odd", "odd", (), None)
     assert meanings(Heir) == {"said": "This one does.", "unsaid": "Now it says something."}
 
 
 def test_a_list_of_choices_is_described() -> None:
-    (animals,) = reference._block(Zoo, "zoo", "zoo", (), None).keys
+    (animals,) = key_reference._block(Zoo, "zoo", "zoo", (), None).keys
     assert animals.type == "list of sections whose `type` is `cat` or `dog`"
     assert [block.choice for block in animals.blocks] == ["cat", "dog"] and animals.default == "[{type: cat}]"
     (lives,) = animals.blocks[0].keys
@@ -165,7 +165,7 @@ def test_the_command_finds(key: str, words: str) -> None:
 
 def test_the_command_lists_the_sections_a_line_each() -> None:
     lines = CliRunner().invoke(cli.app, ["config"]).output.splitlines()
-    for key in reference.reference():
+    for key in key_reference.reference():
         assert any(line.split()[:1] == [key.path] and line.strip().endswith(".") for line in lines), key.path
 
 
@@ -184,7 +184,7 @@ def test_a_wrong_key_ends_with_2_and_the_nearest(
 
 
 def test_the_command_prints_the_page_without_torch() -> None:
-    code = "import sys; from penstock.pipeline.config.page import page; page(); print('torch' in sys.modules)"
+    code = "import sys; from penstock.pipeline.config.reference_page import page; page(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert CliRunner().invoke(cli.app, ["config", "--markdown"]).output == page()

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgpack
 import pytest
 import zmq
 
 from penstock.protocols import mailbox as mb
+from penstock.protocols import wire
 from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError, RouterServer
 from penstock.protocols.messages import Ack, Credit, Fenced, Heartbeat, Refused, Stop, Take
 
@@ -152,3 +154,47 @@ def test_an_actor_outlives_its_broker() -> None:
     assert waiting.result(20) == Ack()
     box.close()
     second.close()
+
+
+def test_a_peer_of_an_older_version_is_told_so_in_its_own_words(broker: Answering) -> None:
+    """What an actor of protocol 1 sends, and is answered: it can read that."""
+    context = zmq.Context()
+    old = context.socket(zmq.DEALER)
+    old.setsockopt(zmq.IDENTITY, b"old#1")
+    old.connect(broker.exchange.address)
+    old.send_multipart([msgpack.packb([1, "Hello", 7, 0, {"kind": "rollout", "name": "old", "host": "", "pid": 1}])])
+    assert old.poll(5000)
+    protocol, kind, _, reply_to, body = msgpack.unpackb(old.recv_multipart()[0])
+    assert (protocol, kind, reply_to) == (1, "Refused", 7)
+    assert "the peer speaks protocol 1, this process speaks 2" in body["reason"]
+    assert "start both from the same one" in body["reason"]
+    old.close(0)
+    context.term()
+
+
+def test_a_broker_of_an_older_version_ends_the_asking_at_once() -> None:
+    context = zmq.Context()
+    old = context.socket(zmq.ROUTER)
+    port = old.bind_to_random_port("tcp://127.0.0.1")
+    box = Mailbox(f"tcp://127.0.0.1:{port}", "new#1")
+    asked = box.ask_later(Take(step=1), 30)
+    assert old.poll(5000)
+    sender, _ = old.recv_multipart()
+    old.send_multipart([sender, msgpack.packb([1, "Refused", 0, 0, {"code": "bad_message", "reason": "protocol"}])])
+    with pytest.raises(wire.ProtocolError, match="the peer speaks protocol 1, this process speaks 2"):
+        asked.result(5)
+    box.close()
+    old.close(0)
+    context.term()
+
+
+def test_messages_that_have_a_handler_go_to_it_and_not_to_the_inbox(broker: Answering, box: Mailbox) -> None:
+    heard: list[object] = []
+    box.handlers[Stop] = heard.append
+    box.ask(Take(step=1), 5)
+    broker.answer = lambda identity, request, message: Stop(reason="over")
+    box.tell(Credit(total=1))
+    deadline = time.monotonic() + 5
+    while not heard and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert heard == [Stop(reason="over")] and box.inbox.empty()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.protocols.channel import BucketError, VersionAssembly
 from penstock.protocols.versions import DigestError, Digests, Layout, digests_of, lay_out
+from penstock.protocols.weight_channel import BucketError, VersionAssembly
 
 
 def version(nbytes: int = 1024, bucket: int = 256) -> tuple[Layout, Digests, bytearray]:

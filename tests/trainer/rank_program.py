@@ -19,7 +19,8 @@ from penstock.services.trainer import checkpoint
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.sender.publisher import Publication, Publisher
+from penstock.services.weights.sender.publication import Publication
+from penstock.services.weights.sender.publisher import Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.conftest import TINY
 from tests.trainer.steps import Tokenizer, a_step

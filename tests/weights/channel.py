@@ -19,7 +19,8 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.loader import MappedVersion
 from penstock.services.weights.receiver.receiver import Prepared, Receiver
-from penstock.services.weights.sender.publisher import Publication, Publisher
+from penstock.services.weights.sender.publication import Publication
+from penstock.services.weights.sender.publisher import Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 
 Named = list[tuple[str, torch.Tensor]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.protocols.columns import Column
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.rules.leases import Leases
-from penstock.services.broker.rules.replay import Replay
+from penstock.services.broker.rules.replay_buffer import Replay
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.journal import Journal
 from penstock.services.broker.rules.leases import Lease, Leases
 from penstock.services.broker.rules.ledger import Ledger, Step
-from penstock.services.broker.rules.replay import Replay
+from penstock.services.broker.rules.replay_buffer import Replay
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from penstock.services.runtime.plugins import load_plugin
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.grpo import grpo
 from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
-from penstock.services.trainer.algorithms.masked import masked_mean
+from penstock.services.trainer.algorithms.masked_mean import masked_mean
 from penstock.services.trainer.algorithms.ppo_clip import ppo_clip
 from penstock.services.trainer.algorithms.truncated import truncated
 from penstock.services.trainer.config import AlgorithmConfig, CustomFunction

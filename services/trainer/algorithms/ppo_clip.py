@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.services.trainer.algorithms.masked import LOG_RATIO_LIMIT, masked_mean
+from penstock.services.trainer.algorithms.masked_mean import LOG_RATIO_LIMIT, masked_mean
 
 
 def ppo_clip(

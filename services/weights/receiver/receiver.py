@@ -14,7 +14,6 @@ import numpy as np
 import structlog
 import torch
 
-from penstock.protocols.channel import BucketError, VersionAssembly, name_buckets
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Bucket, Canary, CommitVersion, Invite, Loaded, LoadFailed, Propose, Reach
@@ -26,6 +25,7 @@ from penstock.protocols.versions import (
     SharedMemoryRoute,
     bucket_digest,
 )
+from penstock.protocols.weight_channel import BucketError, VersionAssembly, name_buckets
 from penstock.services.runtime import failpoint
 from penstock.services.weights.buffers import BufferPool, MappedBuffer, Mappings
 from penstock.services.weights.byte_views import as_memory, copy_bytes

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import structlog
 import torch
 
-from penstock.protocols.channel import Epoch
 from penstock.protocols.versions import CollectiveRoute, Route
+from penstock.protocols.weight_channel import Epoch
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender.snapshot import Snapshot
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError, serve_store

@@ -5,7 +5,8 @@
                       │ broadcast bucket k …………………┘ version s+1       │
 
 The parameters are read while the next step computes its gradient, and must be read before its optimizer step changes
-them: `Publication.read` says when. The protocol is `protocols.channel`'s; this file moves its bytes and messages.
+them: `Publication.read` says when. The protocol is `protocols.weight_channel`'s; this file moves its bytes and
+messages.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import structlog
 import torch
 
 from penstock.protocols import messages as m
-from penstock.protocols.channel import Epoch, Peer, PublishState
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import (
@@ -33,6 +31,7 @@ from penstock.protocols.versions import (
     bucket_digest,
     whole_digest,
 )
+from penstock.protocols.weight_channel import Epoch, Peer, PublishState
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights import delta
@@ -40,6 +39,7 @@ from penstock.services.weights.buffers import BufferPool
 from penstock.services.weights.byte_views import as_array
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender.broadcast import Broadcast
+from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.sender.snapshot import Snapshot
 from penstock.services.weights.transports import cuda_ipc, shared_memory
@@ -49,32 +49,6 @@ log = structlog.get_logger()
 
 SAY_DEADLINE_S = 60.0
 POLL_S = 0.2
-
-
-Commit = Callable[["Snapshot", m.CommitVersion | None], Future[m.Message]]
-"""Makes it durable that a version exists, and says what goes to the rollouts with it; answered by
-`messages.Relayed`."""
-
-
-@dataclass
-class Publication:
-    """A version on its way; or, with ``quiet``, one that is only made ready and committed, while steps are redone."""
-
-    version: int
-    canary: m.Canary | None = None
-    commit: Commit | None = None
-    """None for a version that no step yields: the one that the trainer starts with."""
-    quiet: bool = False
-    read: Future[None] = field(default_factory=Future)
-    """Done once every parameter was read: the model may change."""
-    committed: Future[None] = field(default_factory=Future)
-    """Done once it is durable that the version exists."""
-
-    def fail(self, error: BaseException) -> None:
-        """Nobody who waits for it waits in vain."""
-        for future in (self.read, self.committed):
-            if not future.done():
-                future.set_exception(error)
 
 
 class Publisher:

@@ -23,9 +23,9 @@ import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from penstock.pipeline.config.explain import models, tag
+from penstock.pipeline.config.errors import models, tag
 from penstock.pipeline.config.schema import Config
-from penstock.pipeline.config.words import is_list, is_map, kind, limits, literals
+from penstock.pipeline.config.type_words import is_list, is_map, kind, limits, literals
 
 REQUIRED = "required"
 """What stands where a default would, for a key that has none."""

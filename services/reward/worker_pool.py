@@ -1,11 +1,11 @@
-"""A lane for each reward function: its calls, the processes that run them, and the watch over both.
+"""The worker processes of a reward function, with the calls that wait for them.
 
     submit ──▶ waiting ──▶ in the worker ──▶ its future has the reward, or what went wrong
                   ▲              │
                   └── run again ─┘  the worker died, and it was another call's doing
 
-Lanes share nothing, so a slow function delays no other. A call that hangs or crashes costs itself alone: the worker is
-started again, and every other call that it had runs again.
+Each function has a pool of its own, so a slow one delays no other. A call that hangs or crashes costs itself alone: the
+worker is started again, and every other call that it had runs again.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Worker:
         return f"crashed with exit code {code}"
 
 
-class Lane:
-    """The calls of one function, in one worker; a plain function has several lanes that share what waits."""
+class WorkerQueue:
+    """The calls of one function, in one worker; a pool of several shares what waits."""
 
     def __init__(self, config: FunctionConfig, limit: int, waiting: queue.SimpleQueue[Call] | None = None) -> None:
         self.config = config
@@ -168,7 +168,7 @@ class Lane:
         self._limit = limit if self.worker.asynchronous else 2
         self._answered_at = self._call_s = 0.0
         """Of a plain function: when the last answer came, and what a call takes on average."""
-        self._thread = threading.Thread(target=self._run, name=f"lane-{config.column}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"worker-{config.column}", daemon=True)
 
     def start(self) -> None:
         """Begins to work."""
@@ -176,7 +176,7 @@ class Lane:
 
     @property
     def shared(self) -> queue.SimpleQueue[Call]:
-        """What waits, for another lane of the same function."""
+        """What waits, for another worker of the same function."""
         return self._waiting
 
     @property
@@ -299,18 +299,18 @@ class Lane:
                 time.sleep(1)
 
 
-class FunctionLanes:
-    """All lanes of one function: one where it is async, else as many as there are ``workers``."""
+class WorkerPool:
+    """The workers of one function: one where it is async, else so many ``workers``."""
 
     def __init__(self, config: FunctionConfig, workers: int, limit: int) -> None:
         self.config = config
-        first = Lane(config, limit)
+        first = WorkerQueue(config, limit)
         count = 1 if first.worker.asynchronous else workers
-        self._lanes = [first, *(Lane(config, limit, first.shared) for _ in range(count - 1))]
+        self._queues = [first, *(WorkerQueue(config, limit, first.shared) for _ in range(count - 1))]
         self._open = 0
         self._lock = threading.Lock()
-        for lane in self._lanes:
-            lane.start()
+        for each in self._queues:
+            each.start()
 
     @property
     def outstanding(self) -> int:
@@ -320,28 +320,28 @@ class FunctionLanes:
     @property
     def under_way(self) -> int:
         """Calls that workers have; of a plain function's one a worker runs, the others are next."""
-        return sum(lane.under_way for lane in self._lanes)
+        return sum(each.under_way for each in self._queues)
 
     @property
     def restarts(self) -> int:
         """How often a worker had to be started again."""
-        return sum(lane.restarts for lane in self._lanes)
+        return sum(each.restarts for each in self._queues)
 
     def submit(self, call: Call) -> Future[float]:
-        """Queues a call for whichever lane is free first."""
+        """Queues a call for whichever worker is free first."""
         with self._lock:
             self._open += 1
         call.future.add_done_callback(self._closed)
-        self._lanes[0].submit(call)
-        for lane in self._lanes[1:]:
-            if not lane.under_way:
-                lane.wake()
+        self._queues[0].submit(call)
+        for each in self._queues[1:]:
+            if not each.under_way:
+                each.wake()
         return call.future
 
     def close(self) -> None:
         """Ends all workers."""
-        for lane in self._lanes:
-            lane.close()
+        for each in self._queues:
+            each.close()
 
     def _closed(self, _future: Future[float]) -> None:
         with self._lock:

@@ -6,8 +6,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from penstock.pipeline.config.reference import Block, Key, reference
-from penstock.pipeline.config.words import is_list
+from penstock.pipeline.config.key_reference import Block, Key, reference
+from penstock.pipeline.config.type_words import is_list
 
 INTRODUCTION = """\
 # Configuration

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import annotated_types as bounds
 from pydantic import BaseModel
 
-from penstock.pipeline.config.explain import models, tag
+from penstock.pipeline.config.errors import models, tag
 
 NAMES: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "truth values"),
@@ -42,7 +42,7 @@ def kind(annotation: Any, limited: str = "") -> str:
         return f"list of {len(inside)} {_several(inside[0])}"
     if (origin or annotation) in NAMES:
         return NAMES[origin or annotation][0] + limited
-    raise TypeError(f"pipeline/config/words.py has no words for the type {annotation!r}")
+    raise TypeError(f"pipeline/config/type_words.py has no words for the type {annotation!r}")
 
 
 def _union(annotation: Any, limited: str) -> str:
@@ -62,7 +62,7 @@ def _several(annotation: Any) -> str:
         chosen = f" whose `type` is {either(f'`{tag(model)}`' for model in below)}" if len(below) > 1 else ""
         return f"sections{chosen}"
     if annotation not in NAMES:
-        raise TypeError(f"pipeline/config/words.py has no words for a list of {annotation!r}")
+        raise TypeError(f"pipeline/config/type_words.py has no words for a list of {annotation!r}")
     return NAMES[annotation][1]
 
 
@@ -87,7 +87,7 @@ def limits(metadata: Iterable[Any]) -> str:
         elif pattern := getattr(each, "pattern", None):
             words.append(f"of the form `{pattern}`")
         else:
-            raise TypeError(f"pipeline/config/words.py has no words for the constraint {each!r}")
+            raise TypeError(f"pipeline/config/type_words.py has no words for the constraint {each!r}")
     return "".join(f", {word}" for word in words)
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from penstock.protocols.channel import BucketError, PublishState, VersionAssembly
 from penstock.protocols.versions import DigestError, Digests, digests_of, lay_out
+from penstock.protocols.weight_channel import BucketError, PublishState, VersionAssembly
 
 EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "1000")) // 2
 LAYOUT = lay_out([("w", "float32", (48,), 192)], 64)

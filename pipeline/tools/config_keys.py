@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.config.reference import REQUIRED, Block, Key, find, reference, walk
+from penstock.pipeline.config.key_reference import REQUIRED, Block, Key, find, reference, walk
 
 
 def show_sections(console: Console) -> None:

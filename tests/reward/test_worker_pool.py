@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from penstock.services.reward.config import FunctionConfig
-from penstock.services.reward.lanes import Call, FunctionError, FunctionLanes
+from penstock.services.reward.worker_pool import Call, FunctionError, WorkerPool
 
 HERE = "tests.reward.functions"
 
@@ -22,14 +22,14 @@ def offered(response: str, **more: Any) -> dict[str, Any]:
 
 
 def score(function: FunctionConfig, responses: list[str], workers: int = 1, **more: Any) -> list[float | str]:
-    lanes = FunctionLanes(function, workers, limit=512)
+    pool = WorkerPool(function, workers, limit=512)
     try:
-        futures = [lanes.submit(Call(offered(response, **more))) for response in responses]
+        futures = [pool.submit(Call(offered(response, **more))) for response in responses]
         errors = [future.exception(60) for future in futures]
-        assert lanes.outstanding == 0
+        assert pool.outstanding == 0
         return [str(e) if e else f.result() for e, f in zip(errors, futures, strict=True)]
     finally:
-        lanes.close()
+        pool.close()
 
 
 def test_options_and_prints_do_no_harm() -> None:
@@ -74,28 +74,28 @@ def test_async_calls_run_together_each_with_its_own_timeout() -> None:
 
 
 def test_a_late_call_begins_while_others_wait() -> None:
-    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:slow", timeout_s=20.0), 1, 512)
-    first = lanes.submit(Call(offered("hang")))
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:slow", timeout_s=20.0), 1, 512)
+    first = pool.submit(Call(offered("hang")))
     time.sleep(0.2)
-    assert lanes.submit(Call(offered("b"))).result(5) == 1.0 and not first.done()
-    lanes.close()
+    assert pool.submit(Call(offered("b"))).result(5) == 1.0 and not first.done()
+    pool.close()
 
 
 def test_a_modules_own_semaphore_works_for_as_long_as_the_worker_lives() -> None:
-    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:limited"), 1, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:limited"), 1, 512)
     for _ in range(3):
-        found = [future.result(20) for future in [lanes.submit(Call(offered("a"))) for _ in range(20)]]
+        found = [future.result(20) for future in [pool.submit(Call(offered("a"))) for _ in range(20)]]
         assert max(found) == 3
-    lanes.close()
+    pool.close()
 
 
 def test_an_object_with_an_async_call_is_async() -> None:
-    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:judge"), 4, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:judge"), 4, 512)
     started = time.monotonic()
-    futures = [lanes.submit(Call(offered("a"))) for _ in range(100)]
+    futures = [pool.submit(Call(offered("a"))) for _ in range(100)]
     assert {future.result(20) for future in futures} == {2.0}
     assert time.monotonic() - started < 10
-    lanes.close()
+    pool.close()
 
 
 def test_a_functions_child_may_read_its_stdin() -> None:
@@ -105,14 +105,14 @@ def test_a_functions_child_may_read_its_stdin() -> None:
 def test_plain_calls_are_shared_by_the_workers() -> None:
     function = FunctionConfig(function="time:sleep", name="sleep", options={"seconds": 0.1})
     with pytest.raises(FunctionError, match="no signature found|it asks for|options give"):
-        FunctionLanes(function, 1, 512).close()
+        WorkerPool(function, 1, 512).close()
     function = FunctionConfig(function=f"{HERE}:runs_python")
-    lanes = FunctionLanes(function, 3, 512)
-    futures = [lanes.submit(Call(offered("1"))) for _ in range(6)]
+    pool = WorkerPool(function, 3, 512)
+    futures = [pool.submit(Call(offered("1"))) for _ in range(6)]
     time.sleep(0.05)
-    assert lanes.under_way >= 3
+    assert pool.under_way >= 3
     assert [future.result(30) for future in futures] == [1.0] * 6
-    lanes.close()
+    pool.close()
 
 
 def test_a_function_is_given_what_it_asks_for() -> None:
@@ -132,34 +132,34 @@ def test_a_function_is_given_what_it_asks_for() -> None:
 )
 def test_a_function_that_cannot_be_called_is_named(function: FunctionConfig, complaint: str) -> None:
     with pytest.raises(FunctionError, match=complaint) as caught:
-        FunctionLanes(function, 1, 512)
+        WorkerPool(function, 1, 512)
     assert function.function in str(caught.value) and "reward.functions" in str(caught.value)
 
 
 def test_no_worker_is_left_behind() -> None:
     before = set(psutil.Process().children())
-    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:good"), 2, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:good"), 2, 512)
     children = set(psutil.Process().children()) - before
     assert len(children) >= 2
-    lanes.close()
+    pool.close()
     assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.slow
 def test_memory_is_flat_over_many_calls() -> None:
-    lanes = FunctionLanes(FunctionConfig(function=f"{HERE}:limited"), 1, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:limited"), 1, 512)
     processes = [psutil.Process(), *psutil.Process().children()]
 
     def used() -> int:
         return sum(p.memory_info().rss for p in processes if p.is_running())
 
     for turn in range(20):
-        for future in [lanes.submit(Call(offered("a" * 500))) for _ in range(100)]:
+        for future in [pool.submit(Call(offered("a" * 500))) for _ in range(100)]:
             future.result(60)
         if turn == 4:
             before = used()
     assert used() - before < 8 << 20
-    lanes.close()
+    pool.close()
 
 
 @pytest.mark.parametrize(

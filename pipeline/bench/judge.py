@@ -1,0 +1,19 @@
+"""A reward that waits, as a judge over the network does: what `penstock bench scoring` scores with."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import Any
+
+SIGMA = 1.0
+"""Of the logarithm: most answers come soon, some late."""
+
+
+async def judge(response: str, truth: Any, mean_s: float = 0.5, most_s: float = 4.0) -> float:
+    """1.0 where ``response`` is the truth, after a lognormal wait of ``mean_s`` seconds on average, at most
+    ``most_s``."""
+    wait = random.lognormvariate(math.log(mean_s) - SIGMA**2 / 2, SIGMA)
+    await asyncio.sleep(min(wait, most_s))
+    return float(response.strip() == str(truth).strip())

@@ -1,0 +1,73 @@
+"""A scorer of the user's own joins a run by config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.run.summary import steps_of
+from penstock.protocols.experience import unpack_group
+from penstock.services.broker.archive import read
+from tests.e2e.runs import QUICKSTART, SHORT, Run, check_promises
+
+
+def scorer(folder: Path, **more: str) -> list[str]:
+    options = f"{{notes: {folder / 'notes'}, scale: 2.0, dies_at: [3, 17]}}"
+    written = "{surprise: token}"
+    made = f"{{scorer: 'tests.e2e.scorers:Surprise', columns: {written}, reads: [reference], options: {options}}}"
+    loss = "{type: custom, function: 'tests.e2e.scorers:surprised_loss', columns: [surprise, reward/exact_match]}"
+    watched = "{function: 'tests.e2e.scorers:watched', weight: 0, columns: [surprise, reward/exact_match]}"
+    return [
+        f"scorers={{surprise: {made}}}",
+        f"trainer.algorithm.loss={loss}",
+        f"reward.functions=[{{function: exact_match}}, {watched}]",
+    ]
+
+
+def test_a_scorer_of_the_tests_joins_a_run_is_killed_twice_and_its_column_arrives_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, *scorer(tmp_path), "trainer.checkpoint.every=2", "prompts.eval=null"])
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 6 and summary["restarts"] == 2 and summary["groups_dropped"] == 0
+    trained = 0
+    for batch, _ in read(run.folder):
+        for taken in batch.groups:
+            trained += 1
+            group = unpack_group(taken.experience.data)
+            expected = -2.0 * np.concatenate([t.logprobs for t in group.trajectories])
+            assert np.array_equal(taken.columns["surprise"], expected)
+            sums = [
+                float(part.sum())
+                for part in np.split(expected, np.cumsum([len(t.tokens) for t in group.trajectories])[:-1])
+            ]
+            watched = np.array(sums, np.float32) + taken.columns["reward/exact_match"]
+            assert np.allclose(taken.columns["reward/watched"], watched, atol=1e-5)
+            assert np.array_equal(taken.columns["reward"], taken.columns["reward/exact_match"])
+    assert trained == 6 * 8
+    asked = (tmp_path / "notes").read_text().split()
+    assert asked.count("3") > 1 and asked.count("17") > 1  # it died there, and was asked again
+    for row in steps_of(run.folder):
+        assert row["seen_surprise"] > 0 and row["surprise"] > 0 and "reward/watched" in row
+        assert row["latency/surprise"] >= 0 and row["latency/reward/exact_match"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.algorithm.loss={type: custom, function: 'a:b', columns: [suprise]}"],
+         r"trainer.algorithm.loss.columns: no scorer writes a column 'suprise'; did you mean 'surprise'"),
+        (["scorers.surprise.columns={surprise: token, reward/exact_match: token}"], "is written by another scorer too"),
+        (["scorers={reward: {scorer: 'a:b', columns: {x: token}}}"], "scorers.reward: the name is taken"),
+        (["scorers.surprise.reads=[reward/watched]"], "columns that wait for each other can never be written"),
+        (["reward.functions=[{function: exact_match}, {function: exact_match}]"], "two functions write the column"),
+        (["scorers.surprise.colums={x: token}"], "scorers.surprise.colums: unknown key; did you mean 'columns'"),
+    ],
+)  # fmt: skip
+def test_columns_that_cannot_work_are_told_before_anything_starts(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(QUICKSTART, [*scorer(tmp_path), *overrides])
