@@ -19,6 +19,7 @@ from penstock.protocols.wire import ProtocolError
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.actor import STOP_GRACE_S, ActorContext, on_stop
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.address import interface_of, own_address
 
@@ -141,6 +142,7 @@ def _serve_broker(
         keys=keys.load_broker(folder / "broker.json") if exposed else None,
         store_key=run_key(context.folder),
     )
+    raise_file_limit()
     broker = Broker(settings, url)
     grace = STOP_GRACE_S if supervised else registry.actors(config)["broker"].grace_s
     on_stop(broker.stop, supervised, grace)

@@ -130,7 +130,7 @@ class Handlers:
         welcome = m.Welcome(run=state.settings.run, heartbeat_s=state.settings.broker.heartbeat_s)
         state.router.send(identity, welcome, request)
         if hello.kind in ("rollout", "trainer"):
-            state.tell_trainer(state.receivers())
+            state.receivers_changed = True
 
     def _on_trainer(self, hello: m.Hello) -> None:
         """A trainer that holds an older version than the last one committed redoes the steps in between. Without
@@ -295,7 +295,7 @@ class Handlers:
         member.version, member.digest = loaded.version, loaded.digest
         self._record_load(member, loaded)
         state.tell_trainer(loaded.model_copy(update={"receiver": member.identity}))
-        state.tell_trainer(state.receivers())
+        state.receivers_changed = True
         self._ack(member, request)
 
     def _record_load(self, member: Member, loaded: m.Loaded) -> None:

@@ -95,15 +95,10 @@ class Scheduler:
                 state.drop_evaluation(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
             exact = state.evaluation.round.exact
-            try:
-                prompt = _sendable(state.held_out[lease.draw])
-            except (DataError, wire.WireError) as error:
-                state.drop_evaluation(lease.number, f"evaluation prompt {lease.draw} cannot be used: {error}")
-                continue
             rollout = room.take(-1 if exact is None else exact, exact is not None)
             if rollout is None:
                 return
-            self._lease("eval", lease, rollout, prompt, now)
+            self._lease("eval", lease, rollout, now)
             room.put_back(rollout)
 
     def _grant_training(self, rollouts: list[Member], now: float) -> None:
@@ -117,11 +112,6 @@ class Scheduler:
             if lease.attempt >= state.settings.broker.max_attempts:
                 state.drop(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
-            try:
-                prompt = _sendable(state.prompts.draw(lease.draw))
-            except (DataError, wire.WireError) as error:
-                state.drop(lease.number, f"its prompt cannot be used: {error}")
-                continue
             required = groups.gate.required_version(lease.number)
             if lease.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
                 busy = groups.leases.holds.holders()
@@ -130,16 +120,24 @@ class Scheduler:
                     return
                 rollouts.remove(idle[0])
                 room = _Room(rollouts)
-                self._lease("train", lease, idle[0], prompt, now)
+                self._lease("train", lease, idle[0], now)
                 continue
             rollout = room.take(required)
             if rollout is None:
                 return
-            self._lease("train", lease, rollout, prompt, now)
+            self._lease("train", lease, rollout, now)
             room.put_back(rollout)
 
-    def _lease(self, purpose: Purpose, lease: Lease, rollout: Member, prompt: Prompt, now: float) -> None:
+    def _lease(self, purpose: Purpose, lease: Lease, rollout: Member, now: float) -> None:
+        """Gives it to ``rollout``; a prompt that cannot be used costs its group alone."""
         state = self._state
+        try:
+            drawn = state.prompts.draw(lease.draw) if purpose == "train" else state.held_out[lease.draw]
+            prompt = _sendable(drawn)
+        except (DataError, wire.WireError) as error:
+            reason = f"its prompt cannot be used: {error}"
+            (state.drop if purpose == "train" else state.drop_evaluation)(lease.number, reason)
+            return
         if purpose == "train" and lease.attempt == 0:
             state.progress.totals["leased"] += 1
         book = state.groups.leases if purpose == "train" else state.evaluation.leases

@@ -154,6 +154,9 @@ class Broker:
             for scorer in state.scorers:
                 self._scheduler.offer(scorer)
             self._scheduler.serve_take(now)
+        if state.receivers_changed:
+            state.receivers_changed = False
+            state.tell_trainer(state.receivers())
         if now - self._actors_at >= 1.0:
             self._actors_at = now
             shown = live_state(state)

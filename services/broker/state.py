@@ -137,6 +137,8 @@ class BrokerState:
         self.members = Members(self.store)
         self.scorers = list(dict.fromkeys(column.scorer for column in columns))
         """Kinds of actors that write columns."""
+        self.receivers_changed = False
+        """The trainer is to be told, with this turn, who is here and serves what."""
         # Last: nothing after it can fail and leave a socket open.
         self.router = RouterServer(settings.broker.bind, settings.keys)
 
@@ -150,7 +152,7 @@ class BrokerState:
     def lost(self, member: Member) -> None:
         """``member`` is dead."""
         self.release(member.identity)
-        self.tell_trainer(self.receivers())
+        self.receivers_changed = True
 
     def release(self, identity: str) -> None:
         """What this actor held is free again."""

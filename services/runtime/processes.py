@@ -1,9 +1,10 @@
-"""Child processes that do not outlive their parent, whatever state either is in."""
+"""What a process asks of the system: to end with its parent, to open many files."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -39,3 +40,9 @@ def die_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def raise_file_limit() -> None:
+    """This process may open as many files and sockets as the system lets it: a broker has one for every actor."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
