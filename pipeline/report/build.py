@@ -37,8 +37,12 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
     figures = {}
     if steps:
         figures["Reward"] = plots.reward(steps, evaluations)
+        columns = [name for name in config.columns.by_name if any(name in row for row in steps)]
+        if len(columns) > 1:
+            figures["Columns, mean of each step"] = plots.columns(steps, columns)
         figures["Lag of the trained tokens"] = plots.lag(steps, config.gate.max_lag)
         figures["Engines' log-probabilities beside the trainer's"] = plots.mismatch(steps)
+        figures["How long scorers take"] = plots.latency(steps)
     if loads:
         figures["Pause of generation for each version"] = plots.pauses(loads)
         figures["Where a version's time goes"] = plots.phases(loads)
@@ -46,7 +50,7 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
         figures["Throughput"] = plots.throughput(beats)
         figures["Busy and idle"] = plots.busy(beats)
         figures["Queues"] = plots.queues(beats)
-    environment = Environment(loader=PackageLoader("pipeline", "report"), autoescape=True)
+    environment = Environment(loader=PackageLoader("penstock.pipeline", "report"), autoescape=True)
     page = environment.get_template("report.html.j2").render(
         run=folder.name,
         summary=summary,

@@ -40,6 +40,33 @@ def reward(steps: Rows, evaluations: Rows) -> str:
     return _figure(draw)
 
 
+def columns(steps: Rows, names: Sequence[str]) -> str:
+    """Each column's mean: a curve for every reward, and for what other scorers write."""
+
+    def draw(axes: Any) -> None:
+        for name in names:
+            points = [(row["step"], row[name]) for row in steps if name in row]
+            axes.plot(*zip(*points, strict=True), lw=1, label=name)
+        axes.set(xlabel="step", ylabel="mean over trajectories, or tokens")
+        axes.legend(frameon=False)
+
+    return _figure(draw)
+
+
+def latency(steps: Rows) -> str:
+    """Seconds from when a scorer had a group to its column, mean over the groups scored since the step before."""
+
+    def draw(axes: Any) -> None:
+        prefix = "latency/"
+        for key in sorted({key for row in steps for key in row if key.startswith(prefix)}):
+            points = [(row["step"], max(row[key], 1e-4)) for row in steps if key in row]
+            axes.plot(*zip(*points, strict=True), lw=1, label=key.removeprefix(prefix))
+        axes.set(xlabel="step", ylabel="seconds", yscale="log")
+        axes.legend(frameon=False)
+
+    return _figure(draw)
+
+
 def lag(steps: Rows, bound: int) -> str:
     """Lag of the trained tokens, mean and maximum, under its bound."""
 

