@@ -24,7 +24,7 @@ class ExperienceError(ValueError):
     """A prompt, trajectory or group that breaks its own rules; says which one."""
 
 
-def nothing_kept() -> np.ndarray:
+def no_candidates() -> np.ndarray:
     """int32 ``[0]``: of a sampler whose choices were not recorded."""
     return np.zeros(0, np.int32)
 
@@ -107,11 +107,11 @@ class Sampling(BaseModel):
     n: int = 1
     temperature: float = 1.0
     """0 means greedy. Log-probabilities are those of the tempered distribution; of the untruncated one, unless
-    `masks`."""
+    `candidates`."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
-    masks: bool = False
+    candidates: bool = False
     """Which tokens top-p and top-k kept is recorded, and log-probabilities are over those alone."""
     max_new_tokens: int = 16
     stop: tuple[str, ...] = ()
@@ -142,11 +142,11 @@ class Trajectory:
     text: str = ""
     """The response, decoded."""
     finish: Finish = "stop"
-    kept_counts: np.ndarray = field(default_factory=nothing_kept)
+    candidate_counts: np.ndarray = field(default_factory=no_candidates)
     """int32: for each token how many tokens the sampler chose among, 0 for all of the vocabulary; or empty, where
     nothing was recorded."""
-    kept_ids: np.ndarray = field(default_factory=nothing_kept)
-    """int32 ``[sum of kept_counts]``: those tokens, one position after the other."""
+    candidate_ids: np.ndarray = field(default_factory=no_candidates)
+    """int32 ``[sum of candidate_counts]``: those tokens, one position after the other."""
 
     def __post_init__(self) -> None:
         for name, dtype in (
@@ -167,21 +167,21 @@ class Trajectory:
             raise ExperienceError("versions: a token has a version exactly where the policy sampled it")
         if not np.all(np.isfinite(self.logprobs)) or np.any(self.logprobs > 1e-3) or np.any(self.logprobs[~sampled]):
             raise ExperienceError("logprobs: finite, not positive, and 0 where nothing was sampled")
-        self._check_kept(sampled)
+        self._check_candidates(sampled)
 
-    def _check_kept(self, sampled: np.ndarray) -> None:
-        counts, ids = self.kept_counts, self.kept_ids
+    def _check_candidates(self, sampled: np.ndarray) -> None:
+        counts, ids = self.candidate_counts, self.candidate_ids
         if counts.dtype != np.int32 or ids.dtype != np.int32 or counts.ndim != 1 or ids.ndim != 1:
-            raise ExperienceError("kept_counts, kept_ids: expected int32 with one dimension")
+            raise ExperienceError("candidate_counts, candidate_ids: expected int32 with one dimension")
         if counts.size and (counts.shape != self.tokens.shape or counts.min() < 0 or np.any(counts[~sampled])):
-            raise ExperienceError("kept_counts: one for each token, and 0 where nothing was sampled")
+            raise ExperienceError("candidate_counts: one for each token, and 0 where nothing was sampled")
         if int(counts.sum(dtype=np.int64)) != ids.size:
-            raise ExperienceError("kept_ids: as many as kept_counts say")
+            raise ExperienceError("candidate_ids: as many as candidate_counts say")
         if ids.size:
             owner = np.repeat(np.arange(len(counts)), counts)
             found = np.bincount(owner, weights=ids == self.tokens[owner], minlength=len(counts))
             if ids.min() < 0 or np.any(found != (counts > 0)):
-                raise ExperienceError("kept_ids: a sampled token is among those it was chosen from, once")
+                raise ExperienceError("candidate_ids: a sampled token is among those it was chosen from, once")
 
     @property
     def sampled(self) -> int:
@@ -232,7 +232,7 @@ def summarize(group: Group) -> GroupSummary:
 
 
 _COLUMNS = ("tokens", "loss_mask", "logprobs", "versions")
-_KEPT = ("kept_counts", "kept_ids")
+_CANDIDATES = ("candidate_counts", "candidate_ids")
 
 
 def pack_group(group: Group) -> bytes:
@@ -245,7 +245,7 @@ def pack_group(group: Group) -> bytes:
             "prompt": group.prompt.model_dump(),
             "lengths": np.array([len(t.tokens) for t in trajectories], np.int32),
             **columns,
-            **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in _KEPT},
+            **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in _CANDIDATES},
             "texts": [t.text for t in trajectories],
             "finishes": [t.finish for t in trajectories],
         }
@@ -255,7 +255,7 @@ def pack_group(group: Group) -> bytes:
 def unpack_group(data: bytes | memoryview) -> Group:
     """The group of `pack_group`, every rule checked. Raises `ExperienceError` or `wire.WireError`."""
     fields = wire.unpack(data)
-    expected = {"number", "prompt", "lengths", "texts", "finishes", *_COLUMNS, *_KEPT}
+    expected = {"number", "prompt", "lengths", "texts", "finishes", *_COLUMNS, *_CANDIDATES}
     if not isinstance(fields, dict) or fields.keys() != expected:
         raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")
     lengths, texts, finishes = fields["lengths"], fields["texts"], fields["finishes"]
@@ -280,26 +280,26 @@ def unpack_group(data: bytes | memoryview) -> Group:
         prompt = Prompt.model_validate(fields["prompt"])
     except ValueError as error:
         raise ExperienceError(f"prompt: {error}") from None
-    if not all(isinstance(fields[name], np.ndarray) for name in _KEPT):
-        raise ExperienceError("kept_counts, kept_ids: expected arrays")
-    columns = {name: fields[name] for name in (*_COLUMNS, *_KEPT)}
+    if not all(isinstance(fields[name], np.ndarray) for name in _CANDIDATES):
+        raise ExperienceError("candidate_counts, candidate_ids: expected arrays")
+    columns = {name: fields[name] for name in (*_COLUMNS, *_CANDIDATES)}
     Trajectory(**columns)  # every rule on all trajectories at once, several times faster
     starts = [0, *bounds[:-1].tolist()]
-    kept = np.concatenate([[0], np.cumsum(fields["kept_counts"], dtype=np.int64)])
+    before = np.concatenate([[0], np.cumsum(fields["candidate_counts"], dtype=np.int64)])
     trajectories = [
-        _cut(columns, slice(start, end), kept, text, finish)
+        _cut(columns, slice(start, end), before, text, finish)
         for start, end, text, finish in zip(starts, bounds.tolist(), texts, finishes, strict=True)
     ]
     return Group(fields["number"], prompt, trajectories)
 
 
-def _cut(columns: dict[str, np.ndarray], part: slice, kept: np.ndarray, text: str, finish: Finish) -> Trajectory:
-    """One trajectory out of columns that were checked as a whole. ``kept[i]``: kept ids before token i."""
+def _cut(columns: dict[str, np.ndarray], part: slice, before: np.ndarray, text: str, finish: Finish) -> Trajectory:
+    """One trajectory out of columns that were checked as a whole. ``before[i]``: candidate ids before token i."""
     trajectory = object.__new__(Trajectory)
-    for name in (*_COLUMNS, "kept_counts"):
+    for name in (*_COLUMNS, "candidate_counts"):
         object.__setattr__(trajectory, name, columns[name][part])
-    ids = columns["kept_ids"]
-    object.__setattr__(trajectory, "kept_ids", ids[kept[part.start] : kept[part.stop]] if ids.size else ids)
+    ids = columns["candidate_ids"]
+    object.__setattr__(trajectory, "candidate_ids", ids[before[part.start] : before[part.stop]] if ids.size else ids)
     object.__setattr__(trajectory, "text", text)
     object.__setattr__(trajectory, "finish", finish)
     return trajectory

@@ -58,7 +58,7 @@ def make_trajectory(
     )
 
 
-def with_masks(random: np.random.Generator, trajectory: Trajectory, vocabulary: int = 51) -> Trajectory:
+def with_candidates(random: np.random.Generator, trajectory: Trajectory, vocabulary: int = 51) -> Trajectory:
     """The same one, most of its sampled tokens chosen among a few."""
     counts = np.where(random.random(len(trajectory.tokens)) < 0.8, random.integers(1, 9, len(trajectory.tokens)), 0)
     counts = np.where(trajectory.loss_mask == 1, counts, 0).astype(np.int32)
@@ -67,7 +67,7 @@ def with_masks(random: np.random.Generator, trajectory: Trajectory, vocabulary: 
         others = random.permutation(np.setdiff1d(np.arange(vocabulary), [token]))[: max(0, count - 1)]
         kept.append(random.permutation(np.r_[token, others])[:count] if count else others[:0])
     ids = np.concatenate(kept).astype(np.int32)
-    return dataclasses.replace(trajectory, kept_counts=counts, kept_ids=ids)
+    return dataclasses.replace(trajectory, candidate_counts=counts, candidate_ids=ids)
 
 
 def make_group(random: np.random.Generator, number: int, n: int = 4, versions: tuple[int, ...] = (0,)) -> Group:

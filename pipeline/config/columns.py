@@ -33,7 +33,7 @@ def check_columns(config: Any) -> None:
         if kind in built_in or not kind.replace("_", "").isalnum():
             raise ValueError(f"scorers.{kind}: the name is taken, or has other signs than letters, digits and _")
     table: ColumnTable = config.columns
-    names = [entry.name for entry in (*table.columns, *table.sums)]
+    names = [column.name for column in table.columns] + [total.name for total in table.sums]
     for kind, scorer in config.scorers.items():
         for name in scorer.columns:
             if names.count(name) > 1:

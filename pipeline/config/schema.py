@@ -155,19 +155,19 @@ class Config(Section):
                     f"weights.canary_tokens={self.weights.canary_tokens} exceeds "
                     f"rollout.engine.max_length={engine.max_length}"
                 )
-        if sampling.masks and not sampling.training().truncated:
-            raise ValueError("rollout.sampling.masks: without top_p or top_k there is nothing to record")
-        if isinstance(engine, VllmEngineConfig) and sampling.masks and not sampling.top_k:
-            raise ValueError("rollout.sampling.masks: vLLM needs top_k with it, the number of tokens to look at")
+        if sampling.candidates and not sampling.training().truncated:
+            raise ValueError("rollout.sampling.candidates: without top_p or top_k there is nothing to record")
+        if isinstance(engine, VllmEngineConfig) and sampling.candidates and not sampling.top_k:
+            raise ValueError("rollout.sampling.candidates: vLLM needs top_k with it, the number of tokens to look at")
         if (
             isinstance(engine, VllmEngineConfig)
             and sampling.training().truncated
-            and not sampling.masks
+            and not sampling.candidates
             and sampling.temperature != 1
         ):
             raise ValueError(
                 "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
-                f"other than 1 (it is {sampling.temperature:g}); set masks=true, or leave top_p and top_k out"
+                f"other than 1 (it is {sampling.temperature:g}); set candidates=true, or leave top_p and top_k out"
             )
         if algorithm.advantage.type == "grpo" and sampling.n < 2:
             raise ValueError("rollout.sampling.n must be at least 2: GRPO compares the trajectories of a group")

@@ -189,7 +189,7 @@ def _trainers(model: Any, prompt: np.ndarray, completion: Completion, temperatur
     """float32 ``[new tokens]``: what the trainer would compute, over what the sampler kept where that was recorded."""
     ids = torch.from_numpy(np.concatenate([prompt, completion.tokens]).astype(np.int64))
     logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
-    for row, kept in enumerate(np.split(completion.kept_ids, np.cumsum(completion.kept_counts)[:-1])):
+    for row, kept in enumerate(np.split(completion.candidate_ids, np.cumsum(completion.candidate_counts)[:-1])):
         if kept.size:
             keep = torch.zeros(logits.shape[1], dtype=torch.bool)
             keep[torch.from_numpy(kept.astype(np.int64))] = True

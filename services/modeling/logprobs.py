@@ -25,7 +25,7 @@ def logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
         flat = _chunked(hidden.flatten(0, 1)[rows.source], rows, temperature, model.get_output_embeddings())
     else:
         logits = model(**inputs, use_cache=False).logits
-        flat = _pick(logits.flatten(0, 1)[rows.source], rows.target, temperature, rows.kept)
+        flat = _pick(logits.flatten(0, 1)[rows.source], rows.target, temperature, rows.candidates)
     padded = torch.zeros(rows.mask.shape, dtype=torch.float32, device=flat.device)
     return padded.masked_scatter(rows.mask, flat)
 
@@ -39,22 +39,24 @@ def _chunked(hidden: torch.Tensor, rows: Rows, temperature: float, head: Any) ->
     vocabulary = head.weight.shape[0]
     size = max(1, LOGIT_BYTES // (4 * vocabulary))
 
-    def chunk(part: torch.Tensor, wanted: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-        return _pick(head(part), wanted, temperature, kept)
+    def chunk(part: torch.Tensor, wanted: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
+        return _pick(head(part), wanted, temperature, candidates)
 
     if len(hidden) <= size:
-        return chunk(hidden, rows.target, rows.kept)
+        return chunk(hidden, rows.target, rows.candidates)
     targets = rows.target.split(size)
-    kept = [None] * len(targets) if rows.kept is None else rows.kept.split(size)
-    parts = zip(hidden.split(size), targets, kept, strict=True)
+    candidates = [None] * len(targets) if rows.candidates is None else rows.candidates.split(size)
+    parts = zip(hidden.split(size), targets, candidates, strict=True)
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts])
 
 
-def _pick(logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: torch.Tensor | None) -> torch.Tensor:
+def _pick(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, candidates: torch.Tensor | None
+) -> torch.Tensor:
     logits = logits.float() / (temperature or 1.0)
     total = logits.logsumexp(-1)
-    if kept is not None:
-        over_kept = logits.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
-        some = (kept >= 0).any(-1)
-        total = torch.where(some, over_kept.masked_fill(~some[:, None], 0.0).logsumexp(-1), total)
+    if candidates is not None:
+        over_candidates = logits.gather(-1, candidates.clamp(min=0)).masked_fill(candidates < 0, -torch.inf)
+        some = (candidates >= 0).any(-1)
+        total = torch.where(some, over_candidates.masked_fill(~some[:, None], 0.0).logsumexp(-1), total)
     return logits.gather(-1, targets[:, None]).squeeze(-1) - total

@@ -38,9 +38,9 @@ class Rows:
     """int64 ``[sampled tokens]``: where in ``rows * length`` each sampled token is predicted, in `mask`'s order."""
     target: torch.Tensor
     """int64 ``[sampled tokens]``: their ids."""
-    kept: torch.Tensor | None = None
-    """int64 ``[sampled tokens, most kept]``: what the sampler chose each from, padded with -1; a row of -1 alone: from
-    all. None where nothing was recorded."""
+    candidates: torch.Tensor | None = None
+    """int64 ``[sampled tokens, most candidates]``: what the sampler chose each from, padded with -1; a row of -1 alone:
+    from all. None where nothing was recorded."""
 
     def column(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
         """Per-token ``arrays`` (one ``[tokens]`` for each trajectory of the list) as ``[trajectories, longest - 1]``,
@@ -151,20 +151,20 @@ def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch
         torch.from_numpy(mask[:, 1:].copy()).to(device),
         torch.from_numpy(np.concatenate(source)).to(device),
         torch.from_numpy(np.concatenate(target)).to(device),
-        _kept([trajectories[index] for index in members], device),
+        _candidates([trajectories[index] for index in members], device),
     )
 
 
-def _kept(trajectories: Sequence[Trajectory], device: torch.device) -> torch.Tensor | None:
-    """`Rows.kept`, over the sampled tokens of ``trajectories`` in order."""
-    if not any(t.kept_ids.size for t in trajectories):
+def _candidates(trajectories: Sequence[Trajectory], device: torch.device) -> torch.Tensor | None:
+    """`Rows.candidates`, over the sampled tokens of ``trajectories`` in order."""
+    if not any(t.candidate_ids.size for t in trajectories):
         return None
     counts, ids = [], []
     for t in trajectories:  # a trajectory's first token is predicted by nothing
         sampled = np.flatnonzero(t.loss_mask[1:]) + 1
-        noted = t.kept_counts if t.kept_counts.size else np.zeros(len(t.tokens), np.int32)
+        noted = t.candidate_counts if t.candidate_counts.size else np.zeros(len(t.tokens), np.int32)
         counts.append(noted[sampled])
-        ids.append(t.kept_ids[noted[0] :])
+        ids.append(t.candidate_ids[noted[0] :])
     count = np.concatenate(counts)
     table = np.full((len(count), int(count.max(initial=1))), -1, np.int64)
     table[np.arange(table.shape[1]) < count[:, None]] = np.concatenate(ids)

@@ -98,7 +98,7 @@ class SamplingConfig(Section):
     """Draw from the likeliest tokens that together have this probability, e.g. ``0.95``; 1 keeps all tokens."""
     top_k: int = Field(0, ge=0)
     """Draw from so many of the likeliest tokens, e.g. ``50``; 0 keeps all tokens."""
-    masks: bool = False
+    candidates: bool = False
     """With top_p or top_k: which tokens were kept is recorded, and trainer and reference compute log-probabilities over
     those alone, as the sampler did (DeepSeek-AI 2025, V3.2). false: over the whole vocabulary."""
     max_new_tokens: int = Field(256, ge=1)

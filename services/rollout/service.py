@@ -21,7 +21,7 @@ from penstock.protocols.experience import (
     Purpose,
     Trajectory,
     as_bytes,
-    nothing_kept,
+    no_candidates,
     pack_group,
     summarize,
 )
@@ -376,6 +376,8 @@ def _trajectory(prompt: np.ndarray, completion: Completion, text: str) -> Trajec
         versions=column(UNSAMPLED, completion.versions, np.int32),
         text=text,
         finish=completion.finish,
-        kept_counts=column(0, completion.kept_counts, np.int32) if completion.kept_counts.size else nothing_kept(),
-        kept_ids=completion.kept_ids,
+        candidate_counts=column(0, completion.candidate_counts, np.int32)
+        if completion.candidate_counts.size
+        else no_candidates(),
+        candidate_ids=completion.candidate_ids,
     )

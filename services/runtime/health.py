@@ -1,6 +1,6 @@
 """A file that is touched whenever an actor's main loop turns: what a container's health check looks at.
 
-`PENSTOCK_PULSE` names it; without that nothing is written.
+`PENSTOCK_HEALTH_FILE` names it; without that nothing is written.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-VARIABLE = "PENSTOCK_PULSE"
+VARIABLE = "PENSTOCK_HEALTH_FILE"
 EVERY_S = 1.0
 
 _path = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None

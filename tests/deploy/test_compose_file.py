@@ -12,11 +12,14 @@ import typer.main
 import yaml
 
 from penstock.pipeline.cli import app
+from penstock.services.runtime.plugins import load_plugin
+from penstock.services.runtime.registry import SPECS
 
 ROOT = Path(__file__).parents[2]
 FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
-ACTORS = ("broker", "reward", "reference", "rollout", "trainer")
+ACTORS = tuple(load_plugin(name, "actors").kind for name in SPECS)
+"""A new actor is a service too."""
 
 
 def kind(service: str) -> str:
@@ -54,7 +57,7 @@ def test_networks_are_as_the_docs_say(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SERVICES if kind(name) in ACTORS])
 def test_every_actor_is_watched_and_given_time(name: str) -> None:
     service = SERVICES[name]
-    assert "PENSTOCK_PULSE" in service["healthcheck"]["test"][1] and service["restart"].startswith("on-failure")
+    assert "PENSTOCK_HEALTH_FILE" in service["healthcheck"]["test"][1] and service["restart"].startswith("on-failure")
     assert int(service["stop_grace_period"].removesuffix("s")) >= (150 if kind(name) == "trainer" else 60)
     assert all(at["condition"] == "service_healthy" for at in service["depends_on"].values())
     suffix = name.removeprefix(kind(name))

@@ -145,7 +145,7 @@ def serve_each(tmp_path: Path, redis_url: str, port: int, overrides: list[str]) 
         arguments = ["serve", actor, "--config", str(folder / "config.yaml"), "--folder", str(folder), "--name", actor]
         if actor != "broker":
             arguments += ["--broker", f"tcp://127.0.0.1:{port}"]
-        env = {**os.environ, "PENSTOCK_PULSE": str(tmp_path / actor), "PENSTOCK_STORE": redis_url}
+        env = {**os.environ, "PENSTOCK_HEALTH_FILE": str(tmp_path / actor), "PENSTOCK_STORE": redis_url}
         command = [sys.executable, "-m", "penstock.pipeline.cli", *arguments]
         actors[actor] = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
     return actors

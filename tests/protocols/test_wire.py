@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from penstock.protocols import wire
 from penstock.protocols.experience import ExperienceError, Group, GroupSummary, pack_group, unpack_group
 from penstock.protocols.messages import Finished, Take, from_envelope, to_envelope
-from tests.conftest import make_group, with_masks
+from tests.conftest import make_group, with_candidates
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
 arrays = hnp.arrays(
@@ -97,16 +97,16 @@ def test_unknown_messages_and_fields_are_refused() -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 6), st.booleans())
-def test_groups_survive_packing(seed: int, n: int, masks: bool) -> None:
+def test_groups_survive_packing(seed: int, n: int, candidates: bool) -> None:
     random = np.random.default_rng(seed)
     group = make_group(random, 5, n, versions=(1, 2))
-    if masks:
-        group = Group(5, group.prompt, [with_masks(random, t) for t in group.trajectories])
+    if candidates:
+        group = Group(5, group.prompt, [with_candidates(random, t) for t in group.trajectories])
     again = unpack_group(pack_group(group))
     assert again.number == 5 and again.prompt == group.prompt and again.sampled == group.sampled
     for a, b in zip(group.trajectories, again.trajectories, strict=True):
         assert a.text == b.text and a.finish == b.finish
-        for name in ("tokens", "loss_mask", "logprobs", "versions", "kept_counts", "kept_ids"):
+        for name in ("tokens", "loss_mask", "logprobs", "versions", "candidate_counts", "candidate_ids"):
             assert np.array_equal(getattr(a, name), getattr(b, name))
 
 
@@ -137,13 +137,13 @@ def test_groups_that_break_their_rules_are_refused(field: str, value: object, ma
         (lambda counts, ids: (counts, ids.astype(np.int64)), "int32"),
     ],
 )
-def test_masks_that_break_their_rules_are_refused(change: Any, match: str) -> None:
+def test_candidates_that_break_their_rules_are_refused(change: Any, match: str) -> None:
     random = np.random.default_rng(3)
     group = make_group(random, 1, 1)
-    fields = wire.unpack(pack_group(Group(1, group.prompt, [with_masks(random, t) for t in group.trajectories])))
-    assert fields["kept_ids"].size > 1
-    counts, ids = change(fields["kept_counts"], fields["kept_ids"])
-    fields["kept_counts"], fields["kept_ids"] = counts.astype(np.int32), ids
+    fields = wire.unpack(pack_group(Group(1, group.prompt, [with_candidates(random, t) for t in group.trajectories])))
+    assert fields["candidate_ids"].size > 1
+    counts, ids = change(fields["candidate_counts"], fields["candidate_ids"])
+    fields["candidate_counts"], fields["candidate_ids"] = counts.astype(np.int32), ids
     with pytest.raises(ExperienceError, match=match):
         unpack_group(wire.pack(fields))
 

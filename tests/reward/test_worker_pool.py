@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import psutil
@@ -87,6 +89,28 @@ def test_a_modules_own_semaphore_works_for_as_long_as_the_worker_lives() -> None
         found = [future.result(20) for future in [pool.submit(Call(offered("a"))) for _ in range(20)]]
         assert max(found) == 3
     pool.close()
+
+
+def test_a_modules_own_http_client_works() -> None:
+    class Judge(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(str(len(self.path)).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/"
+    function = FunctionConfig(function=f"{HERE}:asks_over_http", options={"url": url})
+    pool = WorkerPool(function, 1, 512)
+    for _ in range(3):  # its connections outlive a batch of calls
+        found = [future.result(20) for future in [pool.submit(Call(offered("a" * n))) for n in range(30)]]
+        assert found == [float(len("/?answer=") + n) for n in range(30)]
+    pool.close()
+    server.shutdown()
 
 
 def test_an_object_with_an_async_call_is_async() -> None:

@@ -22,9 +22,9 @@ VLLM = "rollout.engine={type: vllm, max_length: 32}"
         (["rollout.engine.vllm.max_model_len=64"], "max_model_len is set by rollout.engine.max_length"),
         (["rollout.engine.vllm.dtype=float16"], "dtype is set by model.dtype"),
         (["weights.canary_tokens=64"], "weights.canary_tokens=64 exceeds rollout.engine.max_length=32"),
-        (["rollout.sampling.top_k=5", "rollout.sampling.temperature=0.7"], "set masks=true"),
-        (["rollout.sampling.top_p=0.9", "rollout.sampling.masks=true"], "vLLM needs top_k"),
-        (["rollout.sampling.masks=true"], "nothing to record"),
+        (["rollout.sampling.top_k=5", "rollout.sampling.temperature=0.7"], "set candidates=true"),
+        (["rollout.sampling.top_p=0.9", "rollout.sampling.candidates=true"], "vLLM needs top_k"),
+        (["rollout.sampling.candidates=true"], "nothing to record"),
     ],
 )
 def test_options_that_cannot_work_are_named(overrides: list[str], message: str) -> None:

@@ -184,7 +184,7 @@ class GroupTracker:
             self._archive(step)
             for number in step.groups:
                 self._release(number)
-        self.ledger.let_go(covered)
+        self.ledger.forget(covered)
         known = [self.oldest_open(), *self.replay.entries, *(n for step in self.ledger.steps for n in step.groups)]
         forgotten = self.gate.forget_below(min(known))
         for number in forgotten:

@@ -1,7 +1,7 @@
 """Which groups each step trained on, in order: the trainer's redo log.
 
-Steps that a durable checkpoint covers are let go: the run's ``ledger.jsonl`` and archive have them. What stays is their
-number and how many groups they had.
+Steps that a durable checkpoint covers are forgotten: the run's ``ledger.jsonl`` and archive have them. What stays is
+their number and how many groups they had.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Ledger:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         base = journal.rows("counters").get(self.TABLE, {"steps": 0, "groups": 0})
-        self._let_go, self._groups_let_go = base["steps"], base["groups"]
+        self._forgotten, self._groups_forgotten = base["steps"], base["groups"]
         rows = sorted(journal.rows(self.TABLE).values(), key=lambda row: row["step"])
         self.steps = [Step(**row) for row in rows]
 
     @property
     def length(self) -> int:
         """Steps taken so far."""
-        return self._let_go + len(self.steps)
+        return self._forgotten + len(self.steps)
 
     @property
     def groups(self) -> int:
         """Groups taken so far."""
-        return self._groups_let_go + sum(len(step.groups) for step in self.steps)
+        return self._groups_forgotten + sum(len(step.groups) for step in self.steps)
 
     @property
     def committed(self) -> int:
@@ -56,12 +56,12 @@ class Ledger:
         return self.length - sum(step.digest is None for step in self.steps[-2:])
 
     def taken(self, step: int) -> Step | None:
-        """The step, where it was taken already. Raises `LedgerError` for one that was let go."""
-        if step < self._let_go:
+        """The step, where it was taken already. Raises `LedgerError` for one that was forgotten."""
+        if step < self._forgotten:
             raise LedgerError(
-                f"step {step} cannot be redone: a checkpoint of version {self._let_go} covered it; restore that one"
+                f"step {step} cannot be redone: a checkpoint of version {self._forgotten} covered it; restore that one"
             )
-        return self.steps[step - self._let_go] if step < self.length else None
+        return self.steps[step - self._forgotten] if step < self.length else None
 
     def take(self, step: int, groups: list[int], seed: int, now: float) -> Step:
         """``step`` trains on ``groups``, from now on and for good."""
@@ -91,7 +91,7 @@ class Ledger:
 
     def merge(self, step: int, groups: list[int], seed: int, digest: str, now: float) -> bool:
         """The trainer remembers committing ``step``. True where the ledger did not have it: the store has lost it."""
-        if step < self._let_go:
+        if step < self._forgotten:
             return False
         known = self.taken(step)
         if known and known.digest:
@@ -106,19 +106,19 @@ class Ledger:
         return True
 
     def covered(self, version: int) -> list[Step]:
-        """The steps that a durable checkpoint of ``version`` covers and that were not let go."""
+        """The steps that a durable checkpoint of ``version`` covers and that were not forgotten."""
         return [step for step in self.steps if step.step < version and step.digest is not None]
 
-    def let_go(self, steps: list[Step]) -> None:
+    def forget(self, steps: list[Step]) -> None:
         """Forgets the first ``steps``."""
         for step in steps:
             assert step is self.steps[0]
             self.steps.pop(0)
-            self._let_go += 1
-            self._groups_let_go += len(step.groups)
+            self._forgotten += 1
+            self._groups_forgotten += len(step.groups)
             self._journal.delete(self.TABLE, step.step)
         if steps:
-            counters = {"steps": self._let_go, "groups": self._groups_let_go}
+            counters = {"steps": self._forgotten, "groups": self._groups_forgotten}
             self._journal.put("counters", self.TABLE, counters)
 
     def _write(self, step: Step) -> None:

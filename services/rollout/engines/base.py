@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from penstock.protocols.experience import Finish, Sampling, nothing_kept
+from penstock.protocols.experience import Finish, Sampling, no_candidates
 from penstock.services.weights.layout import FUSED
 from penstock.services.weights.receiver.loader import WeightLoader
 
@@ -67,15 +67,16 @@ class Completion:
     tokens: np.ndarray
     """int32 ``[new tokens]``, the end-of-sequence token included where it was sampled"""
     logprobs: np.ndarray
-    """float32 ``[new tokens]``: under the tempered, untruncated distribution, with `Sampling.masks` the truncated one;
-    greedy ones at temperature 1"""
+    """float32 ``[new tokens]``: under the tempered, untruncated distribution, with `Sampling.candidates` the truncated
+    one; greedy ones at temperature 1"""
     versions: np.ndarray
     """int32 ``[new tokens]``: the version that sampled each"""
     finish: Finish
-    kept_counts: np.ndarray = field(default_factory=nothing_kept)
-    """int32 ``[new tokens]``, where `Sampling.masks` asks for it: how many tokens each was chosen from, 0 for all"""
-    kept_ids: np.ndarray = field(default_factory=nothing_kept)
-    """int32 ``[sum of kept_counts]``"""
+    candidate_counts: np.ndarray = field(default_factory=no_candidates)
+    """int32 ``[new tokens]``, where `Sampling.candidates` asks for it: how many tokens each was chosen from, 0 for
+    all"""
+    candidate_ids: np.ndarray = field(default_factory=no_candidates)
+    """int32 ``[sum of candidate_counts]``"""
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,8 @@ class HttpEngine(AsyncEngine):
 
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
-        if request.sampling.masks:
-            raise RequestError("rollout.sampling.masks: servers over HTTP do not say what a sampler kept")
+        if request.sampling.candidates:
+            raise RequestError("rollout.sampling.candidates: servers over HTTP do not say what a sampler kept")
         super().submit(request)
 
     def swap(self, prepared: Version, version: int) -> None:

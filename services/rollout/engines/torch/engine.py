@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.protocols.experience import Finish, nothing_kept
+from penstock.protocols.experience import Finish, no_candidates
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.rollout.config import TorchEngineConfig
@@ -97,7 +97,7 @@ class TorchEngine:
         self._queue: deque[Request] = deque()
         self._stops: dict[int, tuple[str, ...]] = {}
         self._masked: set[int] = set()
-        """Requests whose masks are recorded."""
+        """Requests whose candidates are recorded."""
         self._kept: dict[tuple[int, int], list[np.ndarray]] = {}
         """By request and sample: for each new token, what it was chosen from."""
         self._generated = 0
@@ -116,7 +116,7 @@ class TorchEngine:
         self._queue.append(request)
         if sampling.stop:
             self._stops[request.number] = sampling.stop
-        if sampling.masks and sampling.temperature > 0:
+        if sampling.candidates and sampling.temperature > 0:
             self._masked.add(request.number)
 
     @torch.inference_mode()
@@ -140,7 +140,7 @@ class TorchEngine:
             self._compact(gone)
         self._stops.pop(number, None)
         self._masked.discard(number)
-        self._kept = {key: noted for key, noted in self._kept.items() if key[0] != number}
+        self._kept = {key: recorded for key, recorded in self._kept.items() if key[0] != number}
 
     def pending(self) -> int:
         """See `base.Engine.pending`."""
@@ -282,8 +282,8 @@ class TorchEngine:
         s = self._slots
         for row in np.flatnonzero(masked):
             slot = start + int(row)
-            noted = self._kept.setdefault((int(s.number[slot]), int(s.sample[slot])), [])
-            noted.append(np.flatnonzero(kept[row]).astype(np.int32))
+            recorded = self._kept.setdefault((int(s.number[slot]), int(s.sample[slot])), [])
+            recorded.append(np.flatnonzero(kept[row]).astype(np.int32))
 
     def _retire(self, end: int, start: int = 0) -> list[Completion]:
         """Removes finished sequences among the slots ``[start, end)``."""
@@ -313,7 +313,7 @@ class TorchEngine:
         part = slice(int(s.prompt[slot]), int(s.lengths[slot]))
         finish: Finish = "stop" if stopped else "length"
         number, sample = int(s.number[slot]), int(s.sample[slot])
-        noted = self._kept.pop((number, sample), [])
+        recorded = self._kept.pop((number, sample), [])
         return Completion(
             number,
             sample,
@@ -321,8 +321,8 @@ class TorchEngine:
             s.logprobs[slot, part].copy(),
             s.versions[slot, part].copy(),
             finish,
-            np.array([len(ids) for ids in noted], np.int32) if noted else nothing_kept(),
-            np.concatenate(noted) if noted else nothing_kept(),
+            np.array([len(ids) for ids in recorded], np.int32) if recorded else no_candidates(),
+            np.concatenate(recorded) if recorded else no_candidates(),
         )
 
     def _compact(self, finished: np.ndarray) -> None:

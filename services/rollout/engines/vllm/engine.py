@@ -63,9 +63,9 @@ class Load:
 class VllmEngine(AsyncEngine):
     """`base.Engine` over V1 ``AsyncLLM``.
 
-    Log-probabilities are raw where training samples at temperature 1 without masks, and processed (after temperature
-    and truncation) elsewhere. ``sampling`` is that of training: other requests may only be such that the same kind
-    gives them what `Completion` promises. ``llm`` is vLLM's own object, in a thread that `call` reaches.
+    Log-probabilities are raw where training samples at temperature 1 without candidates, and processed (after
+    temperature and truncation) elsewhere. ``sampling`` is that of training: other requests may only be such that the
+    same kind gives them what `Completion` promises. ``llm`` is vLLM's own object, in a thread that `call` reaches.
     """
 
     remote = True
@@ -86,7 +86,7 @@ class VllmEngine(AsyncEngine):
         self._seated = config.max_sequences * int(config.vllm.get("data_parallel_size", 1))
         super().__init__("vLLM", model_config.vocab_size, length, self._seated)
         self._config, self._stop_ids = config, sorted(stop_ids)
-        self._raw = sampling.temperature in (0.0, 1.0) and not sampling.masks
+        self._raw = sampling.temperature in (0.0, 1.0) and not sampling.candidates
         self._load = Load()
         self._requests = 0
         self._shared: list[HostBuffer] = []
@@ -112,15 +112,15 @@ class VllmEngine(AsyncEngine):
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
         sampling = request.sampling
-        if self._raw and (sampling.masks or sampling.temperature not in (0.0, 1.0)):
+        if self._raw and (sampling.candidates or sampling.temperature not in (0.0, 1.0)):
             raise RequestError(
-                f"temperature {sampling.temperature:g}, masks {sampling.masks}: this engine was started for "
-                "temperature 1 without masks (rollout.sampling), whose log-probabilities it reports"
+                f"temperature {sampling.temperature:g}, candidates {sampling.candidates}: this engine was started for "
+                "temperature 1 without candidates (rollout.sampling), whose log-probabilities it reports"
             )
-        if not self._raw and not sampling.masks and sampling.truncated:
+        if not self._raw and not sampling.candidates and sampling.truncated:
             raise RequestError(
                 "vLLM reports no log-probabilities of the untruncated distribution at a temperature other than 1: "
-                "set rollout.sampling.masks, leave top_p and top_k out, or use temperature 1"
+                "set rollout.sampling.candidates, leave top_p and top_k out, or use temperature 1"
             )
         super().submit(request)
 
@@ -208,7 +208,7 @@ class VllmEngine(AsyncEngine):
             stop=list(sampling.stop) or None,
             stop_token_ids=self._stop_ids,
             ignore_eos=True,  # the stop ids are ours alone
-            logprobs=sampling.top_k if sampling.masks else 0,
+            logprobs=sampling.top_k if sampling.candidates else 0,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -219,7 +219,7 @@ class VllmEngine(AsyncEngine):
             result = await self._answer(prompt, parameters, f"{request.number}-{sample}")
         except ValueError as error:  # vLLM's validation: the request's fault
             raise RequestError(str(error)) from error
-        return _completion(request.number, sample, result.outputs[0], sampling.masks)
+        return _completion(request.number, sample, result.outputs[0], sampling.candidates)
 
     async def _answer(self, prompt: dict[str, Any], parameters: Any, name: str, priority: int = 0) -> Any:
         self._requests += 1
@@ -304,7 +304,7 @@ def _processes(before: set[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def _completion(number: int, sample: int, output: Any, masks: bool) -> Completion:
+def _completion(number: int, sample: int, output: Any, candidates: bool) -> Completion:
     tokens = np.array(output.token_ids, np.int32)
     versions = np.full(len(tokens), -1, np.int32)
     for span in output.weight_versions or ():
@@ -314,7 +314,7 @@ def _completion(number: int, sample: int, output: Any, masks: bool) -> Completio
     finish: Finish = output.finish_reason
     said = output.logprobs
     logprobs = np.array(said.logprobs, np.float32)
-    if not masks:
+    if not candidates:
         return Completion(number, sample, tokens, logprobs[: len(tokens)], versions, finish)
     ids, starts = np.array(said.token_ids, np.int32), said.start_indices[: len(tokens)]
     # Each position: the sampled token, then the likeliest ones; those that were cut off have no finite value.

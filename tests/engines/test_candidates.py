@@ -1,4 +1,4 @@
-"""Truncated sampling whose masks are recorded, at a temperature other than 1: engine and trainer agree on what was
+"""Truncated sampling whose candidates are recorded, at a temperature other than 1: engine and trainer agree on what was
 chosen from what, and how likely."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TEMPERATURE, TOP_K, TOP_P = 0.3, 40, 0.6
 @pytest.fixture(scope="module")
 def masked(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     if options["type"] == "plugin":
-        pytest.skip("the engine of --engine need not record masks")
+        pytest.skip("the engine of --engine need not record candidates")
     folder = tmp_path_factory.mktemp("masked")
-    sampling = SamplingConfig(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, masks=True)
+    sampling = SamplingConfig(temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, candidates=True)
     bench = Workbench(folder, make_models(folder), options, sampling)
     bench.publish(0)
     yield bench
@@ -32,7 +32,7 @@ def masked(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_the_trainer_computes_over_what_the_sampler_kept(masked: Workbench) -> None:
     random = np.random.default_rng(0)
-    sampling = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "masks": True}
+    sampling = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "candidates": True}
     asked = {r.number: r for r in (masked.request(random, n=3, **sampling) for _ in range(6))}
     done = masked.run(*asked.values())
     trajectories, sizes = [], set()
@@ -41,7 +41,7 @@ def test_the_trainer_computes_over_what_the_sampler_kept(masked: Workbench) -> N
         ids = torch.from_numpy(np.concatenate([prompt, completion.tokens]).astype(np.int64))[None]
         with torch.no_grad():
             logs = (masked.models[0](ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
-        kept = np.split(completion.kept_ids, np.cumsum(completion.kept_counts)[:-1])
+        kept = np.split(completion.candidate_ids, np.cumsum(completion.candidate_counts)[:-1])
         for row, mine in zip(logs, kept, strict=True):
             assert len(mine) <= TOP_K
             assert set(mine.tolist()) == set(row.argsort(descending=True)[: len(mine)].tolist())
@@ -53,7 +53,7 @@ def test_the_trainer_computes_over_what_the_sampler_kept(masked: Workbench) -> N
                 ids[0].numpy().astype(np.int32), np.r_[pad, np.ones(new)].astype(np.uint8),
                 np.r_[pad, completion.logprobs].astype(np.float32),
                 np.r_[pad + UNSAMPLED, np.zeros(new)].astype(np.int32),
-                kept_counts=np.r_[pad, completion.kept_counts], kept_ids=completion.kept_ids,
+                candidate_counts=np.r_[pad, completion.candidate_counts], candidate_ids=completion.candidate_ids,
             )
         )  # fmt: skip
     assert len(sizes) > 5
@@ -69,6 +69,6 @@ def test_greedy_answers_beside_it_are_over_all_tokens(masked: Workbench) -> None
     random = np.random.default_rng(1)
     request = masked.request(random, n=1, temperature=0.0)
     for completion in masked.run(request):
-        assert completion.kept_counts.size == 0
+        assert completion.candidate_counts.size == 0
         expected = masked.expected(request.tokens, completion, masked.version)
         np.testing.assert_allclose(completion.logprobs, expected, atol=CLOSE)
