@@ -268,7 +268,10 @@ class Mailbox:
         elif not isinstance(message, Welcome | Resumed):  # answers to an introduction that nobody waits for
             if self.arrived:
                 self.arrived(message)
-            self.handlers.get(type(message), self.inbox.put)(message)
+            try:
+                self.handlers.get(type(message), self.inbox.put)(message)
+            except Exception:  # heartbeats and answers need this thread
+                log.exception("a message could not be handled", type=type(message).__name__)
         return True
 
     def _overdue(self, sock: zmq.Socket, waiting: dict[int, _Request], now: float) -> None:

@@ -1,4 +1,4 @@
-"""YAML and dotted overrides into a checked config, and a config back into YAML."""
+"""A config file, with its overrides, as a checked config."""
 
 from __future__ import annotations
 

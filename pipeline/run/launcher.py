@@ -1,4 +1,4 @@
-"""`penstock run`: prepares the folder and the model, starts every process, watches them, and writes what came of it."""
+"""`penstock run`: one run on this machine, from its start to its end."""
 
 from __future__ import annotations
 

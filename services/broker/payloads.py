@@ -61,10 +61,12 @@ class Payloads:
         groups = []
         for number in numbers:
             parts = read[number] if number in read else self._held["train", number]
-            missing = [name for name in (EXPERIENCE, *columns) if name not in parts]
-            if missing:
+            if EXPERIENCE not in parts:
+                raise StoreError(f"the store has lost group {number}: its step cannot be redone")
+            if missing := [name for name in columns if name not in parts]:
                 raise StoreError(
-                    f"the store has lost {', '.join(missing)} of group {number}: its step cannot be redone"
+                    f"group {number} was taken by a step when this run had no column {', '.join(missing)}: go on with "
+                    "the config that it had (reward.functions, scorers) until a checkpoint covers the step"
                 )
             values = {name: np.frombuffer(parts[name], self._dtypes[name]) for name in columns}
             groups.append(TakenGroup(number=number, experience=as_bytes(parts[EXPERIENCE]), columns=values))

@@ -1,4 +1,4 @@
-"""What every rank of the trainer has: its settings, the learner in its world, and a step on a batch."""
+"""A rank of the trainer, made ready to train."""
 
 from __future__ import annotations
 

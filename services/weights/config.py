@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from penstock.protocols.versions import ALIGN
 from penstock.services.runtime.settings import Section
@@ -32,7 +32,7 @@ class WeightsConfig(Section):
     """Unit of transfer and of verification, in MiB."""
     sparse: Literal["auto", "off"] = "auto"
     """``auto``: over networks, 16-bit weights are sent as what changed since the version before, where that is
-    smaller. ``'off'`` needs its quotes: a bare off is YAML's false."""
+    smaller. ``off``: whole."""
     full_every: int = Field(50, ge=1)
     """Every so many versions are sent whole."""
     canary_tokens: int = Field(32, ge=0)
@@ -41,6 +41,11 @@ class WeightsConfig(Section):
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean difference of the canary's log-probabilities, e.g. ``0.05``; null: 1e-3 for float32, 0.1 for 16-bit
     weights, which the trainer holds in float32."""
+
+    @field_validator("sparse", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # as YAML reads a bare off
 
     @property
     def bucket_bytes(self) -> int:

@@ -50,8 +50,9 @@ class Replay:
         self._unready: list[int] = []
         """A heap; it may hold numbers that are ready, or gone, by now."""
         for row in sorted(journal.rows(self.TABLE).values(), key=lambda row: row["number"]):
-            # Columns of a scorer that a resumed run has no more are not waited for.
-            self._enter(Entry(**{**row, "needs": set(row["needs"]) & self._columns.keys()}))
+            # A resumed run may have other scorers: what is waited for are the columns that it has now.
+            has = set(row.pop("has"))
+            self._enter(Entry(**row, needs=self._columns.keys() - has))
 
     def add(self, number: int, draw: int, oldest: int, trajectories: int, tokens: int) -> Entry:
         """A group is finished and durable."""
@@ -153,5 +154,6 @@ class Replay:
         heappush(self._wanting[self._columns[column].scorer], number)
 
     def _write(self, entry: Entry) -> None:
-        row = {"number": entry.number, "draw": entry.draw, "oldest": entry.oldest, "needs": sorted(entry.needs)}
-        self._journal.put(self.TABLE, entry.number, row | {"trajectories": entry.trajectories, "tokens": entry.tokens})
+        row = {"number": entry.number, "draw": entry.draw, "oldest": entry.oldest}
+        row |= {"trajectories": entry.trajectories, "tokens": entry.tokens}
+        self._journal.put(self.TABLE, entry.number, {**row, "has": sorted(self._columns.keys() - entry.needs)})

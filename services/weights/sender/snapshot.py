@@ -1,4 +1,4 @@
-"""One version as it is published: a host buffer, its digests, and what changed since the version before."""
+"""One version as it is published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where shared memory lies, what is called what in it, and a probe of who shares it."""
+"""Names in the memory that processes of one host share."""
 
 from __future__ import annotations
 
