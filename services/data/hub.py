@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, need
 from penstock.services.data.config import HubData
+from penstock.services.data.source import PromptSource
 
 FORMATS = {"json", "csv", "parquet"}
 
 
-class HubSource(Sequence[Prompt]):
+class HubSource(PromptSource):
     """Rows of a dataset as prompts. A row that is no prompt raises `DataError` when it is drawn."""
 
     def __init__(self, config: HubData) -> None:
@@ -44,13 +44,8 @@ class HubSource(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def prompt(self, index: int) -> Prompt:
+        """See `PromptSource`."""
         row = dict(self._rows[index])
         truth = row[self._config.truth_key] if self._config.truth_key else row
         return make_prompt(index, row[self._config.prompt_key], truth, self._config.chat, self._config.system)

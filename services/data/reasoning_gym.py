@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import overload
 
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, need
 from penstock.services.data.config import ReasoningGymData
 from penstock.services.data.hub import make_prompt
+from penstock.services.data.source import PromptSource
 
 
-class ReasoningGymSource(Sequence[Prompt]):
+class ReasoningGymSource(PromptSource):
     """One task set. The truth carries its name and the entry, which `reward` function ``reasoning_gym`` scores by."""
 
     def __init__(self, config: ReasoningGymData) -> None:
@@ -30,15 +29,8 @@ class ReasoningGymSource(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._config.size
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def prompt(self, index: int) -> Prompt:
+        """See `PromptSource`."""
         entry = json.loads(json.dumps(self._tasks[index], default=str))
         question = entry["question"] + self._config.suffix
         truth = {"task": self._config.task, "entry": entry}

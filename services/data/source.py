@@ -1,0 +1,28 @@
+"""The base of every data source: a sequence of prompts that are made when they are asked for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import overload
+
+from penstock.protocols.experience import Prompt
+
+
+class PromptSource(Sequence[Prompt]):
+    """A source says how many prompts there are, and makes one."""
+
+    @abstractmethod
+    def prompt(self, index: int) -> Prompt:
+        """Prompt ``index``, from 0. May raise `DataError` for a row that is none."""
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            return [self.prompt(i) for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.prompt(index)
