@@ -29,20 +29,23 @@ class Payloads:
         self._dtypes |= {total.name: np.dtype(np.float32) for total in table.sums}
         self._held: dict[Key, Parts] = {}
         self._bytes = 0
+        self._queued: set[Key] = set()
+        """Groups with parts that this turn has queued, which a read of the store would not see yet."""
 
     def begin(self, key: Key, experience: bytes) -> None:
         """A group is finished."""
         self._hold(key, {EXPERIENCE: experience})
         if key[0] == "train":
+            self._queued.add(key)
             self._store.put_payload(key[1], EXPERIENCE, experience)
 
     def add(self, key: Key, column: str, values: np.ndarray) -> None:
         """A column of it has arrived."""
         data = values.tobytes()
-        if key in self._held:
-            self._held[key][column] = data
-            self._bytes += len(data)
+        self._parts(key)[column] = data  # read first, where it is not here: what is queued cannot be read back
+        self._bytes += len(data)
         if key[0] == "train":
+            self._queued.add(key)
             self._store.put_payload(key[1], column, data)
 
     def experience(self, key: Key) -> np.ndarray:
@@ -72,6 +75,10 @@ class Payloads:
             groups.append(TakenGroup(number=number, experience=as_bytes(parts[EXPERIENCE]), columns=values))
         return groups
 
+    def settled(self) -> None:
+        """The turn is durable, and visible to reads."""
+        self._queued.clear()
+
     def forget(self, key: Key) -> None:
         """It is not needed in memory any more."""
         parts = self._held.pop(key, None)
@@ -88,12 +95,14 @@ class Payloads:
         self._held[key] = parts
         self._bytes += sum(map(len, parts.values()))
         while self._bytes > KEPT_BYTES and len(self._held) > 1:
-            oldest = next((k for k in self._held if k[0] == "train" and k != key), None)
+            spare = (k for k in self._held if k[0] == "train" and k != key and k not in self._queued)
+            oldest = next(spare, None)
             if oldest is None:
                 break
             self.forget(oldest)
 
     def _parts(self, key: Key) -> Parts:
         if key not in self._held:  # of a broker before this one, or beyond what is kept
+            assert key[0] == "train" and key not in self._queued
             self._hold(key, self._store.payloads([key[1]])[0])
         return self._held[key]

@@ -120,6 +120,7 @@ class Broker:
         if step is not None:
             failpoint.reach("commit-applied", step)
         state.store.commit()
+        state.payloads.settled()
         if step is not None:
             state.progress.committing = None
             failpoint.reach("commit-durable", step)
