@@ -40,10 +40,15 @@ OFFERED = ("response", "truth", "prompt", "messages", "finish_reason", "group", 
 """What a function may ask for by name, beside its options and the columns that its config names."""
 
 
+def make_frame(value: Any) -> bytes:
+    """One value as it is sent."""
+    data = pack(value)
+    return _LENGTH.pack(len(data)) + data
+
+
 def write_frame(stream: BinaryIO, value: Any) -> None:
     """Sends one value."""
-    data = pack(value)
-    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.write(make_frame(value))
     stream.flush()
 
 

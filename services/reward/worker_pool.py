@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import queue
+import select
 import selectors
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO, cast
 import structlog
 
 from penstock.services.reward.config import REGISTRY, FunctionConfig
-from penstock.services.reward.worker import BLOCKED, NOBODY, Mark, frame_size, read_frame, write_frame
+from penstock.services.reward.worker import BLOCKED, NOBODY, Mark, frame_size, make_frame, read_frame, write_frame
 from penstock.services.runtime.errors import SetupError
 
 log = structlog.get_logger()
@@ -95,19 +96,26 @@ class Worker:
         if "error" in hello:
             self.kill()
             raise FunctionError(f"reward.functions: {config.function!r}: {hello['error']}")
+        os.set_blocking(self._calls.fileno(), False)  # a worker that hangs must not hang this process
         self.asynchronous: bool = hello["asynchronous"]
         self._asks: list[str] = hello["asks"]
 
-    def send(self, calls: dict[int, Call]) -> None:
-        """Begins calls. Raises `WorkerGone`."""
+    def send(self, calls: dict[int, Call], deadline: float) -> None:
+        """Begins calls. Raises `WorkerGone`, also where the worker, whose pipe is full, reads nothing until
+        ``deadline`` (on the monotonic clock)."""
         said = [
             {"id": number, "arguments": {name: call.offered[name] for name in self._asks}}
             for number, call in calls.items()
         ]
-        try:
-            write_frame(self._calls, said)
-        except BrokenPipeError:
-            raise WorkerGone(self._epitaph()) from None
+        left = memoryview(make_frame(said))
+        while left:
+            try:
+                left = left[os.write(self._calls.fileno(), left) :]
+            except BlockingIOError:
+                if not select.select([], [self._calls], [], max(0.0, deadline - time.monotonic()))[1]:
+                    raise WorkerGone(f"timed out after {self._config.timeout_s:g} s") from None
+            except BrokenPipeError:
+                raise WorkerGone(self._epitaph()) from None
 
     def read(self) -> list[dict[str, Any]]:
         """What has been answered; blocks where nothing has. Raises `WorkerGone` where nothing will be."""
@@ -237,7 +245,7 @@ class WorkerQueue:
                 self._answered_at = time.monotonic()
                 call.deadline = self._answered_at + self.config.timeout_s
         if sending:
-            self.worker.send(sending)
+            self.worker.send(sending, next(iter(self._under_way.values())).deadline)
 
     def _take(self) -> Call | None:
         if self._again:

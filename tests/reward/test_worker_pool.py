@@ -54,6 +54,13 @@ def test_each_misbehaviour_costs_only_itself() -> None:
     }
 
 
+def test_calls_that_fill_the_pipe_of_a_worker_that_hangs_are_run_by_the_next() -> None:
+    function = FunctionConfig(function=f"{HERE}:misbehaving", timeout_s=1.0)
+    large = "x" * 50_000
+    found = score(function, [*["ok"] * 200, "hang", *[large] * 30])
+    assert found == [*[1.0] * 200, "timed out after 1 s", *[1.0] * 30]
+
+
 def test_of_async_calls_too_each_misbehaviour_costs_only_itself() -> None:
     function = FunctionConfig(function=f"{HERE}:misbehaving_async", timeout_s=1.0)
     responses = ["ok", "raise", "slow", "hang", "ok", "crash", "slow", "block", "ok"]
