@@ -25,7 +25,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.protocols import wire
-from penstock.protocols.keys import BrokerKeys, ClientKeys, is_loopback
+from penstock.protocols.keys import BrokerKeys, ClientKeys, Door, is_loopback
 from penstock.protocols.messages import (
     Fenced,
     HeartbeatAck,
@@ -78,6 +78,13 @@ class _Request:
     future: Future[Message]
     deadline: float
     resend_at: float
+
+
+def _set_limits(sock: zmq.Socket) -> None:
+    """Nothing is dropped for want of room, and no frame is larger than the wire allows."""
+    options = {zmq.LINGER: 2000, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES}
+    for option, value in options.items():
+        sock.setsockopt(option, value)
 
 
 def incarnation_of(name: str) -> str:
@@ -171,10 +178,7 @@ class Mailbox:
         context = zmq.Context()
         sock = context.socket(zmq.DEALER)
         sock.setsockopt(zmq.IDENTITY, self.identity.encode())
-        sock.setsockopt(zmq.LINGER, 2000)
-        sock.setsockopt(zmq.SNDHWM, 0)
-        sock.setsockopt(zmq.RCVHWM, 0)
-        sock.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        _set_limits(sock)
         sock.setsockopt(zmq.RECONNECT_IVL, 100)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._keys:
@@ -286,16 +290,6 @@ class Mailbox:
                 sock.send_multipart(request.frames, copy=False)
 
 
-class _Door:
-    """Lets in whoever proves to have the run's client key."""
-
-    def __init__(self, client_public: str) -> None:
-        self._allowed = client_public
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        return key.decode() == self._allowed
-
-
 class RouterServer:
     """The broker's side: one ROUTER socket, used from one thread.
 
@@ -307,16 +301,13 @@ class RouterServer:
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 2000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        _set_limits(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
         if keys:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback("penstock", credentials_provider=_Door(keys.client_public))
+            self._authenticator.configure_curve_callback("penstock", credentials_provider=Door(keys.client_public))
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.broker_secret.encode())
             self._socket.setsockopt(zmq.ZAP_DOMAIN, b"penstock")
