@@ -20,6 +20,7 @@ _DOOR = {
     "Prompt": "penstock.protocols.experience",
     "Trajectory": "penstock.protocols.experience",
     "load_config": "penstock.pipeline.config",
+    "rollouts": "penstock.pipeline.tools.rollouts",
 }
 __all__ = ["__version__", *sorted(_DOOR)]
 

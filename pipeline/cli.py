@@ -7,25 +7,42 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 from rich.console import Console
 
 from penstock.pipeline.bench.cli import bench
-from penstock.pipeline.config import Config, ConfigError, TinyModel, dump, load
+from penstock.pipeline.config import Config, ConfigError, TinyModel, load
+from penstock.pipeline.config.origin import Origin
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
 
 app = typer.Typer(
     name="penstock",
-    help="Asynchronous reinforcement learning for language models.\n\nStart with: penstock run configs/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def command(
+    version: Annotated[bool, typer.Option("--version", help="Print the version, and stop.", is_eager=True)] = False,
+) -> None:
+    """Asynchronous reinforcement learning for language models.
+
+    Start with: penstock run configs/quickstart.yaml
+    """
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"penstock {installed('penstock')}")
+        raise typer.Exit(0)
+
+
 doctor = typer.Typer(invoke_without_command=True)
 app.add_typer(doctor, name="doctor")
 
@@ -38,7 +55,6 @@ OVERRIDES = Annotated[
 
 def main() -> None:
     """Entry point: errors a user can mend are one clear message and exit code 2."""
-    sys.path.append(str(Path.cwd()))  # for functions of the user's own, named module:function
     try:
         app()
     except (SetupError, KeysError) as error:
@@ -48,46 +64,34 @@ def main() -> None:
 
 @app.command()
 def run(
-    file: FILE,
+    file: Annotated[
+        Optional[str],  # noqa: UP045 - not a Path: with --resume it may be an override, with a URL in it
+        typer.Argument(help="The run's config, e.g. configs/quickstart.yaml.", show_default=False),
+    ] = None,
     overrides: OVERRIDES = None,
     dry_run: Annotated[
-        bool, typer.Option(help="Print the resolved config and what it needs of GPUs, and stop.")
+        bool, typer.Option(help="Look at everything, print the resolved config and what was found, and stop.")
     ] = False,
     resume: Annotated[
-        Optional[Path], typer.Option(help="Go on with the run in this folder.", show_default=False)  # noqa: UP045
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Go on with the run in this folder, e.g. runs/first-try.", show_default=False),
     ] = None,
 ) -> None:
     """Run everything that FILE describes on this machine: Redis, broker, rollouts, reward, reference, trainer.
 
-    Watches the processes, starts again what dies, and leaves metrics.jsonl, summary.json, report.html, logs/ and
-    checkpoints/ in the run's folder. Ctrl-C drains, saves a checkpoint and stops; --resume goes on from there, with the
-    same model and data; steps, bounds and rates may be others.
+    Looks at data, model and functions first. Then it watches the processes, starts again what dies, and leaves
+    metrics.jsonl, summary.json, report.html, logs/ and checkpoints/ in the run's folder. Ctrl-C drains, saves a
+    checkpoint and stops; a second one ends it at once. --resume goes on, by itself with the config that the run has,
+    with the same model and data; steps, bounds and rates may be others.
+
+    Exit codes: 0 complete, 130 interrupted, 1 failed, 2 a setup that cannot work.
+
+    For instance: penstock run configs/quickstart.yaml trainer.steps=50
+    or: penstock run --resume runs/first-try trainer.steps=300
     """
-    from penstock.pipeline.resources.memory import plan
+    from penstock.pipeline.run.start import start
 
-    config = load(file, overrides)
-    found = plan(config)
-    if dry_run:
-        typer.echo(dump(config), nl=False)
-        for line in found.lines:
-            typer.echo(f"# {line}")
-    found.check()
-    if dry_run:
-        return
-    from penstock.pipeline.run.folder import new_folder, resumed_folder
-    from penstock.pipeline.run.launcher import RunError
-    from penstock.pipeline.run.launcher import run as launch
-
-    console = Console()
-    folder = resumed_folder(config, resume) if resume else new_folder(config, file)
-    console.print(f"run folder: {folder}", highlight=False)
-    try:
-        summary = launch(config, folder, console)
-    except RunError as error:
-        typer.echo(f"error: {error}\nlogs: {folder / 'logs'}", err=True)
-        raise typer.Exit(1) from None
-    _print_summary(console, summary, folder)
-    raise typer.Exit(0 if summary["outcome"] == "complete" else 130)
+    raise typer.Exit(start(Console(), file, overrides or [], resume, dry_run))
 
 
 @app.command()
@@ -161,7 +165,7 @@ def prepare(
     from penstock.pipeline.run.folder import open_folder
 
     config = load(file, overrides)
-    open_folder(config, folder)
+    open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ())))
     if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():
         make_tiny(config, folder)
     typer.echo(f"ready: {folder}")
@@ -207,6 +211,7 @@ def status(
     """Print how a run stands: phase, steps, reward, lag, queues, every actor. Of a run that is over, the summary."""
     from penstock.pipeline.observe.client import find_broker, state, watching
     from penstock.pipeline.observe.terminal import View
+    from penstock.pipeline.report.console import print_summary
     from penstock.pipeline.run.folder import summary_of
 
     console = Console()
@@ -215,7 +220,7 @@ def status(
         if as_json:
             typer.echo(json.dumps(over))
         else:
-            _print_summary(console, over, run)
+            print_summary(console, over, run)
         return
     with watching(*find_broker(run, broker, keys)) as mailbox:
         now = state(mailbox)
@@ -286,6 +291,22 @@ def replay(
     raise typer.Exit(0 if recompute(Console(), run, step) else 1)
 
 
+@app.command()
+def rollouts(
+    run: RUN,
+    step: Annotated[Optional[int], typer.Option(help="Only this step.", show_default=False)] = None,  # noqa: UP045
+) -> None:
+    """Print every trajectory of a run's archive as a JSON object a line. Needs replay.archive.
+
+    For instance: penstock rollouts runs/first-try --step 10 > step10.jsonl
+    and then: pandas.read_json("step10.jsonl", lines=True)
+    """
+    from penstock.pipeline.tools.rollouts import rollouts as read
+
+    for row in read(run, step):
+        typer.echo(json.dumps(row))
+
+
 @doctor.callback()
 def doctor_machine(context: typer.Context) -> None:
     """Say what this machine has, and what it lacks; or, with a command, look closer at one thing."""
@@ -309,23 +330,6 @@ def doctor_engine(
     from penstock.pipeline.tools.doctor_engine import examine_engine
 
     raise typer.Exit(0 if examine_engine(Console(), load(file, overrides), prompts) else 1)
-
-
-def _print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
-    keys: tuple[str, ...] = (
-        "steps",
-        "reward_first",
-        "reward_last",
-        "eval_before",
-        "eval_after",
-        "lag_max_seen",
-        "groups_trained",
-    )
-    keys += ("groups_lost", "groups_trained_twice", "train_s", "restarts")
-    console.print(json.dumps({key: summary[key] for key in keys}, indent=2), highlight=False)
-    report = folder / "report.html"
-    if report.is_file():
-        console.print(f"report: {report}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ class Column(BaseModel):
     """Columns that its scorer is given with the group, and waits for."""
     evaluated: bool = False
     """Evaluation prompts have it too."""
+    source: str = ""
+    """What computes it, for people: ``reward my_rewards:judge``, say."""
 
     def check(self, values: np.ndarray, trajectories: int, tokens: int) -> None:
         """Raises `ColumnError` where ``values`` are not this column of a group with so many trajectories and tokens (of

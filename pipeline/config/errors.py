@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel
 
 from penstock.pipeline.config.schema import Config
+from penstock.services.broker.config import ONE_SET
 
 
 def explain(data: Any, problem: Any) -> str:
@@ -47,6 +48,8 @@ def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
             is_tag = part not in data and part == data.get("type", part) and index + 1 < len(loc)
             if is_tag and index:
                 continue
+            if part == ONE_SET and part not in data:
+                continue  # the one evaluation set, that the config gives no name
             data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]

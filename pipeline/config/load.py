@@ -9,23 +9,49 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from penstock.pipeline.config import origin
 from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.schema import Config
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.user_folders import look_in
 
 
 class ConfigError(SetupError):
     """A config that cannot be used: one line for each problem, with the key's path and what to do."""
 
 
+class _TwiceError(ValueError):
+    """A key that is given twice: YAML itself would take the second, and say nothing."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if key in lines and key != "<<":
+                raise _TwiceError(
+                    f"line {line}: {key!r} is given twice, first in line {lines[key]}; put both into one section"
+                )
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """The config in ``path`` with ``dotted.key=value`` overrides (values are YAML). Raises `ConfigError`."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
+    except _TwiceError as error:
+        raise ConfigError(f"{path}, {error}") from None
+    look_in(path.parent)
+    if began := origin.read(path.parent):  # the run's own copy: what it names lies beside the file that it came from
+        look_in(Path(began.file).parent)
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a map of sections")
     for override in overrides or []:

@@ -171,6 +171,11 @@ class Config(Section):
             )
         if algorithm.advantage.type == "grpo" and sampling.n < 2:
             raise ValueError("rollout.sampling.n must be at least 2: GRPO compares the trajectories of a group")
+        if algorithm.correction.type == "truncated" and algorithm.ratio == "behaviour":
+            raise ValueError(
+                "trainer.algorithm.ratio: behaviour holds the ratio that correction=truncated weighs by, and both "
+                "together would count it twice; set trainer.algorithm.ratio=proximal, or correction={type: none}"
+            )
         if sampling.temperature == 0:
             raise ValueError(
                 "rollout.sampling.temperature must be above 0: greedy groups have no variance to learn from"

@@ -12,22 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from penstock.pipeline.config import TinyModel
+from penstock.pipeline.models.answers import answer_of
 from penstock.protocols.experience import Prompt
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = string.ascii_lowercase + string.digits + " =+-*/?.,:()"
 SEEN_PROMPTS = 2000
 """Prompts that are looked through for characters beyond `ALPHABET`."""
-
-
-def answer_of(prompt: Prompt) -> str:
-    """The right answer, as the warm start teaches it. Raises `ValueError` where the data has none."""
-    truth = prompt.truth
-    if isinstance(truth, dict) and "entry" in truth:
-        truth = truth["entry"].get("answer")
-    if not isinstance(truth, str):
-        raise ValueError(f"model.warm_start: the truth of prompt {prompt.index} is not text, so there is no answer")
-    return truth
 
 
 def make_tokenizer(characters: set[str]) -> Any:
@@ -58,7 +49,7 @@ def build(
     torch.manual_seed(seed)
     random = np.random.default_rng([seed, 1])
     seen = source[: min(SEEN_PROMPTS, len(source))]
-    characters = set(ALPHABET).union(*(p.as_text() + answer_of(p) for p in seen))
+    characters = set(ALPHABET).union(*(p.as_text() + (answer_of(p) if config.warm_start.steps else "") for p in seen))
     tokenizer = make_tokenizer(characters)
     model = Qwen3ForCausalLM(
         Qwen3Config(

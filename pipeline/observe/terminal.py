@@ -30,7 +30,7 @@ class View:
         self._task = self._progress.add_task("starting", total=None)
         self._rewards: deque[float] = deque(maxlen=60)
         self._step = -1
-        self._phase = ""
+        self._phase = self._said = ""
         self._plain_at = 0.0
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
 
@@ -60,8 +60,17 @@ class View:
             self._live.update(self.render(state, restarts))
         elif time.monotonic() - self._plain_at > PLAIN_EVERY_S or (phase != self._phase and self._phase):
             self._plain_at = time.monotonic()
-            self._console.print(self._line(state, phase, restarts), highlight=False, soft_wrap=True)
+            if (line := self._line(state, phase, restarts)) != self._said:
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._said = line
         self._phase = phase
+
+    def finish(self, state: dict[str, Any], restarts: int) -> None:
+        """Shows how it ended: the last frame, all of it however low the terminal is."""
+        self._plain_at = 0.0
+        if self._live:
+            self._live.vertical_overflow = "visible"
+        self.update(state, restarts)
 
     def _line(self, state: dict[str, Any], phase: str, restarts: int) -> str:
         metrics, queues = state["metrics"], state["queues"]
@@ -71,6 +80,7 @@ class View:
             f"{phase}: step {state['step']}/{state['steps']}  reward {reward}  lag {lag} (bound {state['max_lag']})  "
             f"queues leased={queues['leased']} unscored={queues['unscored']} ready={queues['ready']}  "
             f"{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
+            + "".join(f"  {words}" for words in _failing(state))
             + (f"  stall: {state['stall']}" if state["stall"] else "")
         )
 
@@ -88,7 +98,7 @@ class View:
             "mismatch": _mismatch(metrics),
             "queues": "  ".join(f"{name} {depth}" for name, depth in queues.items()),
             "tokens/s": f"{_tokens_per_s(state):,.0f} generated",
-            "dropped": f"{state['dropped']} groups, {state['totals']['reward_errors']} reward errors",
+            "dropped": f"{state['dropped']} groups, {state['totals']['prompts_dropped']} of them for their prompts",
         }
         for name, value in shown.items():
             facts.add_row(Text(name, style="dim"), value)
@@ -103,12 +113,19 @@ class View:
             version = str(member["version"]) if member["version"] >= 0 else "-"
             pause = f"{member['pause_s'] * 1000:.1f} ms" if member.get("pause_s") is not None else ""
             actors.add_row(name, health, version, pause, busy, rate)
+        for words in _failing(state):
+            facts.add_row(Text("failing", style="yellow"), Text(words, "yellow"))
         if state["stall"]:
             facts.add_row(Text("stall", style="red"), Text(state["stall"], "red"))
         for name, how in state["lost"].items():
             actors.add_row(name, Text(f"lost: {how}", "red"), "-", "", "", "")
         title = f"{self._title}  ·  version {max(0, state['version'])}  ·  restarts {restarts}"
         return Panel(Group(self._progress, facts, actors), title=title, title_align="left")
+
+
+def _failing(state: dict[str, Any]) -> list[str]:
+    """``reward my_module:judge: 12 of 40 calls failed: 12 timed out``"""
+    return [f"{said['source']}: {said['words']}" for said in state["rewards"].values() if said["failed"]]
 
 
 def _tokens_per_s(state: dict[str, Any]) -> float:

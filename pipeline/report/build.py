@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader
 
 from penstock.pipeline.config import Config, dump
 from penstock.pipeline.run.summary import read_lines, steps_of
+from penstock.services.runtime.install import install
 
 log = structlog.get_logger()
 
@@ -23,7 +24,7 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        log.warning("no report: matplotlib is not installed; run: pip install 'penstock[report]'")
+        log.warning("no report: matplotlib is not installed; run: " + install("report"))
         return None
     from penstock.pipeline.report import plots
 
@@ -37,10 +38,11 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
     figures = {}
     if steps:
         figures["Reward"] = plots.reward(steps, evaluations)
+        figures["Learning"] = plots.learning(steps)
         columns = [name for name in config.columns.by_name if any(name in row for row in steps)]
         if len(columns) > 1:
             figures["Columns, mean of each step"] = plots.columns(steps, columns)
-        figures["Lag of the trained tokens"] = plots.lag(steps, config.gate.max_lag)
+        figures["Lag of the trained tokens"] = plots.lag(steps)
         figures["Engines' log-probabilities beside the trainer's"] = plots.mismatch(steps)
         figures["How long scorers take"] = plots.latency(steps)
     if loads:
@@ -55,6 +57,7 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
         run=folder.name,
         summary=summary,
         figures=figures,
+        sets=sorted({name for means in summary["evaluations"].values() for name in means}),
         samples=samples[:: max(1, len(samples) // SAMPLES)],
         config=dump(config),
     )

@@ -21,6 +21,10 @@ def _figure(draw: Callable[[Any], None], height: float = 2.6) -> str:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     draw(axes)
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True)
     return out.getvalue()[out.getvalue().index("<svg") :]
@@ -32,12 +36,46 @@ def reward(steps: Rows, evaluations: Rows) -> str:
     def draw(axes: Any) -> None:
         axes.plot([r["step"] for r in steps], [r["reward"] for r in steps], lw=1, label="sampled, training prompts")
         if evaluations:
-            points = [(r["step"], r["reward"]) for r in evaluations]
-            axes.plot(*zip(*points, strict=True), "o--", label="greedy, held-out prompts")
+            names = sorted({name for row in evaluations for name in row["sets"]})
+            for name in names:
+                points = [(r["step"], r["sets"][name]) for r in evaluations if name in r["sets"]]
+                label = "held-out prompts" if len(names) == 1 else name
+                axes.plot(*zip(*points, strict=True), "o--", label=f"greedy, {label}")
         axes.set(xlabel="step", ylabel="reward")
         axes.legend(frameon=False)
 
     return _figure(draw)
+
+
+LEARNING = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "reference_kl": "KL from the reference, nats",
+    "approx_kl": "KL from the sampling policy, nats",
+    "clip_fraction": "clipped share of tokens",
+    "response_tokens": "response length, tokens",
+    "surprise": "−log p of a token, nats",
+    "lr": "learning rate",
+}
+"""What the panels of `learning` show, where a run has it."""
+
+
+def learning(steps: Rows) -> str:
+    """Small panels: loss, gradient norm, KL, clip share, response length, learning rate."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["svg.fonttype"] = "none"
+    shown = {name: label for name, label in LEARNING.items() if any(name in row for row in steps)}
+    lines = -(-len(shown) // 2)
+    figure = Figure(figsize=(8, 1.7 * lines), layout="constrained")
+    for place, (name, label) in enumerate(shown.items(), 1):
+        axes = figure.add_subplot(lines, 2, place)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.plot(*zip(*[(row["step"], row[name]) for row in steps if name in row], strict=True), lw=1)
+        axes.set_title(label, fontsize=9)
+    return _svg(figure)
 
 
 def columns(steps: Rows, names: Sequence[str]) -> str:
@@ -67,14 +105,15 @@ def latency(steps: Rows) -> str:
     return _figure(draw)
 
 
-def lag(steps: Rows, bound: int) -> str:
-    """Lag of the trained tokens, mean and maximum, under its bound."""
+def lag(steps: Rows) -> str:
+    """Lag of the trained tokens, mean and maximum, under the bound that held at each step."""
+    bounds = [row["max_lag"] for row in steps]
 
     def draw(axes: Any) -> None:
         axes.plot([r["step"] for r in steps], [r["lag_mean"] for r in steps], lw=1, label="mean")
         axes.plot([r["step"] for r in steps], [r["lag_max"] for r in steps], lw=1, alpha=0.6, label="maximum")
-        axes.axhline(bound, color="tab:red", ls="--", lw=1, label="bound")
-        axes.set(xlabel="step", ylabel="versions", ylim=(-0.1, bound + 0.5))
+        axes.step([r["step"] for r in steps], bounds, color="tab:red", ls="--", lw=1, where="mid", label="bound")
+        axes.set(xlabel="step", ylabel="versions", ylim=(-0.1, max(bounds) + 0.5))
         axes.legend(frameon=False)
 
     return _figure(draw)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, PretrainedModel, dump, load
+from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.config.origin import write as write_origin
+from penstock.pipeline.run import crashes
+from penstock.pipeline.run.resume import check_fixed
 from penstock.services.runtime.files import write_whole
 
-FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n")
-"""What a resumed run must have as it began."""
 LIVE_S = 10.0
 
 
@@ -22,27 +25,28 @@ def new_folder(config: Config, config_path: Path) -> Path:
     folder = Path(config.run.folder) / name
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"run.name: {folder} exists and is not empty; choose another name, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "run.folder")
     return folder
 
 
-def resumed_folder(config: Config, folder: Path) -> Path:
-    """The folder of a run that goes on. Raises `ConfigError` where it is none, or began with another model or data."""
-    recorded = folder / "config.yaml"
-    if not recorded.is_file():
-        raise ConfigError(f"--resume: {folder} is not a run's folder: it has no config.yaml")
-    _check_fixed(load(recorded), config)
-    return folder
+def make_folder(folder: Path, key: str) -> None:
+    """Raises `ConfigError`, which names ``key``, where ``folder`` cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot write to {folder}: {error.strerror}; choose another folder") from None
 
 
-def open_folder(config: Config, folder: Path) -> None:
+def open_folder(config: Config, folder: Path, origin: Origin) -> None:
     """Makes ``folder`` ready for actors that are started one by one, for the first time or again. Raises `ConfigError`
     where its run is complete, or began with another model or data."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--folder")
     recorded = folder / "config.yaml"
     began = load(recorded) if recorded.is_file() else None
     if began:
-        _check_fixed(began, config)
+        check_fixed(began, config)
     if began and began != config and _is_live(folder):
         raise ConfigError(
             f"the run in {folder} is going on, and its config cannot change meanwhile: stop it, or give the same config"
@@ -53,13 +57,16 @@ def open_folder(config: Config, folder: Path) -> None:
             f"the run in {folder} is complete: {before['steps']} steps, reward {before['reward_last']:.3f}, see "
             f"{folder / 'summary.json'}; raise trainer.steps to go on, or choose another folder for another run"
         )
-    (folder / "summary.json").unlink(missing_ok=True)
-    write_config(config, folder)
+    begin(config, folder, origin)
 
 
-def write_config(config: Config, folder: Path) -> None:
-    """The resolved config, in one piece: others may be reading the one before."""
+def begin(config: Config, folder: Path, origin: Origin) -> None:
+    """A run starts in ``folder``, or goes on: its config and its origin are written down, each in one piece (others may
+    be reading the one before), and what an earlier start came to is forgotten."""
+    write_origin(folder, origin)
     write_whole(folder / "config.yaml", dump(config))
+    (folder / "summary.json").unlink(missing_ok=True)
+    crashes.forget(folder)
 
 
 def model_path(config: Config, folder: Path) -> str:
@@ -98,21 +105,7 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _check_fixed(began: Config, config: Config) -> None:
-    for key in FIXED:
-        before, now = _value(began, key), _value(config, key)
-        if before != now:
-            raise ConfigError(f"{key}: {now!r}, but the run began with {before!r}; a resumed run cannot change that")
-
-
 def _is_live(folder: Path) -> bool:
     """A broker wrote a line about its actors just now, as it does every second."""
     beats = folder / "actors.jsonl"
     return beats.is_file() and time.time() - beats.stat().st_mtime < LIVE_S and summary_of(folder) is None
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from penstock.pipeline.resources.gpus import visible_gpus
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.finish import conclude
-from penstock.pipeline.run.folder import keys_folder, run_key, write_config
+from penstock.pipeline.run.folder import keys_folder, run_key
 from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.supervisor import Child, Supervisor
@@ -49,20 +50,26 @@ DRAIN_S = 120.0
 STOP_S = 30.0
 
 
+LEAST_DISK = 1 << 20
+"""Bytes; a disk with less is full."""
+
+
 class RunError(RuntimeError):
     """The run could not go on; says why."""
+
+
+class InterruptedRunError(RunError):
+    """It was interrupted, and has no summary: before it began, or a second time, which ends it at once."""
 
 
 def run(config: Config, folder: Path, console: Console) -> dict[str, Any]:
     """Runs everything; returns the summary. Raises `RunError` or a `SetupError`."""
     logs.configure(folder.name, "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
-    write_config(config, folder)
-    (folder / "summary.json").unlink(missing_ok=True)
-    launch = _Launch(config, folder, console)
     interrupted: list[int] = []
+    launch = _Launch(config, folder, console, interrupted)
     previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in (2, 15)}
     try:
-        return launch.run(interrupted)
+        return launch.run()
     finally:
         launch.close()
         for number, handler in previous.items():
@@ -72,16 +79,18 @@ def run(config: Config, folder: Path, console: Console) -> dict[str, Any]:
 class _Launch:
     """One run's processes and the connection to its broker."""
 
-    def __init__(self, config: Config, folder: Path, console: Console) -> None:
+    def __init__(self, config: Config, folder: Path, console: Console, interrupted: list[int]) -> None:
         self._config, self._folder, self._console = config, folder, console
+        self._interrupted = interrupted
+        """Signals that came, one after the other."""
         self._supervisor = Supervisor(config.run.max_restarts)
         self._redis: PrivateRedis | None = None
         self._mailbox: Mailbox | None = None
         self._told: dict[str, int] = {}
         self._gpus = place(config, visible_gpus())
 
-    def run(self, interrupted: list[int]) -> dict[str, Any]:
-        self._prepare(interrupted)
+    def run(self) -> dict[str, Any]:
+        self._prepare()
         store = self._config.store.url or self._start_redis()
         address = self._start_broker(store)
         for spec in registry.actors(self._config).values():
@@ -95,14 +104,15 @@ class _Launch:
         self._mailbox.hello = lambda: [hello]
         self._mailbox.beat = Heartbeat
         self._mailbox.ask(hello, client.DEADLINE_S)
-        error, outcome = self._watch(interrupted)
-        return self._finish(error, outcome)
+        with View(self._console, f"penstock {self._folder.name}") as view:
+            error, outcome = self._watch(view)
+            return self._finish(view, error, outcome)
 
     def close(self) -> None:
         """Leaves no process behind."""
         if self._mailbox:
             self._mailbox.close()
-        forced = self._supervisor.stop(STOP_S)
+        forced = self._supervisor.stop(STOP_S, lambda: len(self._interrupted) > 1)
         if forced:
             log.warning("ended by force", children=forced)
         shared_memory.remove_leftovers(run_key(self._folder))
@@ -111,7 +121,7 @@ class _Launch:
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, interrupted: list[int]) -> None:
+    def _prepare(self) -> None:
         if not isinstance(self._config.model, TinyModel) or (self._folder / "model" / "config.json").is_file():
             return
         command = penstock("prepare", str(self._folder / "config.yaml"))
@@ -122,10 +132,9 @@ class _Launch:
             restartable=False,
             foreign=True,
         )
-        with self._console.status("making the tiny model and its warm start (about 20 s) …"):
+        with self._console.status("making the tiny model; its warm start is supervised (about 20 s) …"):
             while child.alive:
-                if interrupted:
-                    raise RunError("interrupted while the model was made")
+                self._hear_interrupt()
                 time.sleep(0.1)
         if child.process and child.process.returncode:
             raise RunError(f"the model could not be made: {child.last_words()}")
@@ -148,6 +157,7 @@ class _Launch:
         try:
             deadline = time.monotonic() + BROKER_START_S
             while not select.select([read], [], [], 0.1)[0]:
+                self._hear_interrupt()
                 error = self._supervisor.poll()
                 if error or time.monotonic() > deadline:
                     raise RunError(error or f"the broker did not start within {BROKER_START_S:.0f} s")
@@ -184,34 +194,43 @@ class _Launch:
 
     # --- watching ----------------------------------------------------------------------------------------------------
 
-    def _watch(self, interrupted: list[int]) -> tuple[str | None, str]:
+    def _hear_interrupt(self) -> None:
+        if self._interrupted:
+            raise InterruptedRunError("interrupted before the run began")
+
+    def _watch(self, view: View) -> tuple[str | None, str]:
         """Until the run is over; returns the error that ended it, if one did, and the outcome in a word."""
         assert self._mailbox
         heard = time.monotonic()
-        with View(self._console, f"penstock {self._folder.name}") as view:
-            while True:
-                error = self._supervisor.poll()
-                self._note_restarts(view)
-                if error:
-                    return error, "failed"
-                if interrupted:
-                    view.note("interrupted: draining and saving a checkpoint …")
-                    return None, "interrupted"
-                try:
-                    state = client.state(self._mailbox)
-                    heard = time.monotonic()
-                except DeadlineError as late:
-                    if time.monotonic() - heard > BROKER_SILENT_S:
-                        return self._supervisor.poll() or str(late), "failed"
-                    continue
-                view.update(state, self._supervisor.restarts)
-                for name in state["lost"]:
-                    self._supervisor.end_wedged(name)
-                if state["phase"] == "done":
-                    return None, "complete"
-                if state["phase"] == "stopping":
-                    return state["error"] or state["reason"] or "the run was stopped", "failed"
-                time.sleep(STATUS_EVERY_S)
+        while True:
+            error = self._supervisor.poll()
+            self._note_restarts(view)
+            self._check_disk()
+            if error:
+                return error, "failed"
+            if self._interrupted:
+                view.note("interrupted: draining and saving a checkpoint; once more ends it at once …")
+                return None, "interrupted"
+            try:
+                state = client.state(self._mailbox)
+                heard = time.monotonic()
+            except DeadlineError as late:
+                if time.monotonic() - heard > BROKER_SILENT_S:
+                    return self._supervisor.poll() or str(late), "failed"
+                continue
+            view.update(state, self._supervisor.restarts)
+            for name in state["lost"]:
+                self._supervisor.end_wedged(name)
+            if state["phase"] == "done":
+                return None, "complete"
+            if state["phase"] == "stopping":
+                return state["error"] or state["reason"] or "the run was stopped", "failed"
+            time.sleep(STATUS_EVERY_S)
+
+    def _check_disk(self) -> None:
+        """On a full disk nobody can say anything any more, so it is said here. What was acknowledged is there."""
+        if shutil.disk_usage(self._folder).free < LEAST_DISK:
+            raise RunError(f"the disk that {self._folder} is on is full; free some space, and go on")
 
     def _note_restarts(self, view: View) -> None:
         for child in self._supervisor.children:
@@ -221,7 +240,7 @@ class _Launch:
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
-    def _finish(self, error: str | None, outcome: str) -> dict[str, Any]:
+    def _finish(self, view: View, error: str | None, outcome: str) -> dict[str, Any]:
         """Drains, then writes summary and report from what the broker last knew."""
         broker = next(child for child in self._supervisor.children if child.name == "broker")
         if error and not broker.alive:
@@ -230,6 +249,7 @@ class _Launch:
             self._drain(broker, "" if outcome == "complete" else error or outcome)
             status, ledger = self._insist(StatusRequest()), self._insist(LedgerRequest())
             assert isinstance(status, Status) and isinstance(ledger, LedgerReply)
+            view.finish(status.state, self._supervisor.restarts)
             self._insist(StopRun(reason="the supervisor has seen the end", seen=True))
             self._supervisor.wait({"broker"}, STOP_S)
         except (DeadlineError, RefusedError) as late:
@@ -266,5 +286,8 @@ class _Launch:
 
     def _keep_books(self) -> None:
         """Broker and store are needed to the last, when nobody else is started again."""
+        if len(self._interrupted) > 1:
+            raise InterruptedRunError("interrupted twice: ended at once, without a checkpoint of the last steps")
+        self._check_disk()
         if broken := self._supervisor.poll({"broker", "redis"}):
             raise RunError(broken)

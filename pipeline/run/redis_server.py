@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from penstock.pipeline.config import ConfigError
+from penstock.services.runtime.install import install
 
 SOCKET_PATH_LIMIT = 100
 """Unix socket paths end at about this many bytes; a deeper run folder gets its socket in a temporary one."""
@@ -28,8 +29,7 @@ def find_server() -> str:
     except ImportError:
         pass
     raise ConfigError(
-        "store.url: not given, and there is no redis-server here; install Redis, or run: "
-        "pip install 'penstock[redis-server]'"
+        f"store.url: not given, and there is no redis-server here; install Redis, or run: {install('redis-server')}"
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources import gpu_locks
 from penstock.pipeline.resources.gpus import visible_gpus
-from penstock.pipeline.run import torchrun
+from penstock.pipeline.run import crashes, torchrun
 from penstock.pipeline.run.folder import address_file, keys_folder, model_path, run_key, summary_of
 from penstock.protocols import keys
 from penstock.protocols.keys import KeysError
@@ -19,6 +20,7 @@ from penstock.protocols.wire import ProtocolError
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.actor import STOP_GRACE_S, ActorContext, on_stop
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.plugins import UserCodeError, describe
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.address import interface_of, own_address
@@ -47,13 +49,14 @@ def serve(
         if kind == "broker":  # the one before may have died just before it ended the store
             _end_store(config, store or config.store.url or "")
         return 0
+    place = crashes.Place()
     try:
         if kind == "broker":
-            return _serve_broker(config, context, store, supervised, ready_fd)
+            return _serve_broker(config, context, store, supervised, ready_fd, place)
         if not spec.count(config):
             log.info(f"this run needs no {kind}: {spec.unneeded}")
             return 0
-        return _serve_member(spec, config, context, rank, supervised)
+        return _serve_member(spec, config, context, rank, supervised, place)
     except (SetupError, AddressError, KeysError, ProtocolError) as error:
         log.error("cannot work with this setup", error=str(error))
         os.write(2, f"{context.name}: {error}\n".encode())
@@ -62,11 +65,25 @@ def serve(
         if isinstance(error, DeadlineError) and not supervised and _is_over(context):
             return 0  # it ended while we were still on our way to its broker
         log.exception("crashed", error=str(error))
-        os.write(2, f"{context.name}: {type(error).__name__}: {error}\n".encode())
-        return 1
+        return _last_words(error, context, name, place.step)
 
 
-def _serve_member(spec: ActorSpec, config: Config, context: ActorContext, rank: int, supervised: bool) -> int:
+def _last_words(error: Exception, context: ActorContext, name: str, step: int) -> int:
+    """Tells stderr what ``name`` dies of; returns its exit code."""
+    said = str(error) if isinstance(error, UserCodeError) else describe(error)
+    code = 1
+    if crashes.disk_is_full(error):
+        code, said = EXIT_SETUP, f"nothing can be written to {context.folder}: {error.strerror}; free some space"  # type: ignore[attr-defined]
+    elif crashes.again(context.folder, name, error, step):
+        where = f" at step {step}" if step >= 0 else ""
+        code, said = EXIT_SETUP, f"the same failure twice{where}: {said}"
+    os.write(2, f"{context.name}: {' '.join(said.split())}\n".encode())
+    return code
+
+
+def _serve_member(
+    spec: ActorSpec, config: Config, context: ActorContext, rank: int, supervised: bool, place: crashes.Place
+) -> int:
     grace = STOP_GRACE_S if supervised else spec.grace_s
     _prepare_environment(spec, config)
     if spec.kind == "trainer":
@@ -79,6 +96,13 @@ def _serve_member(spec: ActorSpec, config: Config, context: ActorContext, rank: 
     if spec.kind in ("rollout", "trainer"):
         config = _on_weight_network(config)
     actor = spec.create(context, config)
+    try:
+        return _run_actor(actor, rank, supervised, grace)
+    finally:
+        place.step = -1 if rank else actor.actor.version
+
+
+def _run_actor(actor: Any, rank: int, supervised: bool, grace: float) -> int:
     if rank:
         on_stop(lambda reason: log.info("rank 0 decides when to stop", reason=reason), supervised, grace)
         actor.run()
@@ -111,7 +135,12 @@ def environment(spec: ActorSpec, config: Config) -> dict[str, str]:
 
 
 def _serve_broker(
-    config: Config, context: ActorContext, store: str | None, supervised: bool, ready_fd: int | None
+    config: Config,
+    context: ActorContext,
+    store: str | None,
+    supervised: bool,
+    ready_fd: int | None,
+    place: crashes.Place,
 ) -> int:
     from penstock.services.broker.service import Broker
     from penstock.services.broker.state import BrokerSettings
@@ -150,7 +179,10 @@ def _serve_broker(
         os.write(ready_fd, f"{broker.address}\n".encode())
         os.close(ready_fd)
     address_file(context.folder).write_text(broker.address + "\n")
-    error = broker.serve()
+    try:
+        error = broker.serve()
+    finally:
+        place.step = broker.ledger_state.steps
     if not supervised:
         from penstock.pipeline.run.finish import conclude
 

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from penstock.pipeline.report.findings import findings
 from penstock.protocols.messages import LedgerReply
 
 WINDOW = 10
@@ -54,6 +55,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
     rewards = [row["reward"] for row in steps]
     totals = state["totals"]
     last = rewards[-WINDOW:]
+    drops = read_lines(folder / "dropped.jsonl")
     return {
         "run": state["run"],
         "outcome": outcome,
@@ -71,10 +73,15 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "groups_trained": totals["trained"],
         "groups_dropped": state["dropped"],
         **audit(folder, ledger),
-        "reward_errors": totals["reward_errors"],
+        "groups_without_variance": totals["groups_without_variance"],
+        "steps_skipped": totals["steps_skipped"],
+        "rewards_failed": sum(said["failed"] for said in state["rewards"].values()),
+        "prompts_dropped": totals["prompts_dropped"],
         "generated_tokens": totals["generated_tokens"],
         "trained_tokens": totals["trained_tokens"],
         "train_s": round(state["train_s"], 3),
         "wall_s": round(state["wall_s"], 3),
         "restarts": restarts,
+        "evaluations": state["evaluations_by_set"],
+        "look_at_this": findings(state, steps, drops),
     }

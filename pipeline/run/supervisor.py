@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,26 +117,26 @@ class Supervisor:
         """How often processes were started again."""
         return sum(child.restarts for child in self.children)
 
-    def stop(self, grace_s: float) -> list[str]:
-        """Ends every process, politely, then by force; returns the names of those that needed force."""
+    def stop(self, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> list[str]:
+        """Ends every process, politely, then, after ``grace_s`` or as soon as ``hurry`` says so, by force; returns the
+        names of those that needed force."""
         for child in self.children:
             child.start_again_at = None
             if child.alive and child.process:
                 child.process.send_signal(signal.SIGTERM)
-        forced = []
         deadline = time.monotonic() + grace_s
+        while any(child.alive for child in self.children) and time.monotonic() < deadline and not hurry():
+            time.sleep(0.02)
+        forced = [child for child in self.children if child.alive]
+        for child in forced:
+            assert child.process
+            child.process.kill()
         for child in self.children:
-            if child.process is None:
-                continue
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
+            if child.process:
                 child.process.wait()
-                forced.append(child.name)
-            if child.process.stdin:
-                child.process.stdin.close()
-        return forced
+                if child.process.stdin:
+                    child.process.stdin.close()
+        return [child.name for child in forced]
 
     def wait(self, names: set[str], deadline_s: float) -> list[str]:
         """Waits for processes to end by themselves; returns those that did not."""

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.redis_server import find_server
+from penstock.services.runtime.install import install
 from penstock.services.weights.transports.shared_memory import directory
 
 NEEDED = (("torch", "train"), ("transformers", "train"), ("safetensors", "train"))
@@ -44,7 +45,7 @@ def examine(console: Console) -> bool:
     row(memory >= 4, True, "memory", f"{memory:.1f} GiB", "the quickstart needs about 4 GiB")
     row(True, True, "Python", platform.python_version())
     for package, extra in NEEDED:
-        row(_has(package), True, package, _version(package), f"pip install 'penstock[{extra}]'")
+        row(_has(package), True, package, _version(package), install(extra))
     try:
         server = find_server()
         shown = subprocess.run([server, "--version"], capture_output=True, text=True, timeout=10).stdout
@@ -62,7 +63,7 @@ def examine(console: Console) -> bool:
     found = _gpus()
     row(bool(found), False, "GPUs", found or "none", "everything runs on the CPU; weights.transport: shm or gloo")
     for package, extra, use in OPTIONAL:
-        row(_has(package), False, use, _version(package), f"pip install 'penstock[{extra}]'")
+        row(_has(package), False, use, _version(package), install(extra))
     console.print(table)
     console.print("ready: penstock run configs/quickstart.yaml" if fit else "not ready: mend the lines marked ✗")
     return fit

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.protocols import wire
-from penstock.protocols.experience import as_bytes
+from penstock.protocols.experience import Group, as_bytes, unpack_group
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.services.runtime.files import write_whole
 
@@ -37,6 +37,11 @@ class Archive:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}.msgpack"
+
+
+def open_group(taken: TakenGroup) -> Group:
+    """Its trajectories. Raises `ExperienceError` or `WireError` where they cannot be read."""
+    return unpack_group(taken.experience.data)
 
 
 def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.services.data.config import DataConfig
 from penstock.services.runtime.settings import Section
+
+ONE_SET = "held_out"
+"""The name of a single evaluation set that has none."""
 
 
 class PromptsConfig(Section):
@@ -15,16 +18,23 @@ class PromptsConfig(Section):
 
     train: DataConfig
     """Where the prompts to train on come from."""
-    eval: DataConfig | None = None
-    """Held-out prompts, answered greedily before and after training. null: no evaluation."""
-    eval_size: int = Field(256, ge=1)
-    """Held-out prompts that one evaluation asks, at most; the first ones of `eval`."""
+    eval: dict[str, DataConfig] = {}
+    """Held-out prompts, answered greedily before and after training: a data source, or several by name, e.g.
+    ``{sums: {type: hub, path: json, files: [sums.jsonl]}, words: {type: sort}}``, each with a curve of its own. null:
+    no evaluation."""
+    eval_size: int = Field(256, ge=0)
+    """Held-out prompts that one evaluation asks of each set of `eval`, at most: its first ones. 0: no evaluation."""
     eval_every: int = Field(0, ge=0)
     """Evaluate also after every so many steps, e.g. ``50``, while training goes on; 0: not."""
     shuffle: bool = True
     """Draw the prompts in random order (by `run.seed`), another in each epoch; false: in the data's own order."""
     epochs: int | None = Field(None, ge=1)
     """How often every prompt is drawn, e.g. ``1``; null: as often as the steps need."""
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return {} if value is None else {ONE_SET: value} if isinstance(value, dict) and "type" in value else value
 
 
 class GateConfig(Section):
@@ -81,6 +91,10 @@ class ReplayConfig(Section):
     archive: Literal["all", "none"] | int = "none"
     """Steps whose groups are kept on disk, in the run's folder, for `penstock replay`: all, the last N
     (e.g. ``100``), or none."""
+    samples: Literal["some", "all"] | int = "some"
+    """Trajectories that are written to samples.jsonl, a flat row each (``pandas.read_json("samples.jsonl",
+    lines=True)``): ``all``; those of N groups of every step (e.g. ``2``); or ``some``: the best and the worst of a
+    group in about 40 steps of the run, as the report shows them."""
     filter: Literal["none", "zero_variance"] = "none"
     """``zero_variance``: drop groups whose rewards are all equal, from which nothing can be learned, and generate
     others instead (Yu et al. 2025)."""
@@ -91,7 +105,7 @@ class ReplayConfig(Section):
 class StoreConfig(Section):
     """Redis, the pipeline's memory."""
 
-    url: str | None = None
+    url: str | None = Field(None, pattern=r"^(redis|rediss|unix)://")
     """Address of a Redis of your own: ``redis://…``, ``rediss://…`` (TLS) or ``unix://…``, e.g.
     ``redis://10.1.0.7:6379/0``. null: a private server in the run's folder."""
     fsync: Literal["always", "everysec"] = "always"

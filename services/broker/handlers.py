@@ -187,7 +187,7 @@ class Handlers:
         if failed.purpose == "eval":
             self._state.drop_evaluation(failed.number, reason)
         elif failed.number in self._state.groups.leases.open:
-            self._state.drop(failed.number, reason)
+            self._state.drop(failed.number, reason, "prompt")
         self._ack(member, request)
 
     def _on_scores(self, member: Member, request: int, scores: m.Scores) -> None:
@@ -239,9 +239,17 @@ class Handlers:
         progress.totals["trained"] += groups
         progress.totals["trained_tokens"] += int(metrics.get("tokens", 0))
         progress.totals["tokens_lagging"] += int(metrics.get("tokens_lagging", 0))
+        progress.totals["steps_skipped"] += int(metrics.get("skipped", 0))
+        progress.totals["groups_without_variance"] += int(metrics.get("groups_without_variance", 0))
         progress.totals["lag_max"] = max(progress.totals["lag_max"], int(metrics.get("lag_max", 0)))
         progress.last_metrics = metrics
-        row = {"step": commit.step, "time": now, "train_s": now - (progress.training_since or now), **metrics}
+        row = {
+            "step": commit.step,
+            "time": now,
+            "max_lag": state.settings.gate.max_lag,
+            "train_s": now - (progress.training_since or now),
+            **metrics,
+        }
         row |= {**queues(state), **progress.latency.read(), "groups_dropped": state.groups.drops}
         state.recorder.step(row | {"generated_tokens_total": progress.totals["generated_tokens"]})
         every, done = state.settings.prompts.eval_every, commit.step + 1

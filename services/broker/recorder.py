@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from penstock.protocols.experience import Group
 from penstock.services.data import need
 
 
@@ -23,7 +23,7 @@ class Recorder:
         self._samples = (folder / "samples.jsonl").open("a", buffering=1)
         self._tensorboard = None
         if tensorboard:
-            need("tensorboardX", "tensorboard")
+            need("tensorboardX", "tensorboard", "run.tensorboard")
             from tensorboardX import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
@@ -37,7 +37,8 @@ class Recorder:
         """One line an evaluation."""
         self._write(self._metrics, {"kind": "eval", **row})
         if row["reward"] is not None:
-            self._scalars({"step": row["step"], "eval_reward": row["reward"]})
+            sets = {f"eval_reward/{name}": reward for name, reward in row["sets"].items()}
+            self._scalars({"step": row["step"], "eval_reward": row["reward"], **sets})
 
     def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int]) -> None:
         """One line a beat: what every actor does, and how deep the queues are."""
@@ -47,29 +48,17 @@ class Recorder:
         """One line a commit; a step that was redone has several, of which the last counts."""
         self._write(self._ledger, row)
 
-    def drop(self, number: int, reason: str) -> None:
+    def drop(self, number: int, reason: str, kind: str) -> None:
         """One line a dropped group."""
-        self._write(self._drops, {"group": number, "reason": reason})
+        self._write(self._drops, {"group": number, "kind": kind, "reason": reason})
 
     def load(self, row: dict[str, Any]) -> None:
         """One line each time a rollout has loaded a version: bytes, and seconds of every phase."""
         self._write(self._weights, row)
 
-    def sample(self, step: int, group: Group, rewards: list[float]) -> None:
-        """Two trajectories of a group, the best and the worst."""
-        ranked = sorted(range(len(rewards)), key=lambda i: (rewards[i] != rewards[i], rewards[i]))
-        for index in dict.fromkeys((ranked[-1], ranked[0])):
-            trajectory = group.trajectories[index]
-            row = {
-                "step": step,
-                "group": group.number,
-                "prompt": group.prompt.as_text(),
-                "response": trajectory.text,
-                "truth": group.prompt.truth if isinstance(group.prompt.truth, str) else None,
-                "reward": rewards[index] if rewards[index] == rewards[index] else None,
-                "versions": sorted({int(v) for v in trajectory.versions if v >= 0}),
-                "finish": trajectory.finish,
-            }
+    def samples(self, found: Iterable[dict[str, Any]]) -> None:
+        """One line each trajectory that is kept for people (`samples.rows`)."""
+        for row in found:
             self._write(self._samples, row)
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ class Scheduler:
             if lease is None:
                 return
             if lease.attempt >= state.settings.broker.max_attempts:
-                state.drop(lease.number, f"leased {lease.attempt} times without an answer")
+                state.drop(lease.number, f"leased {lease.attempt} times without an answer", "unanswered")
                 continue
             required = groups.gate.required_version(lease.number)
             if lease.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
@@ -132,11 +132,11 @@ class Scheduler:
         """Gives it to ``rollout``; a prompt that cannot be used costs its group alone."""
         state = self._state
         try:
-            drawn = state.prompts.draw(lease.draw) if purpose == "train" else state.held_out[lease.draw]
+            drawn = state.prompts.draw(lease.draw) if purpose == "train" else state.held_out.draw(lease.draw)
             prompt = _sendable(drawn)
         except (DataError, wire.WireError) as error:
             reason = f"its prompt cannot be used: {error}"
-            (state.drop if purpose == "train" else state.drop_evaluation)(lease.number, reason)
+            state.drop_any(purpose, lease.number, reason, "prompt")
             return
         if purpose == "train" and lease.attempt == 0:
             state.progress.totals["leased"] += 1
@@ -172,7 +172,7 @@ class Scheduler:
             attempts = max(entry.attempts.get(column.name, 0) for column in columns)
             if attempts >= state.settings.broker.max_attempts:
                 reason = f"{scorer} was offered it {attempts} times without an answer"
-                (state.drop if purpose == "train" else state.drop_evaluation)(entry.number, reason)
+                state.drop_any(purpose, entry.number, reason, "unanswered")
                 continue
             member = room.take()
             if member is None:

@@ -9,6 +9,7 @@ from penstock.protocols.experience import Purpose
 from penstock.protocols.messages import Score
 from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
+from penstock.services.broker.tally import Tally
 
 LEAST_VALUES = 2
 """A group in which fewer trajectories have a reward teaches nothing."""
@@ -21,11 +22,11 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
     if entry is None:
         return  # repeated, or for a group that is gone
     if score.unusable:
-        _drop(state, score.purpose, score.number, score.unusable)
+        state.drop_any(score.purpose, score.number, score.unusable, "unusable")
         return
     column.check(score.values, entry.trajectories, entry.tokens)
-    if score.errors:
-        state.progress.totals["reward_errors"] += len(score.errors)
+    if column.nullable:
+        state.progress.tallies.setdefault(column.name, Tally()).add(len(score.values), score.errors)
     state.progress.latency.add(column.name, score.seconds)
     key = (score.purpose, score.number)
     state.payloads.add(key, column.name, score.values)
@@ -64,17 +65,10 @@ def _judge(state: BrokerState, score: Score, rewards: np.ndarray) -> None:
     found = int(np.isfinite(rewards).sum())
     if found < min(LEAST_VALUES, len(rewards)):
         why = score.errors[-1] if score.errors else "NaN"
-        _drop(state, "train", score.number, f"too few trajectories have a reward; {why}")
+        state.drop(score.number, f"too few trajectories have a reward; {why}", "reward")
     elif state.settings.replay.filter == "zero_variance" and np.nanstd(rewards) == 0:
         state.payloads.forget(("train", score.number))
         state.groups.filter(score.number, "filtered: its rewards are all equal")
-
-
-def _drop(state: BrokerState, purpose: Purpose, number: int, reason: str) -> None:
-    if purpose == "train":
-        state.drop(number, reason)
-    else:
-        state.drop_evaluation(number, reason)
 
 
 def _finish_evaluation(state: BrokerState, number: int) -> None:

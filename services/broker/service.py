@@ -12,6 +12,7 @@ from penstock.services.broker.handlers import Handlers
 from penstock.services.broker.scheduler import Scheduler
 from penstock.services.broker.state import BrokerSettings, BrokerState, Phase
 from penstock.services.broker.status import ledger_state, live_state, stall_reason
+from penstock.services.broker.tally import Tally
 from penstock.services.runtime import failpoint, health
 
 log = structlog.get_logger()
@@ -48,6 +49,8 @@ class Broker:
         row = rows["all"]
         progress.totals |= row["totals"]
         state.evaluation.results |= row["evaluations"]
+        state.evaluation.by_set |= row["evaluations_by_set"]
+        progress.tallies = {name: Tally(**said) for name, said in row["tallies"].items()}
         state.evaluation.steps |= row["evaluated"]
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
         progress.started_at, progress.final_checkpoint = row["started_at"], row["final_checkpoint"]
@@ -66,6 +69,8 @@ class Broker:
         row = {
             "totals": dict(progress.totals),
             "evaluations": dict(state.evaluation.results),
+            "evaluations_by_set": dict(state.evaluation.by_set),
+            "tallies": {name: tally.row() for name, tally in progress.tallies.items()},
             "evaluated": dict(state.evaluation.steps),
             "training_since": progress.training_since,
             "trained_until": progress.trained_until,

@@ -12,11 +12,11 @@ import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.columns import REWARD, ColumnTable
-from penstock.protocols.experience import ExperienceError, Sampling, unpack_group
+from penstock.protocols.experience import ExperienceError, Purpose, Sampling
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.mailbox import RouterServer
 from penstock.protocols.wire import WireError
-from penstock.services.broker.archive import Archive
+from penstock.services.broker.archive import Archive, open_group
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.broker.latency import Latency
 from penstock.services.broker.membership import Member, Members
@@ -24,12 +24,15 @@ from penstock.services.broker.payloads import Payloads
 from penstock.services.broker.recorder import Recorder
 from penstock.services.broker.rules.evaluation import Evaluation
 from penstock.services.broker.rules.gate import Gate
-from penstock.services.broker.rules.groups import GroupTracker
+from penstock.services.broker.rules.groups import DropKind, GroupTracker
 from penstock.services.broker.rules.holds import Holds
 from penstock.services.broker.rules.ledger import Step
+from penstock.services.broker.samples import rows
 from penstock.services.broker.store import Store
+from penstock.services.broker.tally import Tally
 from penstock.services.broker.versions import Versions
 from penstock.services.data import open_source
+from penstock.services.data.held_out import HeldOut
 from penstock.services.data.prompts import PromptStream
 
 log = structlog.get_logger()
@@ -87,8 +90,9 @@ class Progress:
     last_metrics: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
-            ("leased", "finished", "trained", "generated_tokens", "trained_tokens", "reward_errors", "late_answers",
-             "lag_max", "tokens_lagging", "taken_up", "eval_unusable"), 0
+            ("leased", "finished", "trained", "generated_tokens", "trained_tokens", "late_answers", "lag_max",
+             "tokens_lagging", "taken_up", "eval_unusable", "prompts_dropped", "steps_skipped",
+             "groups_without_variance"), 0
         )
     )  # fmt: skip
 
@@ -98,6 +102,8 @@ class Progress:
     """The version published last, and what that took in the trainer."""
     pauses: dict[str, float] = field(default_factory=dict)
     """Rollout to how long it last stood still for a new version, in seconds."""
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    """By column: calls of a reward function, and how they failed."""
     latency: Latency = field(default_factory=Latency)
     """Of scoring, since the last step."""
 
@@ -116,10 +122,9 @@ class BrokerState:
         self.payloads = Payloads(self.store, settings.columns)
         stream = open_source(settings.prompts.train)
         self.prompts = PromptStream(stream, settings.seed, settings.prompts.shuffle, settings.prompts.epochs)
-        self.held_out = open_source(settings.prompts.eval, held_out=True) if settings.prompts.eval else []
+        self.held_out = HeldOut.open(settings.prompts.eval, settings.prompts.eval_size)
         columns = settings.columns.columns
-        eval_size = min(settings.prompts.eval_size, len(self.held_out))
-        self.evaluation = Evaluation(eval_size, settings.columns.evaluated)
+        self.evaluation = Evaluation(len(self.held_out), settings.columns.evaluated, self.held_out.name_of)
         self.recorder = Recorder(settings.folder, settings.tensorboard)
         self.archive = Archive(settings.folder, settings.replay.archive)
         self.groups = GroupTracker(
@@ -131,7 +136,7 @@ class BrokerState:
             settings.gate.prefetch,
             self.payloads.delete,
             self._archive_step,
-            self.recorder.drop,
+            self._dropped,
         )
         self.versions = Versions(self.store)
         self.members = Members(self.store)
@@ -170,10 +175,21 @@ class BrokerState:
         """It serves a version of the present timeline."""
         return self.versions.serves(rollout.version, rollout.digest)
 
-    def drop(self, number: int, reason: str) -> None:
+    def drop(self, number: int, reason: str, kind: DropKind) -> None:
         """The group will never be trained on."""
         self.payloads.forget(("train", number))
-        self.groups.drop(number, reason)
+        self.groups.drop(number, reason, kind)
+
+    def drop_any(self, purpose: Purpose, number: int, reason: str, kind: DropKind) -> None:
+        """Of training or of evaluation."""
+        if purpose == "train":
+            self.drop(number, reason, kind)
+        else:
+            self.drop_evaluation(number, reason)
+
+    def _dropped(self, number: int, reason: str, kind: DropKind) -> None:
+        self.recorder.drop(number, reason, kind)
+        self.progress.totals["prompts_dropped"] += kind == "prompt"
 
     def drop_evaluation(self, number: int, reason: str) -> None:
         """The evaluation prompt will have no reward."""
@@ -186,14 +202,15 @@ class BrokerState:
         """Writes down a round, if this is one that is complete."""
         if finished is None:
             return
-        reward = finished.mean() if finished.rewards else None
+        reward = finished.mean()
         log.info("evaluated", label=finished.label, reward=reward, unusable=len(finished.unusable))
         self.recorder.evaluation(
             {
                 "step": finished.step,
                 "label": finished.label,
                 "reward": reward,
-                "prompts": len(finished.rewards),
+                "sets": finished.means(),
+                "prompts": finished.answered,
                 "unusable": len(finished.unusable),
                 "version_min": min(finished.versions, default=-1),
                 "version_max": max(finished.versions, default=-1),
@@ -206,15 +223,22 @@ class BrokerState:
         batch = self._read_batch(step)
         for number in step.groups:
             self.payloads.forget(("train", number))
-        if step.step % max(1, self.settings.steps // SAMPLED_STEPS) == 0:
-            self._record_sample(step.step, batch.groups[0])
+        self._record_samples(step.step, batch.groups)
         return batch
 
-    def _record_sample(self, step: int, sample: m.TakenGroup) -> None:
-        try:
-            self.recorder.sample(step, unpack_group(sample.experience.data), sample.columns[REWARD].tolist())
-        except (ExperienceError, WireError) as error:  # the trainer leaves it out too
-            log.warning("a sample cannot be read", group=sample.number, error=str(error))
+    def _record_samples(self, step: int, groups: list[m.TakenGroup]) -> None:
+        keep = self.settings.replay.samples
+        if keep == "some" and step % max(1, self.settings.steps // SAMPLED_STEPS):
+            return
+        for taken in groups[: len(groups) if keep == "all" else 1 if keep == "some" else keep]:
+            try:
+                group = open_group(taken)
+            except (ExperienceError, WireError) as error:  # the trainer leaves it out too
+                log.warning("a sample cannot be read", group=taken.number, error=str(error))
+                continue
+            tokens = {column.name for column in self.settings.columns.columns if column.per == "token"}
+            found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in tokens}))
+            self.recorder.samples(_best_and_worst(found) if keep == "some" else found)
 
     def _read_batch(self, step: Step) -> m.Batch:
         groups = self.payloads.taken(step.groups, self.settings.columns.names)
@@ -240,3 +264,8 @@ class BrokerState:
         return m.Receivers(
             serves={r.identity: (r.version, r.digest) if self.serves_current(r) else nothing for r in rollouts}
         )
+
+
+def _best_and_worst(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ranked = sorted(found, key=lambda row: (row[REWARD] is None, row[REWARD] or 0.0))
+    return [ranked[-1], *ranked[: len(ranked) > 1]]

@@ -28,11 +28,18 @@ def stall_reason(state: BrokerState) -> str:
     if entry:
         holders = {name: groups.replay.holds.holder((oldest, name)) or "nobody" for name in sorted(entry.needs)}
         waits = ", ".join(f"{column} ({holder})" for column, holder in holders.items())
-        return f"group {oldest} waits for {waits}"
+        failing = "; ".join(failures(state))
+        return f"group {oldest} waits for {waits}" + (f"; {failing}" if failing else "")
     if not state.members.of_kind("rollout"):
         return "no rollout is here"
     versions = {r.name: r.version for r in state.members.of_kind("rollout")}
     return f"group {oldest} needs a rollout with version {state.groups.blocked_lease()}; there are {versions}"
+
+
+def failures(state: BrokerState) -> list[str]:
+    """Of each reward function whose calls failed, in words."""
+    table, tallies = state.settings.columns.by_name, state.progress.tallies
+    return [f"{table[name].source}: {tally.words()}" for name, tally in tallies.items() if tally.failed]
 
 
 def queues(state: BrokerState) -> dict[str, int]:
@@ -78,6 +85,12 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "version": state.versions.latest,
         "max_lag": state.settings.gate.max_lag,
         "evaluations": dict(state.evaluation.results),
+        "evaluations_by_set": dict(state.evaluation.by_set),
+        "rewards": {
+            column.name: {"source": column.source, "words": tally.words(), **tally.row()}
+            for column in state.settings.columns.columns
+            if (tally := state.progress.tallies.get(column.name))
+        },
         "metrics": state.progress.last_metrics,
         "queues": queues(state),
         "members": members,

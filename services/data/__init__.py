@@ -8,14 +8,16 @@ from importlib import import_module
 from penstock.protocols.experience import Prompt
 from penstock.services.data.config import CustomData, DataConfig, HubData, ReasoningGymData, SortData
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.install import install
 
 
 class DataError(SetupError):
     """A data source that cannot be opened, or a row that is no prompt; says which and what to do."""
 
 
-def open_source(config: DataConfig, held_out: bool = False) -> Sequence[Prompt]:
-    """The prompts of ``config``. ``held_out`` selects a procedural source's evaluation part."""
+def open_source(config: DataConfig, held_out: bool = False, key: str = "prompts.train") -> Sequence[Prompt]:
+    """The prompts of ``config``, which stands at ``key`` of the run's config. ``held_out`` selects a procedural
+    source's evaluation part. A row that is no prompt raises `DataError` when it is asked for."""
     if isinstance(config, SortData):
         from penstock.services.data.sort import SortSource
 
@@ -23,23 +25,21 @@ def open_source(config: DataConfig, held_out: bool = False) -> Sequence[Prompt]:
     if isinstance(config, HubData):
         from penstock.services.data.hub import HubSource
 
-        return HubSource(config)
+        return HubSource(config, key)
     if isinstance(config, ReasoningGymData):
         from penstock.services.data.reasoning_gym import ReasoningGymSource
 
-        return ReasoningGymSource(config)
+        return ReasoningGymSource(config, key)
     assert isinstance(config, CustomData)
-    module, _, name = config.function.partition(":")
-    try:
-        source = getattr(import_module(module), name)(**config.options)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(f"prompts: cannot load {config.function!r} as module:function: {error}") from error
-    return source
+    from penstock.services.data.custom import CustomSource
+
+    return CustomSource(config, key)
 
 
-def need(module: str, extra: str) -> None:
-    """Raises `DataError` with the command that installs ``module``, where it is missing."""
+def need(module: str, extra: str, key: str) -> None:
+    """Raises `DataError` with the command that installs ``module``, where it is missing; ``key`` is what asks for
+    it."""
     try:
         import_module(module)
     except ImportError:
-        raise DataError(f"{module} is not installed; run: pip install 'penstock[{extra}]'") from None
+        raise DataError(f"{key}: {module} is not installed; run: {install(extra)}") from None

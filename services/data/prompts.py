@@ -15,7 +15,7 @@ class PromptStream:
 
     def __init__(self, source: Sequence[Prompt], seed: int, shuffle: bool, epochs: int | None) -> None:
         if not len(source):
-            raise DataError("prompts.train: the data source has no rows")
+            raise DataError("prompts.train: the data source has no rows, so there is nothing to train on")
         self._source, self._seed, self._shuffle = source, seed, shuffle
         self.limit = len(source) * epochs if epochs else None
         """Number of draws there are; None for no end."""

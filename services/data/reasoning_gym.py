@@ -14,8 +14,8 @@ from penstock.services.data.source import PromptSource
 class ReasoningGymSource(PromptSource):
     """One task set. The truth carries its name and the entry, which `reward` function ``reasoning_gym`` scores by."""
 
-    def __init__(self, config: ReasoningGymData) -> None:
-        need("reasoning_gym", "reasoning-gym")
+    def __init__(self, config: ReasoningGymData, key: str) -> None:
+        need("reasoning_gym", "reasoning-gym", key)
         import reasoning_gym
 
         self._config = config
@@ -24,7 +24,7 @@ class ReasoningGymSource(PromptSource):
                 config.task, size=config.size, seed=config.seed, **config.options
             )
         except Exception as error:  # an unknown task, or options that it does not take
-            raise DataError(f"prompts: reasoning-gym task {config.task!r}: {error}") from error
+            raise DataError(f"{key}.task: reasoning-gym cannot make {config.task!r}: {error}") from error
 
     def __len__(self) -> int:
         return self._config.size

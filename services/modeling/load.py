@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,22 +16,40 @@ class ModelError(SetupError):
     """A model that cannot be loaded; says which and what to do."""
 
 
-def device_of(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one."""
+def device_of(name: str, key: str = "device") -> torch.device:
+    """``auto`` is CUDA where there is one. ``key`` is the config's, for errors."""
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"device: {name} is asked for, and this machine has no CUDA; use auto or cpu")
+        raise ModelError(f"{key}: {name} is asked for, and torch sees no CUDA here; use auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
-def load_model(path: str, dtype: str, device: torch.device) -> Any:
-    """A causal language model of transformers, from a folder or a hub name. Raises `ModelError`."""
+def attention_of(config: Any) -> str | None:
+    """transformers' attention that computes what the model's authors did: ``sdpa``, its own choice (None) wherever the
+    model has it, knows no soft cap (Gemma 2's)."""
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
+def load_model(path: str, dtype: str, device: torch.device, key: str = "model.path") -> Any:
+    """A causal language model of transformers, from a folder or a hub name, which the config's ``key`` gives. Raises
+    `ModelError`."""
     from transformers import AutoModelForCausalLM
 
+    attention = attention_of(load_config(path, key))
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: cannot load {path!r}: {error}") from error
+        raise ModelError(not_loaded(path, "model", error, key)) from error
     return model.to(device)
+
+
+def load_config(path: str, key: str = "model.path") -> Any:
+    """The model's own config. Raises `ModelError`."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(not_loaded(path, "config", error, key)) from error
 
 
 def load_tokenizer(path: str) -> Any:
@@ -39,4 +59,19 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path: cannot load the tokenizer of {path!r}: {error}") from error
+        raise ModelError(not_loaded(path, "tokenizer", error)) from error
+
+
+def not_loaded(path: str, what: str, error: BaseException, key: str = "model.path") -> str:
+    """Why the ``what`` of the model at ``path`` cannot be loaded, and what to do, in one line."""
+    folder = Path(path)
+    if folder.is_dir():
+        lacks = "" if (folder / "config.json").is_file() else "; it has no config.json, so it is no model's folder"
+        return f"{key}: cannot load the {what} in {path}: {' '.join(str(error).split())[:300]}{lacks}"
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        return f"{key}: no such folder: {path}; give a folder in transformers' layout, or a name on the hub"
+    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
+    return (
+        f"{key}: cannot load the {what} of {path!r}: it is neither a folder here, nor could it be had from the Hugging "
+        f"Face hub{offline}: {' '.join(str(error).split())[:200]}"
+    )

@@ -26,8 +26,10 @@ class Reference:
 
     def __init__(self, config: ReferenceConfig, model_path: str, dtype: str, temperature: float, alone: bool) -> None:
         self._config, self._temperature, self._alone = config, temperature, alone
-        self._device = device_of(config.device)
-        self._model = load_model(config.path or model_path, dtype, self._device).eval()
+        self._device = device_of(config.device, "reference.device")
+        self._model = load_model(
+            config.path or model_path, dtype, self._device, "reference.path" if config.path else "model.path"
+        ).eval()
 
     def room(self, in_hand: int) -> int:
         """See `ReferenceConfig.groups_in_hand`."""

@@ -25,7 +25,10 @@ class Reward:
 
     def __init__(self, config: RewardConfig, workers: int, group_size: int) -> None:
         self._limit, self._group_size = config.concurrency, group_size
-        self._pools = {f.column: WorkerPool(f, workers, config.concurrency) for f in config.functions}
+        self._pools = {
+            function.column: WorkerPool(function, workers, config.concurrency, f"reward.functions.{index}")
+            for index, function in enumerate(config.functions)
+        }
         self._errors = 0
 
     def room(self, in_hand: int) -> int:

@@ -10,7 +10,14 @@ from penstock.services.runtime.registry import ActorSpec
 
 def _columns(config: Any) -> list[Column]:
     return [
-        Column(name=f.column, scorer="reward", nullable=True, reads=tuple(f.columns), evaluated=True)
+        Column(
+            name=f.column,
+            scorer="reward",
+            nullable=True,
+            reads=tuple(f.columns),
+            evaluated=True,
+            source=f"reward {f.function}",
+        )
         for f in config.reward.functions
     ]
 

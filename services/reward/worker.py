@@ -21,11 +21,10 @@ import threading
 import time
 import types
 from collections.abc import Callable, Coroutine, Generator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.protocols.wire import pack, unpack
-from penstock.services.runtime.plugins import load_plugin
+from penstock.services.runtime.plugins import blame, load_plugin
 from penstock.services.runtime.processes import die_with_parent
 
 _LENGTH = struct.Struct("<I")
@@ -84,7 +83,13 @@ class _Function:
     """The function with its options, its timeout and what it asks for."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.call: Callable[..., Any] = load_plugin(config["function"], "reward.functions")
+        self.call: Callable[..., Any] = load_plugin(config["function"], f"{config['key']}.function")
+        if not callable(self.call):
+            raise ValueError(
+                f"{config['key']}.function: {config['function']} is a {type(self.call).__name__}, which "
+                "cannot be called"
+            )
+        self._where = f"{config['key']}: {config['function']}"
         self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(
             getattr(self.call, "__call__", None)  # noqa: B004 - an object whose __call__ is async
         )
@@ -100,10 +105,11 @@ class _Function:
         required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
         if strange := sorted(required - set(offered) - self.options.keys()):
             raise ValueError(
-                f"it asks for {', '.join(strange)}; it may ask for {', '.join(offered)}, and for what its options give"
+                f"{self._where} asks for {', '.join(strange)}; it may ask for {', '.join(offered)}, and for what its "
+                "options give"
             )
         if strange := sorted(self.options.keys() - names):
-            raise ValueError(f"its options give {', '.join(strange)}, which it does not take")
+            raise ValueError(f"{self._where} does not take {', '.join(strange)}, which its options give")
         return [name for name in offered if name in names and name not in self.options]
 
     def start(self, call: dict[str, Any]) -> Any:
@@ -122,7 +128,7 @@ def _reply(call: int, value: Any) -> dict[str, Any]:
 
 
 def _failure(call: int, error: BaseException) -> dict[str, Any]:
-    return {"id": call, "error": f"raised {type(error).__name__}: {str(error)[:300]}"}
+    return {"id": call, "error": f"raised {type(error).__name__}: {str(error)[:300]}{blame(error)}"}
 
 
 @types.coroutine
@@ -219,7 +225,6 @@ def main() -> None:
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.path.append(str(Path.cwd()))
     config = read_frame(calls)
     try:
         function = _Function(config)

@@ -65,7 +65,7 @@ class Call:
 class Worker:
     """One worker process, its pipes, and the mark that says which call runs."""
 
-    def __init__(self, config: FunctionConfig) -> None:
+    def __init__(self, config: FunctionConfig, key: str) -> None:
         self._config = config
         memory = os.memfd_create("penstock-mark") if hasattr(os, "memfd_create") else _temporary_file()
         os.ftruncate(memory, os.sysconf("SC_PAGESIZE"))
@@ -84,18 +84,18 @@ class Worker:
         self._calls, self.replies = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
         self._received = bytearray()
         function = REGISTRY.get(config.function, config.function)
-        said = {"function": function, "options": config.options, "timeout_s": config.timeout_s}
+        said = {"function": function, "key": key, "options": config.options, "timeout_s": config.timeout_s}
         try:
             write_frame(self._calls, said | {"columns": [name.replace("/", "_") for name in config.columns]})
             hello = self._hello()
         except (WorkerGone, BrokenPipeError):
             self.kill()
             raise FunctionError(
-                f"reward.functions: the worker of {config.function!r} did not start; its stderr says why"
+                f"{key}: the worker of {config.function!r} did not start; its stderr says why"
             ) from None
         if "error" in hello:
             self.kill()
-            raise FunctionError(f"reward.functions: {config.function!r}: {hello['error']}")
+            raise FunctionError(hello["error"])
         os.set_blocking(self._calls.fileno(), False)  # a worker that hangs must not hang this process
         self.asynchronous: bool = hello["asynchronous"]
         self._asks: list[str] = hello["asks"]
@@ -160,8 +160,10 @@ class Worker:
 class WorkerQueue:
     """The calls of one function, in one worker; a pool of several shares what waits."""
 
-    def __init__(self, config: FunctionConfig, limit: int, waiting: queue.SimpleQueue[Call] | None = None) -> None:
-        self.config = config
+    def __init__(
+        self, config: FunctionConfig, key: str, limit: int, waiting: queue.SimpleQueue[Call] | None = None
+    ) -> None:
+        self.config, self._key = config, key
         self.restarts = 0
         self._waiting = waiting or queue.SimpleQueue[Call]()
         self._again: deque[Call] = deque()
@@ -172,7 +174,7 @@ class WorkerQueue:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self.worker = Worker(config)
+        self.worker = Worker(config, key)
         self._limit = limit if self.worker.asynchronous else 2
         self._answered_at = self._call_s = 0.0
         """Of a plain function: when the last answer came, and what a call takes on average."""
@@ -300,7 +302,7 @@ class WorkerQueue:
         self.restarts += 1
         while not self._closing:
             try:
-                self.worker = Worker(self.config)
+                self.worker = Worker(self.config, self._key)
                 return
             except FunctionError as error:  # it loaded before: try until the process is stopped
                 log.error("reward worker does not start", error=str(error))
@@ -308,13 +310,14 @@ class WorkerQueue:
 
 
 class WorkerPool:
-    """The workers of one function: one where it is async, else so many ``workers``."""
+    """The workers of one function, which stands at ``key`` of the config: one where it is async, else so many
+    ``workers``."""
 
-    def __init__(self, config: FunctionConfig, workers: int, limit: int) -> None:
+    def __init__(self, config: FunctionConfig, workers: int, limit: int, key: str = "reward.functions") -> None:
         self.config = config
-        first = WorkerQueue(config, limit)
+        first = WorkerQueue(config, key, limit)
         count = 1 if first.worker.asynchronous else workers
-        self._queues = [first, *(WorkerQueue(config, limit, first.shared) for _ in range(count - 1))]
+        self._queues = [first, *(WorkerQueue(config, key, limit, first.shared) for _ in range(count - 1))]
         self._open = 0
         self._lock = threading.Lock()
         for each in self._queues:

@@ -51,8 +51,8 @@ class ScorerConfig(Section):
 
     def declared(self, kind: str) -> list[Column]:
         """The columns, as the scorer called ``kind`` writes them."""
-        reads = tuple(self.reads)
-        return [Column(name=name, scorer=kind, per=per, reads=reads) for name, per in self.columns.items()]
+        more: dict[str, Any] = {"reads": tuple(self.reads), "source": f"scorer {self.scorer}"}
+        return [Column(name=name, scorer=kind, per=per, **more) for name, per in self.columns.items()]
 
 
 class CustomScorer:

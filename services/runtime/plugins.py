@@ -2,25 +2,124 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.user_folders import folders
+
+_OURS = Path(__file__).resolve().parents[2]
 
 
 class PluginError(SetupError):
     """Something named by a config that cannot be loaded; says the key, what was looked for, and where."""
 
 
+class UserCodeError(RuntimeError):
+    """A function of the user's own raised, or returned what it may not; says the key, the function, file and line."""
+
+
 def load_plugin(name: str, key: str) -> Any:
     """What ``module:name`` names. ``key`` is the config's, for errors. Raises `PluginError`."""
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise PluginError(f"{key}: {name!r} is not of the form module:name")
+    path, colon, attribute = name.partition(":")
+    if not (path and colon and attribute):
+        raise PluginError(f"{key}: {name!r} is not of the form module:name, e.g. my_module:my_function")
+    for folder in folders():
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    _refuse_hidden(path, name, key)
     try:
-        return getattr(import_module(module), attribute)
+        module = import_module(path)
     except ModuleNotFoundError as error:
-        hint = "" if error.name and not module.startswith(error.name) else "; is its folder the one you started from?"
-        raise PluginError(f"{key}: cannot load {name!r} as module:name: {error}{hint}") from error
+        if error.name and path.startswith(error.name):
+            looked = ", ".join(map(str, folders()))
+            hint = f"looked in {looked}, and among the installed packages{_near(path)}"
+        else:
+            hint = f"imported by it{blame(error)}; is that installed?"
+        raise PluginError(f"{key}: cannot load {name!r} as module:name: {error}; {hint}") from error
     except Exception as error:  # importing a user's module may raise anything
-        raise PluginError(f"{key}: cannot load {name!r} as module:name: {type(error).__name__}: {error}") from error
+        raise PluginError(f"{key}: cannot load {name!r} as module:name: {describe(error)}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise PluginError(f"{key}: cannot load {name!r} as module:name: {_lacks(module, attribute)}") from None
+
+
+@contextmanager
+def user_code(key: str, name: str) -> Iterator[None]:
+    """What is raised inside becomes a `UserCodeError` that names key, function, file and line."""
+    try:
+        yield
+    except UserCodeError:
+        raise
+    except Exception as error:
+        raise UserCodeError(f"{key}: {name} raised {describe(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """Type, message, and the user's own file and line, where the error came through one."""
+    return f"{type(error).__name__}: {error}{blame(error)}"
+
+
+def blame(error: BaseException) -> str:
+    """ " (FILE, line N)": the innermost line of the user's own that ``error`` came through; empty where it came through
+    none."""
+    if isinstance(error, SyntaxError):
+        return ""  # its own words have it
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    if file.startswith("<") or "site-packages" in path.parts or path.is_relative_to(sysconfig.get_path("stdlib")):
+        return False
+    return not any(path.is_relative_to(_OURS / part) for part in ("pipeline", "services", "protocols", "penstock"))
+
+
+def _refuse_hidden(path: str, name: str, key: str) -> None:
+    """A file of the user's that Python passes over, since something else of that name comes first, is told of: what is
+    found instead is never what was meant."""
+    top = path.partition(".")[0]
+    candidates = (found for folder in folders() for found in (folder / f"{top}.py", folder / top))
+    mine = next((found for found in candidates if _is_module(found)), None)
+    if mine is None or top == "penstock":
+        return
+    spec = importlib.util.find_spec(top) if top not in sys.modules else sys.modules[top].__spec__
+    if spec is None:
+        return
+    taken = [Path(place).resolve() for place in ([spec.origin] if spec.origin else [])]
+    taken += [Path(place).resolve() for place in (spec.submodule_search_locations or ())]
+    if not any(place == mine.resolve() or place.parent == mine.resolve() for place in taken):
+        where = spec.origin or "a built-in module"
+        raise PluginError(
+            f"{key}: {name!r}: {mine} is hidden by another module that is called {top} ({where}); give yours another "
+            f"name, e.g. my_{top}"
+        )
+
+
+def _is_module(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.glob("*.py")))
+
+
+def _near(path: str) -> str:
+    """A hint at a file of a like name."""
+    names = {file.stem for folder in folders() for file in folder.glob("*.py")}
+    near = difflib.get_close_matches(path.rpartition(".")[2], names, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _lacks(module: ModuleType, attribute: str) -> str:
+    names = [name for name in vars(module) if not name.startswith("_")]
+    near = difflib.get_close_matches(attribute, names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{module.__file__ or module.__name__} has no {attribute!r}{hint}"

@@ -18,7 +18,7 @@ class GroupAdvantage(Section):
 
 
 class CustomFunction(Section):
-    """A function of your own, with the signature of the built-in ones."""
+    """A function of your own. Its arguments and what it returns: docs/extending.md."""
 
     type: Literal["custom"] = "custom"
     function: str
@@ -146,6 +146,9 @@ class TrainerConfig(Section):
     """AdamW: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the model is saved, in transformers' layout, with the trainer's own state beside it."""
+    max_consecutive_skipped: int = Field(5, ge=1)
+    """So many steps in a row whose loss or gradient is not finite (such a step changes no weight) end the run with an
+    error."""
     mismatch_warning: float = Field(0.05, gt=0)
     """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
     this is warned of. See docs/engines.md."""

@@ -52,7 +52,7 @@ class TrainerSettings:
 def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:
     """The world, and in it the learner at the newest checkpoint or at the start; the tokenizer; the ledger's tail."""
     torch.set_num_threads(context.threads)
-    device = local_device(device_of(settings.trainer.device))
+    device = local_device(device_of(settings.trainer.device, "trainer.device"))
     world = World.of_torchrun(device)
     if settings.deterministic:
         determinism.pin(context.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", context.threads)

@@ -30,7 +30,9 @@ from penstock.protocols.messages import (
 from penstock.services.modeling.parallel.world import Order
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
+from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer import checkpoint
+from penstock.services.trainer.config import CustomFunction
 from penstock.services.trainer.rank_setup import TrainerSettings, make_learner, train
 from penstock.services.trainer.worker_rank import WorkerRank
 from penstock.services.weights.sender.publication import Publication
@@ -66,6 +68,8 @@ class Trainer:
         """Why the broker wants the trainer to end."""
         self._canary = settings.canary(self._learner.model.config)
         self._said_at = time.monotonic()
+        self._skipped = 0
+        """Steps in a row, up to now, that changed no weight."""
 
     def run(self) -> str:
         """Trains until the run is over or it is told to stop."""
@@ -173,6 +177,7 @@ class Trainer:
         with self.actor.busy():
             self._order("train", batch)
             metrics = train(self._learner, batch, self._settings, before_update)
+            self._count_skips(batch.step, metrics)
             canary = self._score_canary()
         metrics |= {
             "wait_s": self._waited_s,
@@ -193,6 +198,21 @@ class Trainer:
         if version % self._settings.trainer.checkpoint.every == 0:
             self._settle()
             self._save(final=False)
+
+    def _count_skips(self, step: int, metrics: dict[str, float]) -> None:
+        """Raises `SetupError` where nothing is learned any more."""
+        config = self._settings.trainer
+        self._skipped = self._skipped + 1 if metrics["skipped"] else 0
+        if self._skipped < min(config.max_consecutive_skipped, config.steps):
+            return
+        choices = (config.algorithm.advantage, config.algorithm.loss, config.algorithm.correction)
+        own = [choice.function for choice in choices if isinstance(choice, CustomFunction)]
+        where = f"in {', '.join(own)}" if own else "for a smaller trainer.optimizer.lr, or rewards of another size"
+        raise SetupError(
+            f"trainer.algorithm: {self._skipped} steps in a row were skipped, the last one step {step}, since loss or "
+            f"gradient are not finite (loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}); look {where} "
+            f"(trainer.max_consecutive_skipped={config.max_consecutive_skipped})"
+        )
 
     def _warn_of_mismatch(self, step: int, metrics: dict[str, float]) -> None:
         bound = self._settings.trainer.mismatch_warning

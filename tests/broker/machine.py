@@ -101,7 +101,7 @@ class World:
     def make_gate(self, batch: int, window: int, max_lag: int) -> Gate:
         return Gate(batch, window, max_lag)
 
-    def dropped_(self, number: int, _reason: str) -> None:
+    def dropped_(self, number: int, _reason: str, _kind: str) -> None:
         self.dropped.add(number)
 
     def release(self, number: int) -> None:
@@ -159,7 +159,7 @@ class World:
         self.journal.commit()
 
     def drop(self, number: int) -> None:
-        self.groups.drop(number, "filtered")
+        self.groups.drop(number, "filtered", "filtered")
         self.groups.consecutive_drops = 0
         if number in self.dropped:  # not one that a step has taken
             self.tokens.pop(number, None)

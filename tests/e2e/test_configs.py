@@ -86,4 +86,4 @@ def test_reasoning_gym_tasks_are_scored_by_their_own_scorers(tmp_path: Path) -> 
     overrides = ["trainer.steps=4", "gate.groups_per_step=8", "prompts.eval_size=8", "model.warm_start.steps=5"]
     summary = Run(tmp_path, overrides, ROOT / "configs" / "reasoning-gym.yaml").wait()
     check_promises(summary)
-    assert summary["steps"] == 4 and summary["reward_errors"] == 0
+    assert summary["steps"] == 4 and summary["rewards_failed"] == 0

@@ -18,7 +18,7 @@ def greedy_accuracy(path: Path, count: int) -> float:
     """Exact matches of plain transformers on the held-out prompts."""
     config = load(QUICKSTART)
     assert config.prompts.eval
-    prompts = open_source(config.prompts.eval, held_out=True)[:count]
+    prompts = open_source(config.prompts.eval["held_out"], held_out=True)[:count]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     inputs = tokenizer([p.text for p in prompts], return_tensors="pt", padding=True)
     inputs.pop("token_type_ids", None)

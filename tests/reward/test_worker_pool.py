@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +16,12 @@ from penstock.services.reward.config import FunctionConfig
 from penstock.services.reward.worker_pool import Call, FunctionError, WorkerPool
 
 HERE = "tests.reward.functions"
+FUNCTIONS = Path(__file__).with_name("functions.py")
+
+
+def line_of(text: str, which: int) -> int:
+    """Of the functions' file: where ``text`` stands for the nth time."""
+    return [n for n, line in enumerate(FUNCTIONS.read_text().splitlines(), 1) if text in line][which]
 
 
 def offered(response: str, **more: Any) -> dict[str, Any]:
@@ -46,7 +53,7 @@ def test_each_misbehaviour_costs_only_itself() -> None:
     assert [f for f, r in zip(found, responses, strict=True) if r == "ok"] == [1.0] * 6
     wrong = {r: f for f, r in zip(found, responses, strict=True) if r != "ok"}
     assert wrong == {
-        "raise": "raised RuntimeError: no idea",
+        "raise": f"raised RuntimeError: no idea ({FUNCTIONS}, line {line_of('raise RuntimeError', 0)})",
         "hang": "timed out after 1 s",
         "crash": "crashed with exit code 3",
         "nan": "returned nan",
@@ -68,7 +75,7 @@ def test_of_async_calls_too_each_misbehaviour_costs_only_itself() -> None:
     assert dict(zip(responses, found, strict=True)) == {
         "ok": 1.0,
         "slow": 1.0,
-        "raise": "raised RuntimeError: no idea",
+        "raise": f"raised RuntimeError: no idea ({FUNCTIONS}, line {line_of('raise RuntimeError', 1)})",
         "hang": "timed out after 1 s",
         "crash": "crashed with exit code 4",
         "block": "blocked the event loop for 1 s",
@@ -157,8 +164,8 @@ def test_a_function_is_given_what_it_asks_for() -> None:
     [
         (FunctionConfig(function=f"{HERE}:missing"), "cannot load"),
         (FunctionConfig(function="no.such.module:f"), "cannot load"),
-        (FunctionConfig(function=f"{HERE}:wants_more"), "it asks for embedding; it may ask for response, truth"),
-        (FunctionConfig(function=f"{HERE}:good", options={"malus": 1}), "its options give malus"),
+        (FunctionConfig(function=f"{HERE}:wants_more"), "asks for embedding; it may ask for response, truth"),
+        (FunctionConfig(function=f"{HERE}:good", options={"malus": 1}), "does not take malus, which its options give"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_named(function: FunctionConfig, complaint: str) -> None:

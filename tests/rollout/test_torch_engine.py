@@ -7,14 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from penstock.protocols.experience import Sampling
+from penstock.services.modeling.load import attention_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Engine, Request, RequestError
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.native import NativeModel
+from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
 from tests.conftest import TINY
 
 LLAMA3_ROPE = {
@@ -29,13 +42,19 @@ CONFIGS = {
     "qwen3": Qwen3Config(**TINY, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**{k: v for k, v in TINY.items() if k != "head_dim"}, tie_word_embeddings=False),
     "llama": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
+    "gemma2": Gemma2Config(**TINY, sliding_window=8, query_pre_attn_scalar=16),
+    "gemma3": Gemma3TextConfig(**TINY, sliding_window=8, query_pre_attn_scalar=16),
+    "mistral": MistralConfig(**TINY, sliding_window=8),
+    "phi3": Phi3Config(**{k: v for k, v in TINY.items() if k != "head_dim"}, sliding_window=None),
+    "mamba": MambaConfig(vocab_size=51, hidden_size=32, state_size=8, num_hidden_layers=2, pad_token_id=0),
     "gpt2": GPT2Config(vocab_size=51, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=1),
 }
 
 
 def make(family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+    config = CONFIGS[family]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config)).eval()
     for parameter in model.parameters():  # biases and norms away from 0 and 1, so that a missing one shows
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.15)
     return model
@@ -79,7 +98,8 @@ def expected_logprobs(model: Any, prompt: np.ndarray, tokens: np.ndarray) -> np.
 def test_logprobs_are_those_of_transformers(family: str) -> None:
     model = make(family)
     engine = engine_for(model)
-    assert isinstance(engine._model, HostedModel if family == "gpt2" else NativeModel)
+    kinds = {"qwen2": NativeModel, "qwen3": NativeModel, "llama": NativeModel, "mamba": RecomputedModel}
+    assert type(engine._model) is kinds.get(family, HostedModel)
     asked = requests(12, n=3)
     for request in asked:
         engine.submit(request)

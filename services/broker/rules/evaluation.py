@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.protocols.columns import Column
@@ -20,8 +20,8 @@ class Round:
     step: int
     exact: int | None
     size: int
-    rewards: list[float] = field(default_factory=list)
-    """Of the prompts that are done: the mean over their trajectories."""
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    """By set, of the prompts that are done: the mean over their trajectories."""
     versions: list[int] = field(default_factory=list)
     """The oldest and the newest of each group's tokens."""
     unusable: list[str] = field(default_factory=list)
@@ -30,22 +30,33 @@ class Round:
     @property
     def complete(self) -> bool:
         """Every prompt has its reward, or never will."""
-        return len(self.rewards) + len(self.unusable) == self.size
+        return self.answered + len(self.unusable) == self.size
 
-    def mean(self) -> float:
-        """Mean reward over the prompts that have one; NaN where none has."""
-        return sum(self.rewards) / len(self.rewards) if self.rewards else float("nan")
+    @property
+    def answered(self) -> int:
+        """Prompts that have a reward."""
+        return sum(map(len, self.rewards.values()))
+
+    def mean(self) -> float | None:
+        """Mean reward over the prompts of all sets that have one; None where none has."""
+        return sum(map(sum, self.rewards.values())) / self.answered if self.answered else None
+
+    def means(self) -> dict[str, float]:
+        """The mean of each set."""
+        return {name: sum(rewards) / len(rewards) for name, rewards in self.rewards.items()}
 
 
 class Evaluation:
     """The round in progress, if any, and the results of those before it. Not durable: a round that a crash cuts short
     is run again."""
 
-    def __init__(self, size: int, columns: Sequence[Column]) -> None:
-        self.size = size
+    def __init__(self, size: int, columns: Sequence[Column], set_of: Callable[[int], str] = lambda draw: "") -> None:
+        self.size, self._set_of = size, set_of
         self.round: Round | None = None
-        self.results: dict[str, float] = {}
-        """Label to mean reward."""
+        self.results: dict[str, float | None] = {}
+        """Label to mean reward; None where no prompt had one."""
+        self.by_set: dict[str, dict[str, float]] = {}
+        """Label to the mean reward of each set."""
         self.steps: dict[str, int] = {}
         """Label to the step it was made at."""
         # A broker that was started again must not take a late answer to the round before for one of this.
@@ -76,9 +87,10 @@ class Evaluation:
 
     def score(self, number: int, reward: float) -> Round | None:
         """The group has all its columns, and this mean reward; the round, if that completes it."""
-        if self.round is None or self.replay.remove(number) is None:
+        entry = self.replay.remove(number) if self.round else None
+        if self.round is None or entry is None:
             return None
-        self.round.rewards.append(reward)
+        self.round.rewards.setdefault(self._set_of(entry.draw), []).append(reward)
         return self._end()
 
     def drop(self, number: int, reason: str) -> Round | None:
@@ -93,6 +105,6 @@ class Evaluation:
         if not self.round.complete:
             return None
         finished, self.round = self.round, None
-        self.results[finished.label] = finished.mean()
+        self.results[finished.label], self.by_set[finished.label] = finished.mean(), finished.means()
         self.steps[finished.label] = finished.step
         return finished

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import structlog
 
@@ -16,6 +17,10 @@ from penstock.services.broker.rules.replay_buffer import Replay
 
 log = structlog.get_logger()
 
+DropKind = Literal["prompt", "reward", "unusable", "unanswered", "filtered", "too_old"]
+"""Why a group is dropped: its prompt cannot be used (empty, too long, …); too few of its answers have a reward; a
+scorer cannot score it; nobody answered it often enough; its rewards are all equal; it is too old after a resume."""
+
 
 class GroupTracker:
     """Every rule about which group may be generated, trained on or dropped is applied here.
@@ -23,7 +28,7 @@ class GroupTracker:
     ``columns`` is what a group needs before it may be trained on, ``steps`` how many steps the run has, ``draws`` how
     many prompts there are (None: no end), ``prefetch`` how many groups may be under way beyond those taken (None: as
     many as the gate allows), ``release`` is told the number of each group whose payload is not needed any more,
-    ``archive`` each step before that, ``on_drop`` each drop with its reason.
+    ``archive`` each step before that, ``on_drop`` each drop with its reason and kind.
     """
 
     def __init__(
@@ -36,7 +41,7 @@ class GroupTracker:
         prefetch: int | None,
         release: Callable[[int], None],
         archive: Callable[[Step], None],
-        on_drop: Callable[[int, str], None],
+        on_drop: Callable[[int, str, DropKind], None],
     ) -> None:
         self._journal = journal
         self._release, self._archive, self._on_drop = release, archive, on_drop
@@ -56,7 +61,9 @@ class GroupTracker:
         for entry in list(self.replay.entries.values()):
             if entry.oldest < gate.required_version(entry.number):
                 self.drop(
-                    entry.number, f"from version {entry.oldest}, too old for the bound that the run was resumed with"
+                    entry.number,
+                    f"from version {entry.oldest}, too old for the bound that the run was resumed with",
+                    "too_old",
                 )
         self.consecutive_drops = 0
 
@@ -119,11 +126,11 @@ class GroupTracker:
     def filter(self, number: int, reason: str) -> None:
         """The group is sound, but teaches nothing: it is dropped, which is no failure."""
         failures = self.consecutive_drops
-        self.drop(number, reason)
+        self.drop(number, reason, "filtered")
         self.consecutive_drops = failures
         self.consecutive_filtered += 1
 
-    def drop(self, number: int, reason: str) -> None:
+    def drop(self, number: int, reason: str, kind: DropKind) -> None:
         """The group will never be trained on. Nothing is dropped once a step has taken it."""
         closed = self.leases.close(number) or self.replay.remove(number)
         if closed is None:
@@ -131,7 +138,7 @@ class GroupTracker:
         self.gate.drop(number)
         self._recent_drops.add(number)
         self._journal.put("dropped", number, {})
-        self._on_drop(number, reason)
+        self._on_drop(number, reason, kind)
         self._release(number)
         self.consecutive_drops += 1
         self.last_drop = f"group {number}: {reason}"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from penstock.protocols.columns import REFERENCE
-from penstock.services.runtime.plugins import load_plugin
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
+from penstock.services.trainer.algorithms.custom import Choice, CustomChoice
 from penstock.services.trainer.algorithms.grpo import grpo
 from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
 from penstock.services.trainer.algorithms.masked_mean import masked_mean
@@ -93,15 +93,9 @@ def _columns(choice: Any) -> list[str]:
     return choice.columns if isinstance(choice, CustomFunction) else []
 
 
-def _resolve(choice: Any, builtin: Callable[..., Any], key: str) -> Callable[..., Any]:
+def _resolve(config: Any, builtin: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
     """The function, to be called with the columns at hand before its own arguments."""
-    if not isinstance(choice, CustomFunction):
-        options = choice.model_dump(exclude={"type", "normalize"})
-        return lambda columns, *arguments: builtin(*arguments, **options)
-    function = load_plugin(choice.function, f"trainer.algorithm.{key}.function")
-
-    def call(columns: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
-        read = {name.replace("/", "_"): columns[name] for name in choice.columns}
-        return function(*arguments, **read, **choice.options)
-
-    return call
+    if isinstance(config, CustomFunction):
+        return CustomChoice(config, choice)
+    options = config.model_dump(exclude={"type", "normalize"})
+    return lambda columns, *arguments: builtin(*arguments, **options)

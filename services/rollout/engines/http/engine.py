@@ -33,6 +33,7 @@ from penstock.services.rollout.engines.base import (
     refuse_partial,
 )
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.install import install
 from penstock.services.runtime.settings import Section
 from penstock.services.weights.receiver.loader import MappedVersion
 
@@ -96,9 +97,7 @@ class HttpEngine(AsyncEngine):
         try:
             import httpx
         except ImportError as error:
-            raise SetupError(
-                "rollout.engine: engines over HTTP need httpx; run: pip install 'penstock[http]'"
-            ) from error
+            raise SetupError(f"rollout.engine: engines over HTTP need httpx; run: {install('http')}") from error
         from transformers import AutoConfig
 
         vocabulary = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
 from penstock.protocols.experience import Finish, no_candidates
@@ -16,10 +17,12 @@ from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Refusal, Request, RequestError, refuse_unfit
 from penstock.services.rollout.engines.torch import native
-from penstock.services.rollout.engines.torch.cache import SlotCache
-from penstock.services.rollout.engines.torch.hosted import HostedModel
+from penstock.services.rollout.engines.torch.hosted import HostedModel, UnfitError
+from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
 from penstock.services.rollout.engines.torch.sampling import sample, stream_key, uniforms
 from penstock.services.weights.receiver.loader import MappedVersion
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -63,7 +66,7 @@ class _Slots:
 
 
 class TorchEngine:
-    """`base.Engine` over `native.NativeModel` or `hosted.HostedModel`.
+    """`base.Engine` over `native.NativeModel`, `hosted.HostedModel` or `recomputed.RecomputedModel`.
 
     ``stop_ids`` end a sequence; ``decode`` turns token ids into text, for requests with stop texts.
     """
@@ -76,20 +79,10 @@ class TorchEngine:
         self.version = -1
         self._capacity = config.max_sequences
         self._config, self._decode = config, decode
-        self.device = device_of(config.device)
+        self.device = device_of(config.device, "rollout.engine.device")
         limit = getattr(model_config, "max_position_embeddings", None) or config.max_length
         self._length = min(config.max_length, limit)
-        heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-        kind = DTYPES[dtype]
-        self._cache = SlotCache(
-            model_config.num_hidden_layers, self._capacity, heads, self._length, native.head_dim(model_config), kind,
-            self.device,
-        )  # fmt: skip
-        self._model: native.NativeModel | HostedModel
-        if native.supports(model_config):
-            self._model = native.NativeModel(model_config, self._cache, self._length, kind, self.device)
-        else:
-            self._model = HostedModel(model_config, self._cache, kind, self.device)
+        self._model = _make_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device)
         self._vocabulary = model_config.vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._slots = _Slots.empty(self._capacity, self._length)
@@ -332,6 +325,19 @@ class TorchEngine:
         movers = np.setdiff1d(np.arange(remaining, self._active), finished)
         if holes.size:
             length = int(self._slots.lengths[movers].max())
-            self._cache.move(torch.from_numpy(movers).to(self.device), torch.from_numpy(holes).to(self.device), length)
+            self._model.move(torch.from_numpy(movers).to(self.device), torch.from_numpy(holes).to(self.device), length)
             self._slots.move(movers, holes)
         self._active = remaining
+
+
+def _make_model(
+    config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device
+) -> native.NativeModel | HostedModel | RecomputedModel:
+    """The fastest way that is right for the model of ``config``."""
+    if native.supports(config):
+        return native.NativeModel(config, slots, length, dtype, device)
+    try:
+        return HostedModel(config, slots, length, dtype, device)
+    except UnfitError as error:
+        log.warning("every token runs its whole sequence, which is slow", model=config.model_type, reason=str(error))
+        return RecomputedModel(config, slots, length, dtype, device)

@@ -1,16 +1,23 @@
-"""Any other causal language model, run by transformers' own code over our slots."""
+"""Any causal language model whose cache is keys and values, run by transformers' own code over our slots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from penstock.services.modeling.load import ModelError
 from penstock.services.rollout.engines.torch.cache import SlotCache
+from penstock.services.rollout.engines.torch.transformers_model import TransformersModel
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Of the trial at the start: difference of logits, in their standard deviations."""
+
+
+class UnfitError(Exception):
+    """The model keeps something else than keys and values of one shape, or takes them in another way."""
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -49,47 +56,31 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
-class HostedModel:
-    """The interface of `native.NativeModel` over a transformers module. Keeps two copies of the weights: the one that
-    serves, and the shadow that the next version is prepared in."""
+class HostedModel(TransformersModel):
+    """The interface of `native.NativeModel` over a transformers module. Where the attention of some layers slides,
+    their keys are kept whole, and the mask hides what is out of the window. Raises `UnfitError` where the model's cache
+    is of another kind, which a trial on random weights shows."""
 
-    def __init__(self, config: Any, cache: SlotCache, dtype: torch.dtype, device: torch.device) -> None:
-        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            raise ModelError(
-                f"rollout.engine: the torch engine does not run sliding-window attention ({config.model_type}); "
-                "use another engine for this model"
-            )
-        self._cache, self._device = cache, device
-        self._spare = [self._make(config, dtype), self._make(config, dtype)]
-        self.weights: Any = None
-
-    def _make(self, config: Any, dtype: torch.dtype) -> Any:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        return model.to(self._device).eval()
-
-    def prepare(self, named: Mapping[str, torch.Tensor]) -> Any:
-        """Loads a version into the copy that does not serve."""
-        shadow = self._spare[0] if self._spare[0] is not self.weights else self._spare[1]
-        missing, unexpected = shadow.load_state_dict(dict(named), strict=False)
-        tied = set(getattr(shadow, "_tied_weights_keys", None) or ())
-        missing = [name for name in missing if name not in tied]
-        if missing or unexpected:
-            raise ModelError(f"the version does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
-        shadow.tie_weights()
-        return shadow
-
-    def logits(self, weights: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """As `NativeModel.logits`."""
-        return weights(input_ids=tokens[None], use_cache=False).logits[0].float()
+    def __init__(self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, dtype, device)
+        kinds = set(getattr(config, "layer_types", None) or [FULL])
+        if not kinds <= {FULL, SLIDING}:
+            raise UnfitError(f"layers of type {', '.join(sorted(kinds - {FULL, SLIDING}))}")
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        self._window = window if window and window < length else None
+        """Tokens that sliding layers look back on, where sequences may be longer."""
+        self._by_kind = self._window is not None and SLIDING in kinds
+        """The model has layers of both kinds, and takes a mask for each."""
+        self.cache = self._make_cache(slots, length, dtype)
+        self._try(length, dtype)
 
     def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         """As `NativeModel.prefill`."""
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        attention = (steps[None] < lengths[:, None]).long()
         cache = DynamicCache()
         out = self.weights(
             input_ids=tokens,
-            attention_mask=attention,
+            attention_mask=(steps[None] < lengths[:, None]).long(),
             position_ids=steps.expand(tokens.shape),
             past_key_values=cache,
             use_cache=True,
@@ -98,21 +89,79 @@ class HostedModel:
         repeat = torch.tensor([len(s) for s in slots], device=tokens.device)
         for index, layer in enumerate(cache.layers):
             keys, values = layer.keys.repeat_interleave(repeat, 0), layer.values.repeat_interleave(repeat, 0)
-            self._cache.fill(index, every, keys, values)
+            self.cache.fill(index, every, keys, values)
         return out.logits[torch.arange(len(tokens), device=tokens.device), lengths - 1].float()
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
         """As `NativeModel.decode`."""
-        dtype = self._cache.keys[0].dtype
-        hidden_from = torch.arange(span, device=tokens.device)[None] > positions[:, None]
-        mask = torch.zeros((len(tokens), 1, 1, span), dtype=dtype, device=tokens.device)
-        mask.masked_fill_(hidden_from[:, None, None], torch.finfo(dtype).min)
-        layers = [_SlotLayer(self._cache, index, positions, span) for index in range(len(self._cache.keys))]
+        layers = [_SlotLayer(self.cache, index, positions, span) for index in range(len(self.cache.keys))]
         out = self.weights(
             input_ids=tokens[:, None],
-            attention_mask=mask,
+            attention_mask=self._mask(positions, span),
             position_ids=positions[:, None],
             past_key_values=Cache(layers=layers),
             use_cache=True,
         )
         return out.logits[:, -1].float()
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """As `NativeModel.move`."""
+        self.cache.move(source, target, length)
+
+    def _mask(self, positions: torch.Tensor, span: int) -> Any:
+        """What each row may attend to: ``[rows, 1, 1, span]``, 0 or the lowest number; one for each kind of layer where
+        there are two."""
+        dtype = self.cache.keys[0].dtype
+        key = torch.arange(span, device=positions.device)[None]
+
+        def mask(hidden: torch.Tensor) -> torch.Tensor:
+            shown = torch.zeros((len(positions), 1, 1, span), dtype=dtype, device=positions.device)
+            return shown.masked_fill_(hidden[:, None, None], torch.finfo(dtype).min)
+
+        later = key > positions[:, None]
+        if self._window is None:
+            return mask(later)
+        sliding = mask(later | (key <= positions[:, None] - self._window))
+        return {FULL: mask(later), SLIDING: sliding} if self._by_kind else sliding
+
+    # --- the trial ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _make_cache(self, slots: int, length: int, dtype: torch.dtype) -> SlotCache:
+        """Slots of the shape that the model's own cache has."""
+        model, found = self._spare[0], DynamicCache()
+        try:
+            model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=self._device), past_key_values=found)
+            shapes = {tuple(tensor.shape) for layer in found.layers for tensor in (layer.keys, layer.values)}
+        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise UnfitError(f"{type(error).__name__}: {error}") from error
+        if len(shapes) != 1 or len(shape := shapes.pop()) != 4 or shape[2] != 2:
+            raise UnfitError("its layers keep keys and values of different shapes")
+        return SlotCache(len(found.layers), slots, shape[1], length, shape[3], dtype, self._device)
+
+    @torch.inference_mode()
+    def _try(self, length: int, dtype: torch.dtype) -> None:
+        """Two sequences of different length, longer than the window if there is one: a token decoded over the slots has
+        the logits that it has in the whole sequence."""
+        model = self.weights = self._spare[0]
+        longest = min(length, (self._window or 0) + 6)
+        lengths = torch.tensor([longest - 1, 2], device=self._device)
+        if len(self.cache.keys[0]) < 2 or longest < 4:
+            lengths = lengths[:1]
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(
+            0, model.config.get_text_config().vocab_size, (len(lengths), longest), generator=generator
+        )
+        tokens = tokens.to(self._device)
+        rows = torch.arange(len(lengths), device=self._device)
+        try:
+            self.prefill(tokens[:, :-1], lengths, [rows[i : i + 1] for i in range(len(rows))])
+            found = self.decode(tokens[rows, lengths], lengths, longest)
+        except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            raise UnfitError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.weights = None
+        for row, size in enumerate(lengths.tolist()):
+            wanted = self.logits(model, tokens[row, : size + 1])[-1]
+            if (found[row] - wanted).abs().max() > TOLERANCE.get(dtype, 0.25) * wanted.std():
+                raise UnfitError("its logits over our slots are not those of the whole sequence")

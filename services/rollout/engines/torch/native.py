@@ -58,16 +58,15 @@ class Weights:
 class NativeModel:
     """The network over a `SlotCache`. ``weights`` may be replaced between two calls."""
 
-    def __init__(
-        self, config: Any, cache: SlotCache, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._config, self._cache = config, cache
+    def __init__(self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
         self._dtype, self._device = dtype, device
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._dim = head_dim(config)
+        self._cache = SlotCache(config.num_hidden_layers, slots, self._kv_heads, length, self._dim, dtype, device)
         self.weights: Weights | None = None
-        cos, sin = _rotary(config, self._dim, max_length, device)
+        cos, sin = _rotary(config, self._dim, length, device)
         self._cos, self._sin = cos.to(dtype), sin.to(dtype)
 
     def prepare(self, named: Mapping[str, torch.Tensor]) -> Weights:
@@ -149,6 +148,10 @@ class NativeModel:
         assert self.weights is not None
         hidden = self._layers(self.weights, tokens[:, None], positions[:, None], attend)
         return self._logits(self.weights, hidden[:, 0])
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """The first ``length`` tokens of the ``source`` slots take the places of those of the ``target`` slots."""
+        self._cache.move(source, target, length)
 
     def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, vocabulary]`` after every one of ``tokens`` (int64 ``[T]``) under ``weights``, which need not be

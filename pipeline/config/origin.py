@@ -1,0 +1,43 @@
+"""What a run was started with: its config file and its overrides, kept in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from penstock.services.runtime.files import write_whole
+
+
+@dataclass(frozen=True)
+class Origin:
+    """See the module's docstring."""
+
+    file: str
+    """The config file, as an absolute path."""
+    overrides: tuple[str, ...] = ()
+
+    def with_overrides(self, more: list[str] | None) -> Origin:
+        """With those that are given now; where a key is given again, that counts."""
+        given = {key_of(override) for override in more or []}
+        kept = [override for override in self.overrides if key_of(override) not in given]
+        return Origin(self.file, (*kept, *(more or [])))
+
+
+def key_of(override: str) -> str:
+    """``gate.max_lag`` of ``gate.max_lag=2``."""
+    return override.partition("=")[0]
+
+
+def write(folder: Path, origin: Origin) -> None:
+    """Keeps it in a run's folder."""
+    write_whole(folder / "origin.json", json.dumps(asdict(origin), indent=2) + "\n")
+
+
+def read(folder: Path) -> Origin | None:
+    """Of the run in ``folder``; None where there is none."""
+    try:
+        row = json.loads((folder / "origin.json").read_text())
+    except FileNotFoundError:
+        return None
+    return Origin(row["file"], tuple(row["overrides"]))

@@ -1,0 +1,90 @@
+"""The advantage, the loss and the correction of the user's own: called once, on numbers as a step has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.preflight.report import Report
+from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.plugins import UserCodeError
+from penstock.services.trainer.config import CustomFunction
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.services.trainer.algorithms.compose import Part
+
+GROUPS, LENGTH = 2, 5
+
+
+def look(config: Config, report: Report) -> None:
+    """Adds to ``report`` what is found; built-in choices are not called."""
+    algorithm = config.trainer.algorithm
+    own = [c for c in ("advantage", "loss", "correction") if isinstance(getattr(algorithm, c), CustomFunction)]
+    if not own:
+        return
+    with report.collect():
+        try:
+            _try(config, own)
+        except UserCodeError as error:
+            raise SetupError(str(error)) from error
+
+
+def _try(config: Config, own: list[str]) -> None:
+    """Raises `SetupError` or `UserCodeError` where one of them gives what no step can use."""
+    import torch
+
+    from penstock.services.trainer.algorithms.compose import Algorithm, Totals
+
+    chosen = config.trainer.algorithm
+    algorithm = Algorithm(chosen)
+    torch.manual_seed(0)
+    rows = GROUPS * config.rollout.sampling.n
+    scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
+    by_row = {name: torch.rand(rows) for name in algorithm.group_columns}
+    advantages = algorithm.advantages(scores, groups, by_row).float()
+    if "advantage" in own:
+        _finite(advantages, "advantage", chosen.advantage.function)  # type: ignore[union-attr]
+    log_prob, part = _part(config, algorithm.columns, advantages)
+    weights, _ = algorithm.weights(part)
+    if "correction" in own and weights is not None:
+        _finite(weights, "correction", chosen.correction.function)  # type: ignore[union-attr]
+    loss, _ = algorithm.loss(part, Totals(float(part.mask.sum()), float(rows)))
+    if "loss" not in own:
+        return
+    name = chosen.loss.function  # type: ignore[union-attr]
+    _finite(loss.detach(), "loss", name)
+    if not loss.requires_grad:
+        raise SetupError(
+            f"trainer.algorithm.loss.function: {name}: its losses have no gradient; compute them from the argument "
+            "log_prob, the second one, without detach() or item()"
+        )
+    loss.backward()
+    if log_prob.grad is None:
+        raise SetupError(f"trainer.algorithm.loss.function: {name}: its losses do not depend on log_prob")
+    _finite(log_prob.grad, "loss", name, "gives a gradient that is not finite")
+
+
+def _part(config: Config, columns: list[str], advantages: torch.Tensor) -> tuple[torch.Tensor, Part]:
+    """Log-probabilities that a gradient is wanted of, and the micro-batch that they make; the last token of every
+    second row does not count."""
+    import torch
+
+    from penstock.services.trainer.algorithms.compose import Part
+
+    rows = len(advantages)
+    log_prob = (-torch.rand(rows, LENGTH)).requires_grad_()
+    mask = torch.ones(rows, LENGTH, dtype=torch.bool)
+    mask[::2, -1] = False
+    table = config.columns.by_name
+    values = {
+        name: -torch.rand(rows, LENGTH if name in table and table[name].per == "token" else 1) for name in columns
+    }
+    behaviour = (log_prob.detach() - 0.1 * torch.rand(rows, LENGTH)) * mask
+    return log_prob, Part(log_prob * 1.0, behaviour, advantages[:, None].expand(rows, LENGTH), mask, values)
+
+
+def _finite(values: torch.Tensor, choice: str, name: str, what: str = "gives numbers that are not finite") -> None:
+    if not values.isfinite().all():
+        raise SetupError(f"trainer.algorithm.{choice}.function: {name} {what}, called on ordinary ones")

@@ -1,0 +1,82 @@
+"""The prompts: every source opened, its first rows looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from penstock.pipeline.config import Config, TinyModel
+from penstock.pipeline.models.answers import answer_of
+from penstock.pipeline.preflight.report import Report
+from penstock.protocols import wire
+from penstock.protocols.experience import Prompt
+from penstock.services.data import DataError, open_source
+from penstock.services.data.config import DataConfig
+
+ROWS = 64
+"""So many rows of each source are looked at."""
+
+
+def look(config: Config, report: Report) -> None:
+    """Adds to ``report`` what is found; its ``row`` is a usable prompt."""
+    rows = _look_at(config.prompts.train, "prompts.train", False, report)
+    report.row = next(iter(rows), None)
+    if config.prompts.eval_size:
+        for name, source in config.prompts.eval.items():
+            _look_at(source, f"prompts.eval.{name}", True, report)
+    model = config.model
+    if isinstance(model, TinyModel) and rows:
+        if model.warm_start.steps:
+            try:
+                answer_of(rows[0])
+            except ValueError as error:
+                report.problems.append(str(error))
+        sizes = [len(prompt.as_text()) for prompt in rows]  # its tokens are characters
+        check_length(config, sizes, report, model.max_length)
+
+
+def _look_at(source: DataConfig, key: str, held_out: bool, report: Report) -> list[Prompt]:
+    """The usable ones of the first rows."""
+    with report.collect():
+        prompts = open_source(source, held_out, key)
+        if not len(prompts):
+            raise DataError(f"{key}: the data source has no rows")
+        usable, why = _usable(prompts)
+        if not usable:
+            raise DataError(f"{key}: none of the first {min(ROWS, len(prompts))} rows can be used; {why[0]}")
+        report.lines.append(f"{key}: {len(prompts):,} rows; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
+        if why:
+            report.notes.append(
+                f"{key}: {len(why)} of the first {len(why) + len(usable)} rows cannot be used and will be dropped; "
+                f"{why[0]}"
+            )
+        return usable
+    return []
+
+
+def _usable(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[str]]:
+    usable, why = [], []
+    for index in islice(range(len(prompts)), ROWS):
+        try:
+            prompt = prompts[index]
+            wire.pack(prompt.model_dump())
+            usable.append(prompt)
+        except (DataError, wire.WireError) as error:
+            why.append(str(error))
+    return usable, why
+
+
+def check_length(config: Config, sizes: list[int], report: Report, model_length: int) -> None:
+    """Whether prompts of so many tokens leave room for an answer."""
+    engine, new = config.rollout.engine, config.rollout.sampling.max_new_tokens
+    length = min(getattr(engine, "max_length", model_length), model_length)
+    long = [size for size in sizes if size + new > length]
+    where = "rollout.engine.max_length" if length < model_length else "the model's own length"
+    words = (
+        f"{len(long)} of the first {len(sizes)} prompts are too long: up to {max(sizes)} tokens, and with "
+        f"rollout.sampling.max_new_tokens={new} {where}={length} has room for {length - new}"
+    )
+    if len(long) == len(sizes):
+        report.problems.append(f"prompts.train: {words}")
+    elif long:
+        report.notes.append(f"prompts.train: {words}; they will be dropped")

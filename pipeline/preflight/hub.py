@@ -1,0 +1,72 @@
+"""The Hugging Face hub, or its absence."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from penstock.pipeline.config import Config, PretrainedModel
+from penstock.pipeline.preflight.report import Report
+from penstock.services.data.config import HubData
+from penstock.services.data.hub import FORMATS
+
+ANSWER_S = 2.0
+OFFLINE = "HF_HUB_OFFLINE"
+
+
+def names(config: Config) -> list[str]:
+    """What ``config`` takes from the hub, for people."""
+    found = []
+    if isinstance(config.model, PretrainedModel) and not Path(config.model.path).exists():
+        found.append(f"model.path={config.model.path}")
+    if config.reference.path and not Path(config.reference.path).exists():
+        found.append(f"reference.path={config.reference.path}")
+    sources = {"prompts.train": config.prompts.train}
+    sources |= {f"prompts.eval.{name}": source for name, source in config.prompts.eval.items()}
+    for key, source in sources.items():
+        if isinstance(source, HubData) and not source.files and source.path not in FORMATS.values():
+            found.append(f"{key}.path={source.path}")
+    return found
+
+
+def unreachable() -> bool:
+    """Nobody answers where the hub should be; False where a proxy would be asked, which cannot be told so simply."""
+    if os.environ.get(OFFLINE, "0") not in ("", "0"):
+        return True
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return False
+    end = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((end.hostname or "", end.port or 443), ANSWER_S).close()
+    except OSError:
+        return True
+    return False
+
+
+@contextmanager
+def without_hub(config: Config, report: Report) -> Iterator[None]:
+    """Where the hub is needed and does not answer, libraries look into their caches alone: they would try for minutes.
+    What is not there either is this machine's lack, not the config's."""
+    wanted = names(config)
+    if not wanted or not unreachable():
+        yield
+        return
+    before = os.environ.get(OFFLINE)
+    os.environ[OFFLINE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[OFFLINE]
+        else:
+            os.environ[OFFLINE] = before
+    keys = {name.partition("=")[0] for name in wanted}
+    missing = [problem for problem in report.problems if problem.partition(":")[0] in keys]
+    report.problems = [problem for problem in report.problems if problem not in missing]
+    report.here += missing
+    if missing:
+        report.notes.append("the Hugging Face hub does not answer from here; not looked at: " + ", ".join(wanted))

@@ -1,0 +1,27 @@
+"""Looks at everything that a config names: data, model, functions, and what this machine must have."""
+
+from __future__ import annotations
+
+import logging
+
+import structlog
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.preflight import algorithm, data, machine, model, rewards, scorers
+from penstock.pipeline.preflight.hub import without_hub
+from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.resources.memory import plan
+
+
+def look(config: Config) -> Report:
+    """All that is found, wrong or right: nothing is raised for what a better config would mend. Loads no weights, and
+    starts nothing that stays."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    report = Report()
+    with without_hub(config, report):
+        for part in (machine, data, model, rewards, algorithm, scorers):
+            part.look(config, report)
+    needs = plan(config)
+    report.lines += needs.lines
+    report.problems += needs.problems
+    return report

@@ -1,0 +1,71 @@
+"""The model and its tokenizer, without the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.pipeline.config import Config, PretrainedModel
+from penstock.pipeline.preflight.data import ROWS, check_length
+from penstock.pipeline.preflight.report import Report
+from penstock.services.data import DataError, open_source
+from penstock.services.runtime.errors import SetupError
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+
+
+def look(config: Config, report: Report) -> None:
+    """Adds to ``report`` what is found."""
+    if config.reference.path and config.with_reference:
+        with report.collect():
+            _find(config.reference.path, "reference.path")
+    if isinstance(config.model, PretrainedModel):
+        with report.collect():
+            _find(config.model.path, "model.path")
+            _encode(config, report)
+
+
+def _find(path: str, key: str) -> None:
+    """Raises `SetupError` where there is no model."""
+    folder = Path(path)
+    if folder.is_file():
+        raise SetupError(f"{key}: {path} is a file; give the folder that it lies in")
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SetupError(f"{key}: {path} has no config.json, so it is no model's folder in transformers' layout")
+        if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
+            raise SetupError(f"{key}: {path} has no weights: no *.safetensors")
+        return
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise SetupError(f"{key}: no such folder: {path}; give a folder in transformers' layout, or a name on the hub")
+    from penstock.services.modeling.load import load_config
+
+    load_config(path, key)
+
+
+def _encode(config: Config, report: Report) -> None:
+    """The first rows as tokens: the tokenizer and its chat template work, and there is room for an answer."""
+    from penstock.services.modeling.load import load_config
+    from penstock.services.rollout.tokenizer import Tokenizer
+
+    assert isinstance(config.model, PretrainedModel)
+    text = load_config(config.model.path).get_text_config()
+    tokenizer = Tokenizer(config.model.path)
+    if report.row is None:
+        return
+    sizes, source = [], open_source(config.prompts.train)
+    for index in range(min(ROWS, len(source))):
+        try:
+            prompt = source[index]
+        except DataError:
+            continue  # told of already
+        try:
+            sizes.append(len(tokenizer.encode(prompt)))
+        except Exception as error:  # a template may raise anything
+            raise SetupError(
+                f"prompts.train: the tokenizer of {config.model.path} cannot encode row {index}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    report.lines.append(
+        f"model.path: {config.model.path}; the first {len(sizes)} prompts are {min(sizes)} to {max(sizes)} tokens"
+    )
+    check_length(config, sizes, report, getattr(text, "max_position_embeddings", None) or 1 << 30)

@@ -1,0 +1,38 @@
+"""What a look at a run's config found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from penstock.pipeline.config import ConfigError
+from penstock.protocols.experience import Prompt
+from penstock.services.runtime.errors import SetupError
+
+
+@dataclass
+class Report:
+    """``lines`` say what is there, ``notes`` what one should know, ``problems`` why the run cannot work, and ``here``
+    why it cannot work on this machine."""
+
+    lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    here: list[str] = field(default_factory=list)
+    row: Prompt | None = None
+    """A usable prompt of the training data."""
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """What is wrong inside is one problem more, not the end of the look."""
+        try:
+            yield
+        except SetupError as error:
+            self.problems.append(str(error))
+
+    def check(self, elsewhere: bool) -> None:
+        """Raises `ConfigError` with all problems; with ``elsewhere``, what this machine lacks is none."""
+        found = self.problems + ([] if elsewhere else self.here)
+        if found:
+            raise ConfigError("\n".join(dict.fromkeys(found)))

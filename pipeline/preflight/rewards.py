@@ -1,0 +1,78 @@
+"""The reward functions: each loaded in a worker of its own, and called on a real row."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.preflight.report import Report
+from penstock.protocols.columns import ColumnTable
+from penstock.protocols.experience import Prompt
+from penstock.services.reward.config import FunctionConfig
+from penstock.services.reward.worker_pool import Call, WorkerPool
+from penstock.services.runtime.errors import SetupError
+
+TRIAL_S = 4.0
+"""A call that takes longer is not waited for."""
+ANSWER = "I think the answer is 42."
+
+
+def look(config: Config, report: Report) -> None:
+    """Adds to ``report`` what is found."""
+    functions = list(enumerate(config.reward.functions))
+    with ThreadPoolExecutor(len(functions)) as threads:
+        tried = [threads.submit(_try, function, index, config.columns, report.row) for index, function in functions]
+    for trial in tried:
+        with report.collect():
+            note = trial.result()
+            if note:
+                report.notes.append(note)
+
+
+def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt | None) -> str:
+    """Returns what one should know. Raises `SetupError` where the function cannot be called, or fails on every
+    answer."""
+    key = f"reward.functions.{index}"
+    pool = WorkerPool(function, workers=1, limit=8, key=key)
+    try:
+        if row is None:
+            return ""
+        answers = [answer for answer in (row.truth if isinstance(row.truth, str) else None, ANSWER) if answer]
+        calls = [pool.submit(Call(_offered(function, table, row, answer))) for answer in answers]
+        wait(calls, TRIAL_S)
+        return _judge(key, function, row, answers, calls)
+    finally:
+        pool.close()
+
+
+def _judge(key: str, function: FunctionConfig, row: Prompt, answers: list[str], calls: list[Future[float]]) -> str:
+    failed = [(a, call.exception()) for a, call in zip(answers, calls, strict=True) if call.done() and call.exception()]
+    if not failed:
+        late = sum(not call.done() for call in calls)
+        return f"{key}: {function.function} did not answer within {TRIAL_S:g} s; its result was not looked at" * bool(
+            late
+        )
+    answer, error = failed[0]
+    words = f"{key}: {function.function}, called on row {row.index} with the answer {answer[:60]!r}, {error}"
+    if len(failed) == len(calls):
+        raise SetupError(f"{words}; it is to return a finite number")
+    return f"{words}; such an answer has no reward"
+
+
+def _offered(function: FunctionConfig, table: ColumnTable, row: Prompt, answer: str) -> dict[str, Any]:
+    columns = table.by_name
+    token = {name for name in function.columns if name in columns and columns[name].per == "token"}
+    read = {name.replace("/", "_"): np.zeros(4, np.float32) if name in token else 0.0 for name in function.columns}
+    return {
+        "response": answer,
+        "truth": row.truth,
+        "prompt": row.as_text(),
+        "messages": row.messages or [{"role": "user", "content": row.as_text()}],
+        "finish_reason": "stop",
+        "group": 0,
+        "sample": 0,
+        "step": 0,
+    } | read

@@ -1,0 +1,27 @@
+"""What a run came to, on a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+SHOWN = (
+    "outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "lag_max_seen", "groups_trained",
+    "groups_lost", "groups_trained_twice", "groups_without_variance", "steps_skipped", "rewards_failed",
+    "prompts_dropped", "train_s", "restarts",
+)  # fmt: skip
+
+
+def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
+    """The main numbers, what one should look at, and where the report is."""
+    console.print(json.dumps({key: summary[key] for key in SHOWN}, indent=2), highlight=False, markup=False)
+    if summary["look_at_this"]:
+        console.print("look at this:", style="bold yellow")
+        for finding in summary["look_at_this"]:
+            console.print(f"  - {finding}", highlight=False, markup=False, soft_wrap=True)
+    report = folder / "report.html"
+    if report.is_file():
+        console.print(f"report: {report}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,76 @@
+"""What one should look at in a run that has ended, however well it ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Rows = Sequence[dict[str, Any]]
+
+LAST = 10
+"""What is said of the end of a run is said of so many steps."""
+OFTEN = 0.05
+"""A smaller share of failed calls, or of steps above a bound, is not worth a word."""
+
+
+def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
+    """A sentence each, the gravest first: ``state`` is `protocols.messages.Status`, ``steps`` the rows of the steps,
+    ``drops`` those of the dropped groups."""
+    return [*_learned(state, steps), *_rewards(state), *_prompts(state, drops), *_answers(state, steps)]
+
+
+def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
+    skipped = [row for row in steps if row.get("skipped")]
+    if skipped:
+        which = "every step was" if len(skipped) == len(steps) else f"{len(skipped)} of {len(steps)} steps were"
+        yield (
+            f"{which} skipped, since loss or gradient were not finite, and changed no weight; the last one was step "
+            f"{skipped[-1]['step']} (loss {skipped[-1]['loss']}, gradient norm {skipped[-1]['grad_norm']})"
+        )
+    elif steps and not any(row.get("grad_norm") for row in steps):
+        yield "nothing was learned: the gradient was 0 in every step"
+    trained, flat = state["totals"]["trained"], state["totals"]["groups_without_variance"]
+    if trained and flat > trained / 2:
+        yield (
+            f"{flat} of {trained} trained groups had answers of equal reward, from which nothing is learned: the "
+            "prompts are too easy or too hard, or the reward does not tell answers apart; replay.filter=zero_variance "
+            "generates others instead"
+        )
+    if state["phase"] == "done" and state["step"] < state["steps"]:
+        yield f"the prompts ended after {state['step']} of {state['steps']} steps (prompts.epochs, prompts.train)"
+
+
+def _rewards(state: dict[str, Any]) -> Iterator[str]:
+    for said in state["rewards"].values():
+        if said["failed"] > OFTEN * said["calls"]:
+            yield f"{said['source']}: {said['words']}; the last one {said['last'].partition(' ')[2]}"
+
+
+def _prompts(state: dict[str, Any], drops: Rows) -> Iterator[str]:
+    kinds = Counter(row.get("kind") for row in drops)
+    words = {
+        "prompt": "prompts were dropped, since they cannot be used",
+        "reward": "groups were dropped, since too few of their answers had a reward",
+        "unusable": "groups were dropped, since a scorer cannot score them",
+        "unanswered": "groups were dropped, since nobody answered them",
+    }
+    for kind, what in words.items():
+        if kinds[kind]:
+            last = next(row["reason"] for row in reversed(drops) if row.get("kind") == kind)
+            yield f"{kinds[kind]} {what}; the last one: {last}"
+    if unusable := state["totals"]["eval_unusable"]:
+        yield f"{unusable} evaluation prompts have no reward, and no part in the evaluation; logs/broker.jsonl says why"
+
+
+def _answers(state: dict[str, Any], steps: Rows) -> Iterator[str]:
+    last = [row["finished_share"] for row in steps[-LAST:] if "finished_share" in row]
+    if last and sum(last) / len(last) < 0.5:
+        share = 100 * (1 - sum(last) / len(last))
+        yield f"{share:.0f} % of the last steps' answers were cut off at rollout.sampling.max_new_tokens"
+    bounds = [row for row in steps if row.get("mismatch_kl_k3", 0.0) > row.get("mismatch_bound", float("inf"))]
+    if len(bounds) > OFTEN * max(1, len(steps)):
+        yield (
+            f"engines and trainer disagreed in {len(bounds)} of {len(steps)} steps (trainer.mismatch_warning); "
+            "penstock doctor engine FILE looks closer"
+        )

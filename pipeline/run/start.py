@@ -1,0 +1,80 @@
+"""`penstock run`: from what was typed to a run, and to what is said at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from penstock.pipeline.config import Config, ConfigError, dump, load
+from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.preflight.look import look
+from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.report.console import print_summary
+from penstock.pipeline.run.folder import begin, new_folder
+from penstock.pipeline.run.launcher import InterruptedRunError, RunError
+from penstock.pipeline.run.launcher import run as launch
+from penstock.pipeline.run.resume import resumed
+
+COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes. A setup error, something that a better config mends and that is found before anything starts, is raised,
+and becomes 2 in `pipeline.cli`."""
+
+
+def start(console: Console, file: str | None, overrides: list[str], resume: Path | None, dry_run: bool) -> int:
+    """Checks everything, runs it, prints what it came to; returns the exit code. Raises `ConfigError`."""
+    if file is not None and "=" in file and not Path(file).exists():
+        overrides, file = [file, *overrides], None
+    if file is None and resume is None:
+        raise ConfigError("give a config, e.g. penstock run configs/quickstart.yaml, or a run's folder with --resume")
+    changed: list[str] = []
+    if resume:
+        config, origin, changed = resumed(resume, Path(file) if file else None, overrides)
+    else:
+        assert file
+        config, origin = load(Path(file), overrides), Origin(str(Path(file).resolve()), tuple(overrides))
+    with console.status("looking at data, model and functions …"):
+        report = look(config)
+    if dry_run:
+        return _show(config, report)
+    report.check(elsewhere=False)
+    folder = resume or new_folder(config, Path(file or ""))
+    for note in report.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    for change in changed:
+        console.print(f"changed: {change}", highlight=False, markup=False, soft_wrap=True)
+    return _run(console, config, origin, folder)
+
+
+def _show(config: Config, report: Report) -> int:
+    """The resolved config, and what was found as its comments."""
+    typer.echo(dump(config), nl=False)
+    for line in report.lines:
+        typer.echo(f"# {line}")
+    for note in report.notes:
+        typer.echo(f"# note: {note}")
+    for lack in report.here:
+        typer.echo(f"# on this machine: {lack}")
+    report.check(elsewhere=True)
+    return COMPLETE
+
+
+def _run(console: Console, config: Config, origin: Origin, folder: Path) -> int:
+    begin(config, folder, origin)
+    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    try:
+        summary = launch(config, folder, console)
+    except RunError as error:
+        typer.echo(f"error: {error}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
+        return INTERRUPTED if isinstance(error, InterruptedRunError) else FAILED
+    print_summary(console, summary, folder)
+    if summary["outcome"] == "complete":
+        return COMPLETE
+    console.print(go_on(folder), highlight=False, soft_wrap=True)
+    return INTERRUPTED
+
+
+def go_on(folder: Path) -> str:
+    """The command that goes on with a run that has stopped."""
+    return f"go on with: penstock run --resume {folder}"

@@ -1,0 +1,39 @@
+"""`penstock rollouts`: what a run trained on, out of its archive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.config import ConfigError, load
+from penstock.services.broker import archive
+from penstock.services.broker.samples import rows
+
+
+def rollouts(run: str | Path, step: int | None = None) -> Iterator[dict[str, Any]]:
+    """Every trajectory of the archived steps of the run in the folder ``run``, or of one ``step``: a flat row each.
+    Raises `ConfigError` where there is no archive.
+
+        pandas.DataFrame(penstock.rollouts("runs/first-try"))
+    """
+    folder = Path(run)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"RUN: {folder} is not a run's folder: it has no config.yaml")
+    config = load(folder / "config.yaml")
+    table = config.columns
+    tokens = {column.name for column in table.columns if column.per == "token"}
+    found = False
+    for batch, _ in archive.read(folder, step or 0):
+        if step is not None and batch.step != step:
+            break
+        for taken in batch.groups:
+            found = True
+            columns = {name: values for name, values in taken.columns.items() if name not in tokens}
+            yield from rows(batch.step, archive.open_group(taken), columns)
+    if not found:
+        which = "there is none" if step is None else f"it has no step {step}"
+        raise ConfigError(
+            f"RUN: {folder}: nothing in the archive: {which}; before the run, set replay.archive=all, or to the last N "
+            "steps"
+        )

@@ -1,0 +1,44 @@
+"""What both ways to run transformers' own code have in common: two copies of the weights, one that serves, and the
+shadow that the next version is prepared in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.services.modeling.load import ModelError, attention_of
+
+
+class TransformersModel:
+    """``weights`` is the copy that serves: what `prepare` returned last, once somebody has set it."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._device = device
+        self._spare = [self._make(config, dtype), self._make(config, dtype)]
+        self.weights: Any = None
+
+    def _make(self, config: Any, dtype: torch.dtype) -> Any:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))
+        return model.to(self._device).eval()
+
+    def prepare(self, named: Mapping[str, torch.Tensor]) -> Any:
+        """Loads a version into the copy that does not serve."""
+        shadow = self._spare[0] if self._spare[0] is not self.weights else self._spare[1]
+        missing, unexpected = shadow.load_state_dict(dict(named), strict=False)
+        buffers = {name for name, _ in shadow.named_buffers()}
+        missing = [name for name in missing if name not in buffers and name not in _tied(shadow)]
+        if missing or unexpected:
+            raise ModelError(f"the version does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}")
+        shadow.tie_weights()
+        return shadow
+
+    def logits(self, weights: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """As `NativeModel.logits`."""
+        return weights(input_ids=tokens[None], use_cache=False).logits[0].float()
+
+
+def _tied(model: Any) -> set[str]:
+    return set(getattr(model, "_tied_weights_keys", None) or ())

@@ -1,0 +1,35 @@
+"""The command that installs a part of Penstock which is missing here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+
+def install(extra: str) -> str:
+    """E.g. ``.venv/bin/pip install -e '.[data]'`` in a clone; ``pip install 'penstock[data]'`` where it was installed
+    as a package."""
+    pip = Path(sys.executable).with_name("pip")
+    command = _short(pip) if sys.prefix != sys.base_prefix and pip.is_file() else f"{sys.executable} -m pip"
+    return f"{command} install {_target(extra)}"
+
+
+def _target(extra: str) -> str:
+    try:
+        origin = json.loads(distribution("penstock").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    source = origin.get("url", "").removeprefix("file://")
+    if not source or not Path(source).is_dir():
+        return shlex.quote(f"penstock[{extra}]")
+    edit = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return edit + shlex.quote(f"{_short(Path(source))}[{extra}]")
+
+
+def _short(path: Path) -> str:
+    """Relative to where we are, where it lies below."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,27 @@
+"""Where what is the user's own is looked for: where the process was started, and beside its config."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLE = "PENSTOCK_FOLDERS"
+"""Environment variable: the folders beside the current one, for the processes that this one starts."""
+
+
+def look_in(folder: Path) -> None:
+    """Modules and files are looked for in ``folder`` too, by this process and by those that it starts."""
+    known = os.environ.get(VARIABLE, "").split(os.pathsep)
+    if str(folder.resolve()) not in known:
+        os.environ[VARIABLE] = os.pathsep.join([*filter(None, known), str(folder.resolve())])
+
+
+def folders() -> list[Path]:
+    """All of them, the current one first."""
+    given = [Path(folder) for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
+    return list(dict.fromkeys([Path.cwd(), *given]))
+
+
+def find_file(name: str) -> Path | None:
+    """The file called ``name``, absolute or below one of the folders."""
+    return next((path for folder in folders() if (path := folder / name).is_file()), None)

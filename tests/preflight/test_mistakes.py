@@ -1,0 +1,266 @@
+"""Everything that a first week gets wrong, by the real command: what is said, with which key, and how soon.
+
+`pytest tests/preflight/test_mistakes.py -s` prints the table: CPU seconds until it is told, exit code, message.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+model: {type: tiny, warm_start: {steps: 2}}
+prompts:
+  train: {type: hub, path: json, files: [rows.jsonl], prompt_key: question, truth_key: answer, chat: false}
+gate: {groups_per_step: 4}
+rollout:
+  engine: {type: torch, max_length: 40}
+  sampling: {n: 2, max_new_tokens: 8}
+reward: {functions: [{function: exact_match}]}
+trainer: {steps: 2}
+"""
+ROWS = '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n'
+MODULE = '''
+"""Functions of a user's own, most of them wrong."""
+import time
+
+import penstock
+
+
+def good(response, truth):
+    return float(response == truth)
+
+
+def raises(response, truth):
+    return {}["nothing"]
+
+
+def gives_text(response, truth):
+    return "very good"
+
+
+def wants_more(response, embedding):
+    return 1.0
+
+
+def hangs(response):
+    time.sleep(100)
+
+
+def rows():
+    return [penstock.Prompt(index=0, text="1+1=", truth="2")]
+
+
+def dicts():
+    return [{"prompt": "1+1="}]
+
+
+def generator():
+    yield penstock.Prompt(index=0, text="1+1=", truth="2")
+
+
+def boom():
+    raise RuntimeError("no such folder")
+
+
+def scalar_loss(old_log_prob, log_prob, advantages, mask, importance_weights=None):
+    return (-(log_prob * advantages) * mask).sum() / mask.sum(), {}
+
+
+def detached_loss(old_log_prob, log_prob, advantages, mask, importance_weights=None):
+    return -(log_prob.detach() * advantages), {}
+
+
+def nan_loss(old_log_prob, log_prob, advantages, mask, importance_weights=None):
+    return log_prob * float("nan"), {}
+
+
+def buggy_loss(old_log_prob, log_prob, advantages, mask, importance_weights=None):
+    return log_probs * advantages, {}
+
+
+def few_arguments(log_prob, advantages):
+    return log_prob * advantages, {}
+
+
+def flat_advantage(scores, mask, groups):
+    return scores.mean()
+
+
+class Scorer:
+    def score_group(self, group, columns):
+        return {}
+
+
+class NoScorer:
+    pass
+
+
+not_callable = 3
+'''
+LOSS = "trainer.algorithm.loss={{type: custom, function: 'mine:{}'}}"
+REWARD = "reward.functions=[{{function: '{}'}}]"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``says`` must all stand in the message."""
+
+    name: str
+    says: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    config: str = CONFIG
+    cpu_s: float = 5.0
+
+
+def m(name: str, *says: str, overrides: list[str] | None = None, **more: object) -> Mistake:
+    return Mistake(name, says, tuple(overrides or ()), **more)  # type: ignore[arg-type]
+
+
+MISTAKES = [
+    m("a section twice", "config.yaml, line 12: 'gate' is given twice, first in line 5; put both into one section",
+      config=CONFIG + "run: {seed: 1}\ngate: {max_lag: 2}\n"),
+    m("an unknown key", "gate.max_lagg: unknown key; did you mean 'max_lag'?", overrides=["gate.max_lagg=1"]),
+    m("a union without its type", "prompts.train: say which kind it is, with one of type: sort, type: hub",
+      overrides=["prompts.train={path: json}"]),
+    m("no config", "give a config, e.g. penstock run configs/quickstart.yaml", config=""),
+    m("truncated with behaviour", "trainer.algorithm.ratio", "set trainer.algorithm.ratio=proximal",
+      overrides=["trainer.algorithm.correction={type: truncated}"]),
+    m("a store of another scheme", "store.url", "'^(redis|rediss|unix)://'", overrides=["store.url=postgres://h/1"]),
+    m("a store that is not there", "store.url: no Redis answers at redis://127.0.0.1:1",
+      overrides=["store.url=redis://127.0.0.1:1"]),
+    m("a file that is not there", "prompts.train.files.0: no such file: nowhere.jsonl; looked in",
+      overrides=["prompts.train.files=[nowhere.jsonl]"]),
+    m("an empty file", "prompts.train.files.0: rows.jsonl is empty", files={"rows.jsonl": ""}),
+    m("broken JSONL", "prompts.train.files.0", "rows.jsonl, line 2: not JSON",
+      files={"rows.jsonl": '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=, "answer": "5"}\n'}),
+    m("a column of two types", "rows.jsonl, line 2: 'answer' is a map, and text in line 1; a column has one type",
+      files={"rows.jsonl": '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": {"a": 5}}\n'}),
+    m("a line that is no map", "rows.jsonl, line 3: a list", files={"rows.jsonl": ROWS + "[1, 2]\n"}),
+    m("a column that is not there", "prompts.train.prompt_key: no column 'prompt' in rows.jsonl; it has question",
+      overrides=["prompts.train.prompt_key=prompt"]),
+    m("a local file as a hub name", "prompts.train.path: 'rows.jsonl' is a local file; say path: json, files: [rows",
+      overrides=["prompts.train={type: hub, path: rows.jsonl}"]),
+    m("files without their format", "prompts.train.path: with `files` it is a format", "say path: json",
+      overrides=["prompts.train.path=openai/gsm8k"]),
+    m("no row that can be used", "prompts.train: none of the first 2 rows can be used; row 0: the prompt is empty",
+      files={"rows.jsonl": '{"question": "", "answer": "2"}\n{"question": "", "answer": "5"}\n'}),
+    m("evaluation without a row that can be used", "prompts.eval.held_out: none of the first 1 rows can be used; row 0",
+      files={"eval.jsonl": '{"question": [{"role": "user", "content": [{"type": "text", "text": "1"}]}]}\n'},
+      overrides=["prompts.eval={type: hub, path: json, files: [eval.jsonl], prompt_key: question}"]),
+    m("prompts that are all too long", "prompts.train: 2 of the first 2 prompts are too long",
+      "rollout.engine.max_length=40 has room for 32", files={"rows.jsonl": ROWS.replace("=", "=" * 60)}),
+    m("no text to teach", "model.warm_start: the truth of prompt 0 is dict", "set model.warm_start.steps=0",
+      overrides=["prompts.train.truth_key=null"]),
+    m("a source that gives dicts", "prompts.train", "mine:dicts gave a dict, not a penstock.Prompt; e.g. penstock.Pr",
+      overrides=["prompts.train={type: custom, function: 'mine:dicts'}"]),
+    m("a generator as a source", "prompts.train.function: mine:generator returned a generator; it must return a se",
+      overrides=["prompts.train={type: custom, function: 'mine:generator'}"]),
+    m("a source that raises", "prompts.train.function: mine:boom raised RuntimeError: no such folder (", "mine.py",
+      overrides=["prompts.train={type: custom, function: 'mine:boom'}"]),
+    m("a source that wants options", "prompts.train.function: mine:rows raised TypeError",
+      overrides=["prompts.train={type: custom, function: 'mine:rows', options: {size: 3}}"]),
+    m("a module that is not there", "reward.functions.0.function: cannot load 'mime:good'", "looked in",
+      "did you mean 'mine'?", overrides=[REWARD.format("mime:good")]),
+    m("a function that is not there", "reward.functions.0.function", "has no 'goood'; did you mean 'good'?",
+      overrides=[REWARD.format("mine:goood")]),
+    m("a module that does not import", "reward.functions.0.function: cannot load 'broken:good'", "SyntaxError",
+      files={"broken.py": "def good(:\n"}, overrides=[REWARD.format("broken:good")]),
+    m("a module that needs another", "No module named 'nothing_like_it'", "broken.py, line 1); is that installed?",
+      files={"broken.py": "import nothing_like_it\n"}, overrides=[REWARD.format("broken:good")]),
+    m("a module that is hidden by another", "is hidden by another module that is called numbers", "my_numbers",
+      files={"numbers.py": "def good(response):\n    return 1.0\n"}, overrides=[REWARD.format("numbers:good")]),
+    m("a reward that wants more", "reward.functions.0: mine:wants_more asks for embedding; it may ask for response",
+      overrides=[REWARD.format("mine:wants_more")]),
+    m("a reward with options that it does not take", "reward.functions.0: mine:good does not take scale",
+      overrides=["reward.functions=[{function: 'mine:good', options: {scale: 1}}]"]),
+    m("a reward that raises", "reward.functions.0: mine:raises, called on row 0", "raised KeyError: 'nothing' (",
+      "mine.py, line 13)", overrides=[REWARD.format("mine:raises")]),
+    m("a reward that gives text", "mine:gives_text, called on row 0", "returned str, not a number; it is to",
+      overrides=[REWARD.format("mine:gives_text")]),
+    m("a reward that is no function", "reward.functions.0.function: mine:not_callable is a int, which cannot be called",
+      overrides=[REWARD.format("mine:not_callable")]),
+    m("a reward that hangs", "reward.functions.0: mine:hangs, called on row 0", "timed out after 0.5 s",
+      overrides=["reward.functions=[{function: 'mine:hangs', timeout_s: 0.5}]"]),
+    m("a scalar loss", "trainer.algorithm.loss.function: mine:scalar_loss: it returned a scalar, and shape [4, 5] is",
+      overrides=[LOSS.format("scalar_loss")]),
+    m("a loss without a gradient", "mine:detached_loss: its losses have no gradient; compute them from the argument",
+      overrides=[LOSS.format("detached_loss")]),
+    m("a loss that is NaN", "trainer.algorithm.loss.function: mine:nan_loss gives numbers that are not finite",
+      overrides=[LOSS.format("nan_loss")]),
+    m("a loss with a bug", "trainer.algorithm.loss.function: mine:buggy_loss raised NameError", "mine.py, line",
+      overrides=[LOSS.format("buggy_loss")]),
+    m("a loss with other arguments", "trainer.algorithm.loss.function: mine:few_arguments raised TypeError",
+      overrides=[LOSS.format("few_arguments")]),
+    m("a loss that is not there", "trainer.algorithm.loss.function: cannot load 'no.such:thing'",
+      overrides=["trainer.algorithm.loss={type: custom, function: 'no.such:thing'}"]),
+    m("an advantage of another shape", "trainer.algorithm.advantage.function: mine:flat_advantage: it returned a scal",
+      "an advantage a trajectory, [rows]",
+      overrides=["trainer.algorithm.advantage={type: custom, function: 'mine:flat_advantage'}"]),
+    m("a scorer without its method", "scorers.mine.scorer: mine:NoScorer has no method score_group(group, columns)",
+      overrides=["scorers={mine: {scorer: 'mine:NoScorer', columns: {x: token}}}"]),
+    m("a scorer with options that it does not take", "scorers.mine.options: mine:Scorer cannot be made with them",
+      overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {x: token}, options: {a: 1}}}"]),
+    m("a model's folder that is not there", "model.path: no such folder: /nowhere/model",
+      overrides=["model={type: pretrained, path: /nowhere/model}"]),
+    m("a folder that is no model's", "model.path: . has no config", overrides=["model={type: pretrained, path: .}"]),
+    m("a reference that is not there", "reference.path: no such folder: /nowhere/model",
+      overrides=["reference.path=/nowhere/model", "trainer.algorithm.kl.coefficient=0.1"]),
+    m("an engine that is not there", "rollout.engine.name: 'nothing' is not of the form module:name",
+      overrides=["rollout.engine={type: plugin, name: nothing}"]),
+    m("a device of another kind", "trainer.device: 'gpu' is none of auto, cpu, cuda", overrides=["trainer.device=gpu"]),
+    m("a device that is not there", "trainer.device: cuda is asked for, and there is no GPU here",
+      overrides=["trainer.device=cuda"]),
+    m("a folder that cannot be written", "run.folder: cannot write to /proc", overrides=["run.folder=/proc/runs"]),
+    m("a run that is not there", "--resume: nowhere is not a run's folder", overrides=["--resume", "nowhere"]),
+    m("several mistakes", "prompts.train.prompt_key: no column 'x'", "has no 'best'", "mine:buggy_loss",
+      overrides=["prompts.train.prompt_key=x", REWARD.format("mine:best"), LOSS.format("buggy_loss")]),
+]  # fmt: skip
+
+
+def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The command in ``folder``, and the CPU seconds that it took."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "penstock.pipeline.cli", "run", *arguments],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def lay_out(folder: Path, mistake: Mistake) -> list[str]:
+    for name, text in ({"rows.jsonl": ROWS, "mine.py": MODULE} | mistake.files).items():
+        (folder / name).write_text(text)
+    if mistake.config:
+        (folder / "config.yaml").write_text(mistake.config)
+    return [*(["config.yaml"] if mistake.config else []), *mistake.overrides]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
+def test_it_is_told_at_once_with_its_key_and_a_way_out(tmp_path: Path, mistake: Mistake) -> None:
+    done, cpu_s = run(tmp_path, *lay_out(tmp_path, mistake))
+    sys.stdout.write(f"\n{cpu_s:5.1f} s  {done.returncode}  {mistake.name}: {done.stderr.strip()}\n")
+    for part in mistake.says:
+        assert part in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
+    assert not (tmp_path / "runs").exists() and cpu_s < mistake.cpu_s
+
+
+def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
+    mistake = Mistake("", (), (REWARD.format("mine:raises"),))
+    done, _ = run(tmp_path, *lay_out(tmp_path, mistake), "--dry-run")
+    assert done.returncode == 2 and "mine:raises, called on row 0" in done.stderr
+    good, _ = run(tmp_path, "config.yaml", "--dry-run", REWARD.format("mine:good"))
+    assert good.returncode == 0 and "# prompts.train: 2 rows; row 0: '1+1='" in good.stdout
+    elsewhere, _ = run(tmp_path, "config.yaml", "--dry-run", "trainer.device=cuda")
+    assert elsewhere.returncode == 0 and "# on this machine: trainer.device: cuda" in elsewhere.stdout
+    assert not (tmp_path / "runs").exists()
