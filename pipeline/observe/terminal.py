@@ -60,17 +60,20 @@ class View:
             self._live.update(self.render(state, restarts))
         elif time.monotonic() - self._plain_at > PLAIN_EVERY_S or (phase != self._phase and self._phase):
             self._plain_at = time.monotonic()
-            if (line := self._line(state, phase, restarts)) != self._said:
-                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-            self._said = line
+            self._say(self._line(state, phase, restarts))
         self._phase = phase
 
     def finish(self, state: dict[str, Any], restarts: int) -> None:
         """Shows how it ended: the last frame, all of it however low the terminal is."""
-        self._plain_at = 0.0
         if self._live:
             self._live.vertical_overflow = "visible"
-        self.update(state, restarts)
+            self.update(state, restarts)
+        elif (line := self._line(state, state["phase"].replace("_", " "), restarts)) != self._said:
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        self._said = line
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, state: dict[str, Any], phase: str, restarts: int) -> str:
         metrics, queues = state["metrics"], state["queues"]

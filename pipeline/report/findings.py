@@ -44,7 +44,8 @@ def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
 def _rewards(state: dict[str, Any]) -> Iterator[str]:
     for said in state["rewards"].values():
         if said["failed"] > OFTEN * said["calls"]:
-            yield f"{said['source']}: {said['words']}; the last one {said['last'].partition(' ')[2]}"
+            last = f"; the last one {said['last'].partition(' ')[2]}" if said["last"] else ""
+            yield f"{said['source']}: {said['words']}{last}"
 
 
 def _prompts(state: dict[str, Any], drops: Rows) -> Iterator[str]:

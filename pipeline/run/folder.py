@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, PretrainedModel, dump, load
 from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
 from penstock.pipeline.run.resume import check_fixed
@@ -63,8 +64,10 @@ def open_folder(config: Config, folder: Path, origin: Origin) -> None:
 def begin(config: Config, folder: Path, origin: Origin) -> None:
     """A run starts in ``folder``, or goes on: its config and its origin are written down, each in one piece (others may
     be reading the one before), and what an earlier start came to is forgotten."""
-    write_origin(folder, origin)
-    write_whole(folder / "config.yaml", dump(config))
+    own = folder / "config.yaml"
+    if Path(origin.file) != own.resolve() or not read_origin(folder):  # its own copy says nothing of where it is from
+        write_origin(folder, origin)
+    write_whole(own, dump(config))
     (folder / "summary.json").unlink(missing_ok=True)
     crashes.forget(folder)
 

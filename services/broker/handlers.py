@@ -144,6 +144,8 @@ class Handlers:
     def _on_heartbeat(self, member: Member, _request: int, beat: m.Heartbeat) -> None:
         state = self._state
         member.gauges = beat.gauges
+        if member.kind in state.scorers:
+            state.progress.scorer_gauges[member.name] = beat.gauges
         deadline = time.time() + state.settings.broker.lease_s
         for purpose, numbers in beat.holding.items():
             for holds in state.holds(purpose):

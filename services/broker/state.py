@@ -104,6 +104,8 @@ class Progress:
     """Rollout to how long it last stood still for a new version, in seconds."""
     tallies: dict[str, Tally] = field(default_factory=dict)
     """By column: calls of a reward function, and how they failed."""
+    scorer_gauges: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of every scorer's process, the last ones, also when it has left."""
     latency: Latency = field(default_factory=Latency)
     """Of scoring, since the last step."""
 

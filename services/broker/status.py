@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.protocols.messages import LedgerReply
 from penstock.services.broker.state import BrokerState
+from penstock.services.broker.tally import Tally
 
 
 def stall_reason(state: BrokerState) -> str:
@@ -38,8 +39,26 @@ def stall_reason(state: BrokerState) -> str:
 
 def failures(state: BrokerState) -> list[str]:
     """Of each reward function whose calls failed, in words."""
-    table, tallies = state.settings.columns.by_name, state.progress.tallies
-    return [f"{table[name].source}: {tally.words()}" for name, tally in tallies.items() if tally.failed]
+    return [f"{said['source']}: {said['words']}" for said in rewards(state).values() if said["failed"]]
+
+
+def rewards(state: BrokerState) -> dict[str, dict[str, Any]]:
+    """How the calls of each reward function went, by column. Of groups that wait for other calls yet, what their
+    scorers say of themselves."""
+    found = {}
+    for column in state.settings.columns.columns:
+        if not column.nullable:
+            continue
+        tally = state.progress.tallies.get(column.name, Tally())
+        said = {"source": column.source, **tally.row(), "words": tally.words()}
+        failed, late = (
+            int(sum(gauges.get(f"{what}/{column.name}", 0) for gauges in state.progress.scorer_gauges.values()))
+            for what in ("calls_failed", "calls_timed_out")
+        )
+        if failed > tally.failed:
+            said |= {"failed": failed, "words": f"{failed} calls failed, {late} of them timed out"}
+        found[column.name] = said
+    return found
 
 
 def queues(state: BrokerState) -> dict[str, int]:
@@ -86,11 +105,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "max_lag": state.settings.gate.max_lag,
         "evaluations": dict(state.evaluation.results),
         "evaluations_by_set": dict(state.evaluation.by_set),
-        "rewards": {
-            column.name: {"source": column.source, "words": tally.words(), **tally.row()}
-            for column in state.settings.columns.columns
-            if (tally := state.progress.tallies.get(column.name))
-        },
+        "rewards": rewards(state),
         "metrics": state.progress.last_metrics,
         "queues": queues(state),
         "members": members,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,6 +20,8 @@ from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
 
 log = structlog.get_logger()
 
+LATE = " late"
+
 
 class Reward:
     """Runs reward functions. A column is answered when its own calls are done, whatever the others do."""
@@ -29,7 +32,8 @@ class Reward:
             function.column: WorkerPool(function, workers, config.concurrency, f"reward.functions.{index}")
             for index, function in enumerate(config.functions)
         }
-        self._errors = 0
+        self._failed: Counter[str] = Counter()
+        """Calls without a reward, by column; those that were too late by column and `LATE`."""
 
     def room(self, in_hand: int) -> int:
         """As many groups as fill the fullest function's calls."""
@@ -50,11 +54,13 @@ class Reward:
         found: dict[str, float] = {
             "calls_in_flight": sum(pool.under_way for pool in self._pools.values()),
             "calls_outstanding": sum(pool.outstanding for pool in self._pools.values()),
-            "reward_errors": self._errors,
             "worker_restarts": sum(pool.restarts for pool in self._pools.values()),
         }
         for column, pool in self._pools.items():
             found[f"calls_in_flight/{column}"] = pool.under_way
+            if self._failed[column]:
+                found[f"calls_failed/{column}"] = self._failed[column]
+                found[f"calls_timed_out/{column}"] = self._failed[column + LATE]
         return found
 
     def close(self) -> None:
@@ -62,9 +68,10 @@ class Reward:
         for pool in self._pools.values():
             pool.close()
 
-    def failed(self, count: int) -> None:
-        """Counts calls without a reward."""
-        self._errors += count
+    def failed(self, column: str, error: str) -> None:
+        """Counts a call without a reward, as soon as it is one: its group may be long in coming."""
+        self._failed[column] += 1
+        self._failed[column + LATE] += "timed out" in error
 
 
 class _Answering:
@@ -88,11 +95,11 @@ class _Answering:
                 self._values[sample] = future.result()
             else:
                 self._errors.append(f"{self._column.partition('/')[2]} {error}")
+                self._reward.failed(self._column, str(error))
                 log.warning("reward failed", group=self._task.key[1], trajectory=sample, error=self._errors[-1])
             self._left -= 1
             if self._left:
                 return
-        self._reward.failed(len(self._errors))
         self._answer(self._task, self._column, self._values, self._errors)
 
 

@@ -91,6 +91,8 @@ class Actor:
         self.kind, self.context = kind, context
         self.mailbox = Mailbox(context.broker, incarnation_of(context.name), context.keys)
         self.gauges: dict[str, float] = {}
+        self.measure: Callable[[], dict[str, float]] = dict
+        """Gauges that are read at each beat, in the mailbox's thread."""
         self.version = -1
         """The version of the weights that this actor serves; -1 for none."""
         self.digest = ""
@@ -196,4 +198,4 @@ class Actor:
             busy += now - max(since, self._beat_at)
         busy_share = min(1.0, busy / max(1e-3, now - self._beat_at))
         self._beat_at = now
-        return Heartbeat(gauges={**self.gauges, "busy": busy_share}, holding=self._holding())
+        return Heartbeat(gauges={**self.gauges, **self.measure(), "busy": busy_share}, holding=self._holding())

@@ -61,7 +61,7 @@ class Scorer(Protocol):
         """Answers every wanted column of every task, now or later, from any thread."""
 
     def gauges(self) -> dict[str, float]:
-        """Numbers for the dashboard."""
+        """Numbers for the dashboard, asked for from another thread."""
 
     def close(self) -> None:
         """Ends what it has started."""
@@ -88,6 +88,7 @@ class ScorerActor:
     def __init__(self, kind: str, context: ActorContext, scorer: Scorer) -> None:
         self.actor = Actor(kind, context)
         self._scorer = scorer
+        self.actor.measure = lambda: {"groups_in_hand": len(self._open), **scorer.gauges()}
         self._open: dict[Key, set[str]] = {}
         """Columns that are not durable yet, of what is in hand."""
         self._received = self._credited = self._hello = 0
@@ -132,7 +133,6 @@ class ScorerActor:
         self._say(answered)
         self._begin(items)
         self.actor.set_busy(bool(self._open))
-        self.actor.gauges = {"groups_in_hand": len(self._open), **self._scorer.gauges()}
         self._give_credit()
         return None
 
