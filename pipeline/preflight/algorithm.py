@@ -28,7 +28,9 @@ def look(config: Config, report: Report) -> None:
         try:
             _try(config, own)
         except UserCodeError as error:
-            raise SetupError(str(error)) from error
+            if not isinstance(error.__cause__, AssertionError):
+                raise SetupError(str(error)) from error
+            report.notes.append(f"{error}; it was called on random numbers, and may be right on real ones")
 
 
 def _try(config: Config, own: list[str]) -> None:

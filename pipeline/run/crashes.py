@@ -52,7 +52,7 @@ def forget(folder: Path) -> None:
 
 def disk_is_full(error: BaseException) -> bool:
     """``error`` says that nothing can be written."""
-    return isinstance(error, OSError) and error.errno in FULL
+    return (isinstance(error, OSError) and error.errno in FULL) or "No space left on device" in str(error)
 
 
 def _path(folder: Path, name: str) -> Path:

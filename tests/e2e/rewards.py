@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import zlib
 from typing import Any
+
+_calls = itertools.count()
 
 
 def moody(response: str, truth: Any, prompt: str) -> float:
@@ -22,8 +25,10 @@ def moody(response: str, truth: Any, prompt: str) -> float:
     return float(response == truth)
 
 
-def broken(response: str, truth: Any, prompt: str) -> float:
-    """Always fails."""
+def breaks(response: str, truth: Any, prompt: str) -> float:
+    """Fails from its third call on in each process: the look before a run calls it twice."""
+    if next(_calls) < 2:
+        return 0.0
     raise KeyError("no such column")
 
 

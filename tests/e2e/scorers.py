@@ -45,9 +45,10 @@ def surprised_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The clipped loss, with a bonus for what was surprising."""
     assert surprise.shape == log_prob.shape and reward_exact_match.shape == (len(log_prob), 1)
-    assert torch.allclose(surprise[mask], -2.0 * old[mask])
     losses, metrics = ppo_clip(old, log_prob, advantages, mask, weights)
-    return losses - bonus * surprise * log_prob, metrics | {"seen_surprise": (surprise * mask).sum() / mask.sum()}
+    metrics["seen_surprise"] = (surprise * mask).sum() / mask.sum()
+    metrics["surprise_off"] = ((surprise + 2.0 * old) * mask).abs().max()
+    return losses - bonus * surprise * log_prob, metrics
 
 
 def watched(response: str, surprise: Any, reward_exact_match: float) -> float:
