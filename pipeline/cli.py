@@ -122,6 +122,8 @@ def serve(
     The broker needs a Redis: store.url in the config, or the environment variable PENSTOCK_STORE. The others need
     --broker. Each exits 0 when the run is over. A broker whose broker.bind is not on the loopback makes keys in its
     run's folder; the others need a copy of keys/client.json.
+
+    For instance: penstock serve rollout --config run.yaml --broker tcp://10.1.0.7:5555 --keys client.json
     """
     from penstock.pipeline.run.folder import keys_folder
     from penstock.pipeline.run.serve import serve as serve_actor
@@ -161,6 +163,8 @@ def prepare(
 
     Said again, it makes a stopped or failed run ready to go on; for one that is complete it says so, and exits with 2.
     `penstock run` does all of this by itself.
+
+    For instance: penstock prepare configs/quickstart.yaml trainer.steps=50 --folder runs/served
     """
     from penstock.pipeline.run.folder import open_folder
 
@@ -208,7 +212,11 @@ def status(
     keys: KEYS = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
 ) -> None:
-    """Print how a run stands: phase, steps, reward, lag, queues, every actor. Of a run that is over, the summary."""
+    """Print how a run stands: phase, steps, reward, lag, queues, every actor. Of a run that is over, the summary.
+
+    For instance: penstock status runs/first-try
+    or: penstock status --broker tcp://10.1.0.7:5555 --keys client.json --json
+    """
     from penstock.pipeline.observe.client import find_broker, state, watching
     from penstock.pipeline.observe.terminal import View
     from penstock.pipeline.report.console import print_summary
@@ -232,7 +240,10 @@ def status(
 
 @app.command()
 def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
-    """Watch a run live until it is over. Ctrl-C ends the watching, not the run."""
+    """Watch a run live until it is over. Ctrl-C ends the watching, not the run.
+
+    For instance: penstock top runs/first-try
+    """
     from penstock.pipeline.observe.client import find_broker, follow
     from penstock.pipeline.run.folder import summary_of
 
@@ -271,7 +282,11 @@ def explain_config(
 
 @app.command()
 def ledger(run: RUN, as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line.")] = False) -> None:
-    """Print which groups each step of a run trained on, and the digest of the version that it yielded."""
+    """Print which groups each step of a run trained on, and the digest of the version that it yielded.
+
+    For instance: penstock ledger runs/first-try
+    or: penstock ledger runs/first-try --json > ledger.jsonl
+    """
     from penstock.pipeline.tools.ledger import show_ledger
 
     show_ledger(Console(), run, as_json)
@@ -285,6 +300,8 @@ def replay(
     """Redo a run's steps from its archive, offline, and compare each version's digest with the recorded one.
 
     Needs replay.archive: all. Exit code 0 where all digests agree, which run.deterministic promises.
+
+    For instance: penstock replay runs/first-try --step 17
     """
     from penstock.pipeline.tools.recompute import recompute
 
@@ -309,7 +326,11 @@ def rollouts(
 
 @doctor.callback()
 def doctor_machine(context: typer.Context) -> None:
-    """Say what this machine has, and what it lacks; or, with a command, look closer at one thing."""
+    """Say what this machine has, and what it lacks; or, with a command, look closer at one thing.
+
+    For instance: penstock doctor
+    or: penstock doctor engine configs/gsm8k.yaml
+    """
     if context.invoked_subcommand is None:
         from penstock.pipeline.tools.doctor import examine
 
@@ -326,6 +347,8 @@ def doctor_engine(
 
     Starts the engine, loads two versions, and compares the log-probabilities that it reports with transformers' own:
     mean, largest, KL, effective samples. Exit code 0 where they agree within weights.canary_tolerance.
+
+    For instance: penstock doctor engine configs/gsm8k.yaml rollout.engine.max_sequences=16
     """
     from penstock.pipeline.tools.doctor_engine import examine_engine
 

@@ -35,6 +35,8 @@ def bench_generate(
     """Tokens/s of an engine beside the plain thing (model.generate, AsyncLLM), on a mix of prompt and answer lengths.
 
     For vllm also the pause of a weight update, beside vLLM's own cycle.
+
+    For instance: penstock bench generate --requests 128 --repeats 1
     """
     if engine == "vllm":
         from penstock.pipeline.bench.generate_vllm import bench as bench_vllm
@@ -59,7 +61,10 @@ def bench_peers(
     seeds: Annotated[int, typer.Option(help="Pairs of runs.")] = 3,
     threads: Annotated[int, typer.Option(help="Compute threads of the other trainer.")] = 2,
 ) -> None:
-    """Wall-clock to a 5-step mean reward above 0.9, and tokens/s, beside another trainer on the same task."""
+    """Wall-clock to a 5-step mean reward above 0.9, and tokens/s, beside another trainer on the same task.
+
+    For instance: penstock bench peers --peer trl --seeds 1
+    """
     from penstock.pipeline.bench.peers import bench_trl, check
 
     if peer != "trl":
@@ -81,7 +86,7 @@ def bench_scoring(
 ) -> None:
     """Steps/s with a reward that waits, by how old experience may be, beside TRL with the same async function.
 
-    Example: penstock bench scoring --lags 0,4 --parts runs
+    For instance: penstock bench scoring --lags 0,4 --parts runs
     """
     from penstock.pipeline.bench.peers import check
     from penstock.pipeline.bench.scoring import bench as run_bench
@@ -96,7 +101,10 @@ def bench_broker(
     groups: Annotated[int, typer.Option(help="Groups in each measurement.")] = 3000,
     tokens: Annotated[int, typer.Option(help="Tokens of each of a group's 8 trajectories.")] = 256,
 ) -> None:
-    """Groups/s and MB/s from lease to durable, beside raw ZeroMQ and raw Redis in the same run."""
+    """Groups/s and MB/s from lease to durable, beside raw ZeroMQ and raw Redis in the same run.
+
+    For instance: penstock bench broker --rollouts 16,256 --groups 1000
+    """
     from penstock.pipeline.bench.broker import bench as run_bench
 
     run_bench(Console(), [int(count) for count in rollouts.split(",")], groups, tokens)
@@ -112,7 +120,10 @@ def bench_weights(
     ] = "transfer,pause,elastic,sparse",
     threads: Annotated[int, typer.Option(help="Compute threads of the trainer, and of memcpy.")] = 1,
 ) -> None:
-    """GB/s of the weight channel beside memcpy (shm) and a bare broadcast (gloo), and what rollouts feel of it."""
+    """GB/s of the weight channel beside memcpy (shm) and a bare broadcast (gloo), and what rollouts feel of it.
+
+    For instance: penstock bench weights --sizes 130 --receivers 2 --parts transfer
+    """
     from penstock.pipeline.bench.weights import SHAPES
     from penstock.pipeline.bench.weights import bench as run_bench
 
@@ -133,6 +144,8 @@ def bench_soak(
     """Thousands of tiny steps: memory of every process and of Redis, and its growth per 1,000 steps.
 
     Exit code 0 where all of it is below 1 % per 1,000 steps, after the first fifth.
+
+    For instance: penstock bench soak --steps 1000
     """
     from penstock.pipeline.bench.soak import bench as run_bench
 

@@ -54,12 +54,14 @@ rollout:
 To change to another kind on the command line, replace the section: `'rollout.engine={type: vllm}'`.
 
 **Mistakes are found before anything starts.** A key that does not exist, a value of the wrong type and values that
-contradict each other are errors that name the key and the nearest that is right. `penstock run FILE --dry-run` prints
-the whole config, defaults included, and the GPUs that it needs.
+contradict each other are errors that name the key and the nearest that is right. Then everything that the config names
+is looked at: data, model, every function, the machine. `penstock run FILE --dry-run` stops after that, and prints the
+whole config, defaults included, what was found, and the GPUs that it needs.
 
 **How to read the tables.** *null* is YAML's word for nothing. `{}` as a default is a section with the defaults of its
-own keys. *required* means that there is no default. Keys that end in `_s` are seconds. The example is a value to try,
-not advice. `penstock config KEY` shows a row of these tables in the terminal:
+own keys. *required* means that there is no default. Where data comes from is told at length in [data.md](data.md), and
+what functions of your own are given and return in [extending.md](extending.md). Keys that end in `_s` are seconds. The
+example is a value to try, not advice. `penstock config KEY` shows a row of these tables in the terminal:
 
 ```
 penstock config gate.max_lag
@@ -71,7 +73,10 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     parts.append("## Sections\n")
-    parts += [f"- [`{key.path}`](#{_anchor(key.path)}): {_linked(key.meaning)}" for key in reference()]
+    parts += [
+        textwrap.fill(f"- [`{key.path}`](#{_anchor(key.path)}): {_linked(key.meaning)}", 120, subsequent_indent="  ")
+        for key in reference()
+    ]
     parts[-1] += "\n"
     printed: dict[tuple[type, ...], str] = {}
     for key in reference():

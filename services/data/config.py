@@ -75,7 +75,7 @@ class ReasoningGymData(Section):
 
 
 class CustomData(Section):
-    """A data source of your own: ``module:function`` returning a sequence of `protocols.experience.Prompt`."""
+    """A source of your own: ``module:function`` returning a sequence of ``penstock.Prompt``. See docs/extending.md."""
 
     type: Literal["custom"] = "custom"
     function: str

@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from penstock.pipeline.run.summary import steps_of
+from tests.e2e.documented import undocumented
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
 
 FIELDS = """
@@ -35,6 +36,7 @@ def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
     assert (run.folder / "samples.jsonl").read_text() and list((run.folder / "tensorboard").iterdir())
     lines = (run.folder / "logs" / "trainer.jsonl").read_text().splitlines()
     assert all({"run", "actor", "event"} <= json.loads(line).keys() for line in lines)
+    assert not undocumented(run.folder)
     checkpoint = run.folder / "checkpoints" / "step-000006"
     assert (checkpoint / "model.safetensors").is_file() and (checkpoint / "tokenizer.json").is_file()
 

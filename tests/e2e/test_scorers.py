@@ -50,7 +50,10 @@ def test_a_scorer_of_the_tests_joins_a_run_is_killed_twice_and_its_column_arrive
     asked = (tmp_path / "notes").read_text().split()
     assert asked.count("3") > 1 and asked.count("17") > 1  # it died there, and was asked again
     rows = steps_of(run.folder)
-    assert all(row["seen_surprise"] > 0 and row["surprise_off"] < 1e-5 and row["surprise"] > 0 and "reward/watched" in row for row in rows)
+    assert all(
+        row["seen_surprise"] > 0 and row["surprise_off"] < 1e-5 and row["surprise"] > 0 and "reward/watched" in row
+        for row in rows
+    )
     assert any("latency/surprise" in row for row in rows) and any("latency/reward/watched" in row for row in rows)
 
 

@@ -1,0 +1,46 @@
+"""What the docs say is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.documented import documented
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
+
+
+def test_every_metric_that_is_documented_is_one_of_the_code() -> None:
+    code = "\n".join(
+        path.read_text() for folder in ("services", "pipeline", "protocols") for path in (ROOT / folder).rglob("*.py")
+    )
+    names = {re.split("[A-Z]", name)[0].rstrip("/_") for found in documented().values() for name in found}
+    assert len(names) > 100
+    written = {name for name in names if not re.search(rf"\b{re.escape(name)}\b", code)}
+    built = {f"mismatch_{name}" for name in re.findall(r'"(\w+)"', code)} | {"is_weight"}
+    assert not written - built
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_the_docs_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{page.name}: {target}"
+        if anchor and path.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_docs_are_wrapped(page: Path) -> None:
+    code = False
+    for line in page.read_text().splitlines():
+        code ^= line.lstrip().startswith("```")
+        assert code or line.startswith("|") or len(line) <= 120, f"{page.name}: {line}"
