@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from penstock.pipeline.config import TinyModel
 from penstock.pipeline.models.answers import answer_of
 from penstock.protocols.experience import Prompt
+from penstock.services.data import DataError
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = string.ascii_lowercase + string.digits + " =+-*/?.,:()"
@@ -48,7 +49,7 @@ def build(
 
     torch.manual_seed(seed)
     random = np.random.default_rng([seed, 1])
-    seen = source[: min(SEEN_PROMPTS, len(source))]
+    seen = _usable(source, range(min(SEEN_PROMPTS, len(source))))
     characters = set(ALPHABET).union(*(p.as_text() + (answer_of(p) if config.warm_start.steps else "") for p in seen))
     tokenizer = make_tokenizer(characters)
     model = Qwen3ForCausalLM(
@@ -74,7 +75,7 @@ def build(
         optimizer, lambda step: 0.1 + 0.45 * (1 + np.cos(np.pi * step / max(1, warm.steps)))
     )
     for step in range(warm.steps):
-        chosen = [source[int(i)] for i in random.integers(len(source), size=warm.batch)]
+        chosen = _usable(source, random.integers(len(source), size=warm.batch))
         tokens, wanted = _examples(tokenizer, chosen, warm.corrupted, random)
         hidden = model(input_ids=tokens, attention_mask=(tokens != tokenizer.pad_token_id).long()).logits
         loss = F.cross_entropy(hidden[:, :-1].flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=-100)
@@ -87,6 +88,19 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+def _usable(source: Sequence[Prompt], numbers: Iterable[int]) -> list[Prompt]:
+    """The prompts of these numbers, but for rows that are none: the run drops them with their reason."""
+    found = []
+    for number in numbers:
+        try:
+            found.append(source[int(number)])
+        except DataError:
+            continue
+    if not found:
+        raise DataError(f"prompts.train: none of {len(source)} rows that were drawn for model.warm_start can be used")
+    return found
 
 
 def _examples(

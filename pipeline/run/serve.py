@@ -73,7 +73,8 @@ def _last_words(error: Exception, context: ActorContext, name: str, step: int) -
     said = str(error) if isinstance(error, UserCodeError) else describe(error)
     code = 1
     if crashes.disk_is_full(error):
-        code, said = EXIT_SETUP, f"nothing can be written to {context.folder}: {error.strerror}; free some space"  # type: ignore[attr-defined]
+        why = getattr(error, "strerror", None) or error
+        code, said = EXIT_SETUP, f"nothing can be written to {context.folder}: {why}; free some space"
     elif crashes.again(context.folder, name, error, step):
         where = f" at step {step}" if step >= 0 else ""
         code, said = EXIT_SETUP, f"the same failure twice{where}: {said}"

@@ -65,7 +65,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "reward_last": sum(last) / len(last) if last else None,
         "eval_before": state["evaluations"].get("before"),
         "eval_after": state["evaluations"].get("after"),
-        "max_lag": state["max_lag"],
+        "max_lag": max([state["max_lag"], *(row["max_lag"] for row in steps)]),
         "lag_max_seen": totals["lag_max"],
         "lagging_share": totals["tokens_lagging"] / max(1, totals["trained_tokens"]),
         "groups_leased": totals["leased"],

@@ -61,7 +61,19 @@ def make_prompt(index: int, content: Any, truth: Any, chat: bool, system: str | 
     try:
         return Prompt(index=index, messages=messages, truth=truth)
     except ValueError as error:
-        raise DataError(f"row {index}: not chat messages with role and content: {error}") from None
+        raise DataError(f"row {index}: {_unlike_chat(messages, error)}") from None
+
+
+def _unlike_chat(messages: list[Any], error: ValueError) -> str:
+    """What keeps ``messages`` from being a chat, in a line."""
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return f"message {number} is no map with role and content: {str(message)[:80]}"
+        for part in ("role", "content"):
+            if not isinstance(message[part], str):
+                kind = _kind(message[part])
+                return f"{part} of message {number} is {kind}, not text (images and other parts cannot be used yet)"
+    return " ".join(str(error).split())
 
 
 def _what(config: HubData) -> str:

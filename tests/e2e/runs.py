@@ -45,6 +45,16 @@ class Run:
         with self.output.open("wb") as out:
             self.process = subprocess.Popen([*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT)
 
+    @classmethod
+    def resumed(cls, run: Run, overrides: list[str]) -> Run:
+        """``penstock run --resume`` on the folder of ``run``."""
+        again = cls.__new__(cls)
+        again.folder, again.output = run.folder, run.output.with_name("output-again")
+        command = [sys.executable, "-m", "penstock.pipeline.cli", "run", "--resume", str(run.folder)]
+        with again.output.open("wb") as out:
+            again.process = subprocess.Popen([*command, *overrides], stdout=out, stderr=out, cwd=ROOT)
+        return again
+
     def wait(self, seconds: float = 480, code: int = 0) -> dict[str, Any]:
         """Waits for the end; asserts its exit code and that no process is left; returns the summary."""
         assert self.process.wait(seconds) == code, self.output.read_text()[-3000:]
