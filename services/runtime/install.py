@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distributions
 from pathlib import Path
 
 
@@ -19,10 +19,9 @@ def install(extra: str) -> str:
 
 
 def _target(extra: str) -> str:
-    try:
-        origin = json.loads(distribution("penstock").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        origin = {}
+    # In a clone there are two: what setuptools left in the folder, and what pip installed, which alone knows.
+    said = (found.read_text("direct_url.json") for found in distributions(name="penstock"))
+    origin = json.loads(next(filter(None, said), "{}"))
     source = origin.get("url", "").removeprefix("file://")
     if not source or not Path(source).is_dir():
         return shlex.quote(f"penstock[{extra}]")

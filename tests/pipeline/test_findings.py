@@ -1,0 +1,56 @@
+"""What one is told at the end of a run that ended well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.pipeline.report.findings import findings
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    totals = {"trained": 80, "groups_without_variance": 10, "eval_unusable": 0} | changes.pop("totals", {})
+    return {"totals": totals, "phase": "done", "step": 10, "steps": 10, "rewards": {}} | changes
+
+
+def steps(**changes: Any) -> list[dict[str, Any]]:
+    row = {"skipped": 0.0, "loss": 0.1, "grad_norm": 0.5, "finished_share": 1.0, "mismatch_bound": 0.05}
+    return [row | {"step": step} | changes for step in range(10)]
+
+
+def test_of_a_run_in_which_all_went_well_nothing_is_said() -> None:
+    said = {"source": "reward exact_match", "calls": 640, "failed": 3, "words": "3 of 640 calls failed", "last": "x y"}
+    assert findings(state(rewards={"reward/exact_match": said}), steps(mismatch_kl_k3=0.01), []) == []
+
+
+FAILED = {
+    "source": "reward mine:judge",
+    "calls": 100,
+    "failed": 60,
+    "words": "60 of 100 calls failed: 60 timed out",
+    "last": "judge timed out after 10 s",
+}
+DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "rows", "drops", "words"),
+    [
+        (state(), steps(skipped=1.0, loss=float("nan")), [], "every step was skipped"),
+        (state(), [*steps()[:9], *steps(skipped=1.0)[9:]], [], "1 of 10 steps were skipped"),
+        (state(), steps(grad_norm=0.0), [], "nothing was learned"),
+        (state(totals={"groups_without_variance": 41}), steps(), [], "41 of 80 trained groups had answers of equal"),
+        (state(step=6), steps()[:6], [], "the prompts ended after 6 of 10 steps"),
+        (state(rewards={"reward/judge": FAILED}), steps(), [], "60 timed out; the last one timed out after 10 s"),
+        (state(), steps(), [DROP], "1 prompts were dropped, since they cannot be used; the last one: row 7"),
+        (state(totals={"eval_unusable": 2}), steps(), [], "2 evaluation prompts have no reward"),
+        (state(), steps(finished_share=0.2), [], "80 % of the last steps' answers were cut off"),
+        (state(), steps(mismatch_kl_k3=0.2), [], "engines and trainer disagreed in 10 of 10 steps"),
+    ],
+)
+def test_each_is_a_sentence(
+    seen: dict[str, Any], rows: list[dict[str, Any]], drops: list[dict[str, Any]], words: str
+) -> None:
+    (sentence,) = findings(seen, rows, drops)
+    assert words in sentence

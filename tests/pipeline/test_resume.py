@@ -1,0 +1,81 @@
+"""What a run was started with, and what it may go on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.config import ConfigError, dump, load
+from penstock.pipeline.config.origin import Origin, read, write
+from penstock.pipeline.run.resume import check_fixed, resumed
+
+FILE = """
+model: {type: tiny}
+prompts: {train: {type: sort}}
+reward: {functions: [{function: exact_match}]}
+trainer: {steps: 50}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run's folder, as the start with one override left it."""
+    (tmp_path / "run.yaml").write_text(FILE)
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    given = ["gate.max_lag=3"]
+    (run / "config.yaml").write_text(dump(load(tmp_path / "run.yaml", given)))
+    write(run, Origin(str(tmp_path / "run.yaml"), tuple(given)))
+    return run
+
+
+def test_alone_it_goes_on_as_it_was(folder: Path) -> None:
+    config, origin, changed = resumed(folder, None, [])
+    assert config.gate.max_lag == 3 and not changed and origin.overrides == ("gate.max_lag=3",)
+
+
+def test_every_change_is_a_line_and_is_kept(folder: Path) -> None:
+    config, origin, changed = resumed(folder, None, ["gate.max_lag=1", "trainer.optimizer.lr=1.0e-4"])
+    assert config.gate.max_lag == 1
+    assert changed == ["gate.max_lag: 3 → 1", "trainer.optimizer.lr: 1e-06 → 0.0001"]
+    write(folder, origin)
+    kept = read(folder)
+    assert kept and kept.overrides == ("gate.max_lag=1", "trainer.optimizer.lr=1.0e-4")
+
+
+def test_a_file_that_is_given_again_is_read_anew_under_the_old_overrides(folder: Path) -> None:
+    file = folder.parents[1] / "run.yaml"
+    file.write_text(FILE.replace("50", "80"))
+    config, _, changed = resumed(folder, file, [])
+    assert config.trainer.steps == 80 and config.gate.max_lag == 3 and changed == ["trainer.steps: 50 → 80"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.seed=7", r"run\.seed: 7, but the run began with 0"),
+        ("prompts.train.size=10", r"prompts\.train\.size: 10, but the run began with 100000"),
+        ("model.hidden_size=64", r"model\.hidden_size: 64, but the run began with 128"),
+        ("rollout.sampling.n=2", r"rollout\.sampling\.n: 2, but the run began with"),
+    ],
+)
+def test_what_may_not_change_is_refused_by_its_own_key(folder: Path, override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resumed(folder, None, [override])
+
+
+def test_a_folder_that_is_no_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--resume: .* is not a run's folder: it has no config\.yaml"):
+        resumed(tmp_path, None, [])
+
+
+def test_the_password_of_a_store_is_asked_for_again(folder: Path) -> None:
+    stored = load(folder / "config.yaml", ["store.url=redis://me:secret@host:1/0"])
+    (folder / "config.yaml").write_text(dump(stored))
+    assert "secret" not in (folder / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"store\.url: .*give it again"):
+        resumed(folder, None, [])
+    config, _, changed = resumed(folder, None, ["store.url=redis://me:other@host:1/0"])
+    assert config.store.url == "redis://me:other@host:1/0" and not changed
+    check_fixed(stored, config)
