@@ -67,6 +67,5 @@ def without_hub(config: Config, report: Report) -> Iterator[None]:
     keys = {name.partition("=")[0] for name in wanted}
     missing = [problem for problem in report.problems if problem.partition(":")[0] in keys]
     report.problems = [problem for problem in report.problems if problem not in missing]
-    report.here += missing
-    if missing:
-        report.notes.append("the Hugging Face hub does not answer from here; not looked at: " + ", ".join(wanted))
+    said = "(HF_HUB_OFFLINE is set)" if before else "(it does not answer)"
+    report.here += [problem.replace("(HF_HUB_OFFLINE is set)", said) for problem in missing]
