@@ -161,14 +161,20 @@ def prepare(
 ) -> None:
     """Make FOLDER ready for actors that are started one by one: its config.yaml, and a tiny model with its warm start.
 
+    Looks at data, model and functions first, as `penstock run` does; GPUs and Redis may be another machine's.
     Said again, it makes a stopped or failed run ready to go on; for one that is complete it says so, and exits with 2.
     `penstock run` does all of this by itself.
 
     For instance: penstock prepare configs/quickstart.yaml trainer.steps=50 --folder runs/served
     """
+    from penstock.pipeline.preflight.look import look
     from penstock.pipeline.run.folder import open_folder
 
     config = load(file, overrides)
+    report = look(config)
+    report.check(elsewhere=True)
+    for note in report.notes:
+        typer.echo(f"note: {note}", err=True)
     open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ())))
     if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():
         make_tiny(config, folder)

@@ -46,10 +46,10 @@ def test_every_container_is_confined(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_networks_are_as_the_docs_say(name: str) -> None:
     expected = {"rollout": {"control", "weights"}, "trainer": {"control", "weights"}}
-    expected |= {"broker": {"control"}, "reward": {"control"}, "reference": {"control"}}
+    expected |= {"broker": {"control"}, "reward": {"control"}, "reference": {"control"}, "prepare": {"control"}}
     service = SERVICES[name]
     assert set(service.get("networks", [])) == expected.get(kind(name), set())
-    assert (service.get("network_mode") == "none") == (kind(name) in ("prepare", "redis"))
+    assert (service.get("network_mode") == "none") == (kind(name) == "redis")
     assert ("socket:/run/redis" in service["volumes"]) == (kind(name) in ("broker", "redis"))
     assert FILE["networks"]["weights"]["internal"]
 
