@@ -4,7 +4,8 @@
 key means.
 """
 
-from penstock.pipeline.config.load import ConfigError, dump, hide_password, load, parse
+from penstock.pipeline.config.load import ConfigError, dump, load, parse
+from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.config.schema import Config, ModelConfig, PretrainedModel, RunConfig, TinyModel, WarmStart
 
 load_config = load

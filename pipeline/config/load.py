@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 
 from penstock.pipeline.config import origin
 from penstock.pipeline.config.errors import explain
+from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.config.schema import Config
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import look_in
@@ -73,17 +73,6 @@ def dump(config: Config) -> str:
     if url := data["store"]["url"]:
         data["store"]["url"] = hide_password(url)
     return yaml.safe_dump(data, sort_keys=False)
-
-
-def hide_password(url: str) -> str:
-    """``url`` with its password, if it has one, as ``***``."""
-    url = re.sub(r"(password=)[^&]*", r"\1***", url)
-    scheme, separator, rest = url.partition("://")
-    credentials, at, host = rest.rpartition("@")
-    if not at:
-        return url
-    user = credentials.partition(":")[0]
-    return f"{scheme}{separator}{user}:***@{host}"
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.pipeline.config.passwords import hide_password
 from penstock.services.runtime.files import write_whole
 
 
@@ -30,8 +31,9 @@ def key_of(override: str) -> str:
 
 
 def write(folder: Path, origin: Origin) -> None:
-    """Keeps it in a run's folder."""
-    write_whole(folder / "origin.json", json.dumps(asdict(origin), indent=2) + "\n")
+    """Keeps it in a run's folder, without the password of a store."""
+    overrides = [hide_password(text) if key_of(text).startswith("store") else text for text in origin.overrides]
+    write_whole(folder / "origin.json", json.dumps({"file": origin.file, "overrides": overrides}, indent=2) + "\n")
 
 
 def read(folder: Path) -> Origin | None:

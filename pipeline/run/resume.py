@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin, read
+from penstock.pipeline.config.passwords import HIDDEN
 
 FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n")
 """What a resumed run must have as it began."""
@@ -26,14 +27,14 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     origin = (read(folder) or Origin(str(recorded.resolve()))).with_overrides(overrides)
     if file is None:
         config = load(recorded, overrides)
-        if config.store.url and ":***@" in config.store.url:
-            raise ConfigError(
-                f"store.url: {config.store.url}: its password is not kept in the run's folder; give it again, e.g. "
-                "store.url=redis://USER:PASSWORD@HOST:6379/0"
-            )
     else:
         origin = Origin(str(file.resolve()), origin.overrides)
         config = load(file, list(origin.overrides))
+    if config.store.url and HIDDEN in config.store.url:
+        raise ConfigError(
+            f"store.url: {config.store.url}: its password is not kept in the run's folder; give it again, e.g. "
+            "store.url=redis://USER:PASSWORD@HOST:6379/0"
+        )
     check_fixed(began, config)
     return config, origin, changes(began, config)
 

@@ -79,3 +79,14 @@ def test_the_password_of_a_store_is_asked_for_again(folder: Path) -> None:
     config, _, changed = resumed(folder, None, ["store.url=redis://me:other@host:1/0"])
     assert config.store.url == "redis://me:other@host:1/0" and not changed
     check_fixed(stored, config)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["store.url=redis://me:secret@host:1/0", "store={url: 'redis://:secret@host:1/0', retry_s: 5}"],
+)
+def test_no_password_is_written_down_and_none_is_made_up(folder: Path, override: str) -> None:
+    write(folder, Origin(str(folder.parents[1] / "run.yaml"), (override,)))
+    assert "secret" not in (folder / "origin.json").read_text()
+    with pytest.raises(ConfigError, match=r"store\.url: .*give it again"):
+        resumed(folder, folder.parents[1] / "run.yaml", [])
