@@ -158,6 +158,7 @@ def prepare(
     file: FILE,
     overrides: OVERRIDES = None,
     folder: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/served"),
+    looked: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Make FOLDER ready for actors that are started one by one: its config.yaml, and a tiny model with its warm start.
 
@@ -171,10 +172,11 @@ def prepare(
     from penstock.pipeline.run.folder import open_folder
 
     config = load(file, overrides)
-    report = look(config)
-    report.check(elsewhere=True)
-    for note in report.notes:
-        typer.echo(f"note: {note}", err=True)
+    if not looked:
+        report = look(config)
+        report.check(elsewhere=True)
+        for note in report.notes:
+            typer.echo(f"note: {note}", err=True)
     open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ())))
     if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():
         make_tiny(config, folder)

@@ -127,7 +127,7 @@ class _Launch:
         command = penstock("prepare", str(self._folder / "config.yaml"))
         child = self._supervisor.start(
             "prepare",
-            [*command, "--folder", str(self._folder)],
+            [*command, "--folder", str(self._folder), "--looked"],
             self._stderr("prepare"),
             restartable=False,
             foreign=True,
