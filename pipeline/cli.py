@@ -28,19 +28,25 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
+def print_version(asked: bool) -> None:
+    """``--version``, which needs no command beside it."""
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"penstock {version('penstock')}")
+        raise typer.Exit(0)
+
+
 @app.callback()
 def command(
-    version: Annotated[bool, typer.Option("--version", help="Print the version, and stop.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and stop.", is_eager=True, callback=print_version)
+    ] = False,
 ) -> None:
     """Asynchronous reinforcement learning for language models.
 
     Start with: penstock run configs/quickstart.yaml
     """
-    if version:
-        from importlib.metadata import version as installed
-
-        typer.echo(f"penstock {installed('penstock')}")
-        raise typer.Exit(0)
 
 
 doctor = typer.Typer(invoke_without_command=True)
@@ -177,7 +183,8 @@ def prepare(
         report.check(elsewhere=True)
         for note in report.notes:
             typer.echo(f"note: {note}", err=True)
-    open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ())))
+    for change in open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ()))):
+        typer.echo(f"changed: {change}", err=True)
     if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():
         make_tiny(config, folder)
     typer.echo(f"ready: {folder}")
@@ -228,10 +235,10 @@ def status(
     from penstock.pipeline.observe.client import find_broker, state, watching
     from penstock.pipeline.observe.terminal import View
     from penstock.pipeline.report.console import print_summary
-    from penstock.pipeline.run.folder import summary_of
+    from penstock.pipeline.run.summary import read_summary
 
     console = Console()
-    over = summary_of(run) if run and broker is None else None
+    over = read_summary(run) if run and broker is None else None
     if run and over:
         if as_json:
             typer.echo(json.dumps(over))
@@ -253,14 +260,14 @@ def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
     For instance: penstock top runs/first-try
     """
     from penstock.pipeline.observe.client import find_broker, follow
-    from penstock.pipeline.run.folder import summary_of
+    from penstock.pipeline.run.summary import read_summary
 
     console = Console()
-    if run and broker is None and summary_of(run):
+    if run and broker is None and read_summary(run):
         status(run)
         return
     try:
-        follow(console, *find_broker(run, broker, keys))
+        follow(console, *find_broker(run, broker, keys), over=lambda: run is not None and read_summary(run) is not None)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

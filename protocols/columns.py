@@ -25,6 +25,16 @@ REWARD = "reward"
 REFERENCE = "reference"
 """Log-probabilities under a frozen model: float32, a value for each token, 0 where nothing was sampled."""
 
+METRICS = frozenset(
+    (
+        "kind", "step", "time", "max_lag", "train_s", "loss", "grad_norm", "lr", "skipped", "entropy", "reward_std",
+        "reward_missing", "groups_without_variance", "tokens", "tokens_lagging", "lag_mean", "lag_max", "wait_s",
+        "response_tokens", "finished_share", "groups_unreadable", "train_step_s", "publish_wait_s", "mismatch",
+        "mismatch_bound", "gather_s", "digest_s", "leased", "waiting", "unscored", "ready", "groups_dropped",
+    )
+)  # fmt: skip
+"""Names in the row of a step, which no column and no metric of the user's own may have: columns stand there too."""
+
 Per = Literal["trajectory", "token"]
 Dtype = Literal["float32", "float64", "int32", "int64", "uint8"]
 

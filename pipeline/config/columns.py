@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from penstock.protocols.columns import REFERENCE, REWARD, ColumnTable
+from penstock.protocols.columns import METRICS, REFERENCE, REWARD, ColumnTable
 from penstock.services.runtime import registry
 
 
@@ -36,6 +36,10 @@ def check_columns(config: Any) -> None:
     names = [column.name for column in table.columns] + [total.name for total in table.sums]
     for kind, scorer in config.scorers.items():
         for name in scorer.columns:
+            if name in METRICS:
+                raise ValueError(
+                    f"scorers.{kind}.columns: {name!r} is a metric of every step; call the column otherwise"
+                )
             if names.count(name) > 1:
                 raise ValueError(
                     f"scorers.{kind}.columns: {name!r} is written by another scorer too; call it otherwise"

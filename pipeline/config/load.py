@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from penstock.pipeline.config import origin
 from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.passwords import hide_password
-from penstock.pipeline.config.schema import Config
+from penstock.pipeline.config.schema import Config, PretrainedModel
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.user_folders import look_in
+from penstock.services.runtime.user_folders import find_folder, look_in
 
 
 class ConfigError(SetupError):
@@ -52,11 +52,22 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     look_in(path.parent)
     if began := origin.read(path.parent):  # the run's own copy: what it names lies beside the file that it came from
         look_in(Path(began.file).parent)
+        look_in(Path(began.started_in))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a map of sections")
     for override in overrides or []:
         _apply(data, override)
-    return parse(data)
+    return _with_folders(parse(data))
+
+
+def _with_folders(config: Config) -> Config:
+    """A model's folder is found where files are, and known by its whole path from then on."""
+    model, reference = config.model, config.reference
+    if isinstance(model, PretrainedModel) and (folder := find_folder(model.path)):
+        config = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
+    if reference.path and (folder := find_folder(reference.path)):
+        config = config.model_copy(update={"reference": reference.model_copy(update={"path": str(folder)})})
+    return config
 
 
 def parse(data: dict[str, Any]) -> Config:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from penstock.pipeline.config.passwords import hide_password
@@ -17,12 +18,14 @@ class Origin:
     file: str
     """The config file, as an absolute path."""
     overrides: tuple[str, ...] = ()
+    started_in: str = field(default_factory=os.getcwd)
+    """The folder that it was started from: what the config names may lie below it."""
 
     def with_overrides(self, more: list[str] | None) -> Origin:
         """With those that are given now; where a key is given again, that counts."""
         given = {key_of(override) for override in more or []}
         kept = [override for override in self.overrides if key_of(override) not in given]
-        return Origin(self.file, (*kept, *(more or [])))
+        return replace(self, overrides=(*kept, *(more or [])))
 
 
 def key_of(override: str) -> str:
@@ -33,7 +36,7 @@ def key_of(override: str) -> str:
 def write(folder: Path, origin: Origin) -> None:
     """Keeps it in a run's folder, without the password of a store."""
     overrides = [hide_password(text) if key_of(text).startswith("store") else text for text in origin.overrides]
-    write_whole(folder / "origin.json", json.dumps({"file": origin.file, "overrides": overrides}, indent=2) + "\n")
+    write_whole(folder / "origin.json", json.dumps({**asdict(origin), "overrides": overrides}, indent=2) + "\n")
 
 
 def read(folder: Path) -> Origin | None:
@@ -42,4 +45,4 @@ def read(folder: Path) -> Origin | None:
         row = json.loads((folder / "origin.json").read_text())
     except FileNotFoundError:
         return None
-    return Origin(row["file"], tuple(row["overrides"]))
+    return Origin(**{**row, "overrides": tuple(row["overrides"])})

@@ -9,7 +9,7 @@ HIDDEN = "***"
 
 def hide_password(url: str) -> str:
     """``url`` with its password, if it has one, as ``***``."""
-    url = re.sub(r"(password=)[^&]*", rf"\1{HIDDEN}", url)
+    url = re.sub(r"""(password=)[^&"'\s,}]*""", rf"\1{HIDDEN}", url)
     scheme, separator, rest = url.partition("://")
     credentials, at, host = rest.rpartition("@")
     if not at:

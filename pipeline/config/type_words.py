@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import annotated_types as bounds
-from pydantic import BaseModel
+from pydantic import BaseModel, Strict
+from pydantic.fields import FieldInfo
 
 from penstock.pipeline.config.errors import models, tag
 
@@ -70,7 +71,11 @@ def limits(metadata: Iterable[Any]) -> str:
     """A field's constraints, e.g. ``, at least 1``. Raises `TypeError` for one that has no words yet."""
     words: list[str] = []
     for each in metadata:
-        if isinstance(each, bounds.Ge):
+        if isinstance(each, FieldInfo):  # of a part of a union
+            words.append(limits(each.metadata).removeprefix(", "))
+        elif isinstance(each, Strict):
+            continue  # what may not stand for it: `true` for 1
+        elif isinstance(each, bounds.Ge):
             words.append(f"at least {each.ge}")
         elif isinstance(each, bounds.Gt):
             words.append(f"above {each.gt}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,11 @@ def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tupl
         raise ConfigError("give a run's folder, or the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
     if broker is None:
         assert run
+        if not run.is_dir():
+            raise ConfigError(f"RUN: no such folder: {run}")
         if not address_file(run).is_file():
+            if (run / "config.yaml").is_file():
+                raise ConfigError(f"RUN: the run in {run} is being prepared: its broker does not listen yet; ask again")
             raise ConfigError(f"RUN: no broker has ever listened for {run}; is it a run's folder?")
         broker = address_file(run).read_text().strip()
     if keys is None and run and (keys_folder(run) / "client.json").is_file():
@@ -53,7 +57,8 @@ def watching(broker: str, keys: Path | None) -> Iterator[Mailbox]:
             hint = (
                 f"; are the keys in {keys} those of this run?"
                 if keys
-                else "; beyond this machine it speaks only to --keys FILE, the run's keys/client.json"
+                else "; the run may be ending, or over (penstock status RUN). Beyond the loopback a broker speaks only "
+                "to --keys FILE, the run's keys/client.json"
             )
             raise ConfigError(f"no broker answers at {broker} within {DEADLINE_S:g} s{hint}") from None
         yield mailbox
@@ -69,8 +74,9 @@ def state(mailbox: Mailbox) -> dict[str, Any]:
     return status.state
 
 
-def follow(console: Console, broker: str, keys: Path | None) -> None:
-    """Shows the run until it is over. Raises `ConfigError` where its broker was silent for too long."""
+def follow(console: Console, broker: str, keys: Path | None, over: Callable[[], bool] = lambda: False) -> None:
+    """Shows the run until it is over, as the broker or ``over`` says. Raises `ConfigError` where the broker was silent
+    for too long."""
     with watching(broker, keys) as mailbox:
         now = state(mailbox)
         heard = time.monotonic()
@@ -83,6 +89,8 @@ def follow(console: Console, broker: str, keys: Path | None) -> None:
                 try:
                     now, heard = state(mailbox), time.monotonic()
                 except DeadlineError as late:
+                    if over():
+                        return
                     if time.monotonic() - heard > SILENT_S:
-                        raise ConfigError(str(late)) from None
-                    view.note(f"the broker at {broker} does not answer; waiting …")
+                        raise ConfigError(f"{late}; did the run end? penstock status RUN says so") from None
+                    view.note(f"the broker at {broker} does not answer: the run is ending, or the broker is; waiting …")

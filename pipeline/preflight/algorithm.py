@@ -37,15 +37,17 @@ def _try(config: Config, own: list[str]) -> None:
     """Raises `SetupError` or `UserCodeError` where one of them gives what no step can use."""
     import torch
 
+    from penstock.services.modeling.load import device_of
     from penstock.services.trainer.algorithms.compose import Algorithm, Totals
 
     chosen = config.trainer.algorithm
     algorithm = Algorithm(chosen)
     torch.manual_seed(0)
+    device = device_of(config.trainer.device) if config.trainer.device == "auto" else torch.device("cpu")
     rows = GROUPS * config.rollout.sampling.n
     scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
     by_row = {name: torch.rand(rows) for name in algorithm.group_columns}
-    advantages = algorithm.advantages(scores, groups, by_row).float()
+    advantages = algorithm.advantages(scores, groups, by_row).float().to(device)
     if "advantage" in own:
         _finite(advantages, "advantage", chosen.advantage.function)  # type: ignore[union-attr]
     log_prob, part = _part(config, algorithm.columns, advantages)
@@ -62,7 +64,7 @@ def _try(config: Config, own: list[str]) -> None:
             f"trainer.algorithm.loss.function: {name}: its losses have no gradient; compute them from the argument "
             "log_prob, the second one, without detach() or item()"
         )
-    loss.backward()
+    algorithm.backward(loss)
     if log_prob.grad is None:
         raise SetupError(f"trainer.algorithm.loss.function: {name}: its losses do not depend on log_prob")
     _finite(log_prob.grad, "loss", name, "gives a gradient that is not finite")
@@ -76,17 +78,22 @@ def _part(config: Config, columns: list[str], advantages: torch.Tensor) -> tuple
     from penstock.services.trainer.algorithms.compose import Part
 
     rows = len(advantages)
-    log_prob = (-torch.rand(rows, LENGTH)).requires_grad_()
-    mask = torch.ones(rows, LENGTH, dtype=torch.bool)
+    device = advantages.device
+    log_prob = (-torch.rand(rows, LENGTH, device=device)).requires_grad_()
+    mask = torch.ones(rows, LENGTH, dtype=torch.bool, device=device)
     mask[::2, -1] = False
     table = config.columns.by_name
     values = {
-        name: -torch.rand(rows, LENGTH if name in table and table[name].per == "token" else 1) for name in columns
+        name: -torch.rand(rows, LENGTH if name in table and table[name].per == "token" else 1, device=device)
+        for name in columns
     }
-    behaviour = (log_prob.detach() - 0.1 * torch.rand(rows, LENGTH)) * mask
+    behaviour = (log_prob.detach() - 0.1 * torch.rand(rows, LENGTH, device=device)) * mask
     return log_prob, Part(log_prob * 1.0, behaviour, advantages[:, None].expand(rows, LENGTH), mask, values)
 
 
 def _finite(values: torch.Tensor, choice: str, name: str, what: str = "gives numbers that are not finite") -> None:
     if not values.isfinite().all():
-        raise SetupError(f"trainer.algorithm.{choice}.function: {name} {what}, called on ordinary ones")
+        raise SetupError(
+            f"trainer.algorithm.{choice}.function: {name} {what}, called on ordinary ones; look for a logarithm of 0, "
+            "a division by 0, or an exp() of large differences"
+        )

@@ -6,13 +6,13 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
 from penstock.services.data.config import HubData
 from penstock.services.data.hub import FORMATS
+from penstock.services.runtime.user_folders import may_be_on_hub
 
 ANSWER_S = 2.0
 OFFLINE = "HF_HUB_OFFLINE"
@@ -21,9 +21,9 @@ OFFLINE = "HF_HUB_OFFLINE"
 def names(config: Config) -> list[str]:
     """What ``config`` takes from the hub, for people."""
     found = []
-    if isinstance(config.model, PretrainedModel) and not Path(config.model.path).exists():
+    if isinstance(config.model, PretrainedModel) and may_be_on_hub(config.model.path):
         found.append(f"model.path={config.model.path}")
-    if config.reference.path and not Path(config.reference.path).exists():
+    if config.reference.path and may_be_on_hub(config.reference.path):
         found.append(f"reference.path={config.reference.path}")
     sources = {"prompts.train": config.prompts.train}
     sources |= {f"prompts.eval.{name}": source for name, source in config.prompts.eval.items()}

@@ -10,6 +10,7 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.preflight import algorithm, data, machine, model, rewards, scorers
 from penstock.pipeline.preflight.hub import without_hub
 from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.resources.gpus import visible_gpus
 from penstock.pipeline.resources.memory import plan
 
 
@@ -22,6 +23,7 @@ def look(config: Config) -> Report:
         for part in (machine, data, model, rewards, algorithm, scorers):
             part.look(config, report)
     needs = plan(config)
-    report.lines += needs.lines
+    here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"
+    report.lines += [line + here if line.startswith("GPUs:") else line for line in needs.lines]
     report.problems += needs.problems
     return report

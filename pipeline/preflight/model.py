@@ -9,6 +9,7 @@ from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.services.data import DataError, open_source
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.user_folders import may_be_on_hub
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
@@ -35,7 +36,7 @@ def _find(path: str, key: str) -> None:
         if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
             raise SetupError(f"{key}: {path} has no weights: no *.safetensors")
         return
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if not may_be_on_hub(path):
         raise SetupError(f"{key}: no such folder: {path}; give a folder in transformers' layout, or a name on the hub")
     from penstock.services.modeling.load import load_config
 

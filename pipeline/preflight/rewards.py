@@ -17,6 +17,8 @@ from penstock.services.runtime.errors import SetupError
 
 TRIAL_S = 4.0
 """A call that takes longer is not waited for."""
+IMPORT_S = 30.0
+"""Importing it may take so long: a library such as torch comes with it."""
 ANSWER = "I think the answer is 42."
 
 
@@ -36,9 +38,9 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt |
     """Returns what one should know. Raises `SetupError` where the function cannot be called, or fails on every
     answer."""
     key = f"reward.functions.{index}"
-    pool = WorkerPool(function, workers=1, limit=8, key=key)
+    pool = WorkerPool(function, workers=1, limit=8, key=key, start_s=IMPORT_S)
     try:
-        if row is None:
+        if row is None or not function.trial:
             return ""
         answers = [answer for answer in (row.truth if isinstance(row.truth, str) else None, ANSWER) if answer]
         calls = [pool.submit(Call(_offered(function, table, row, answer))) for answer in answers]
@@ -58,7 +60,8 @@ def _judge(key: str, function: FunctionConfig, row: Prompt, answers: list[str], 
     answer, error = failed[0]
     words = f"{key}: {function.function}, called on row {row.index} with the answer {answer[:60]!r}, {error}"
     if len(failed) == len(calls):
-        raise SetupError(f"{words}; it is to return a finite number")
+        remedy = f"raise {key}.timeout_s" if "timed out" in str(error) else "it is to return a finite number"
+        raise SetupError(f"{words}; {remedy}, or set {key}.trial=false, which does not try it")
     return f"{words}; such an answer has no reward"
 
 

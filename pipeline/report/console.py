@@ -17,8 +17,9 @@ SHOWN = (
 
 def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:
     """The main numbers, what one should look at, and where the report is."""
-    console.print(json.dumps({key: summary[key] for key in SHOWN}, indent=2), highlight=False, markup=False)
-    if summary["look_at_this"]:
+    shown = {key: summary[key] for key in (*SHOWN, "error") if key in summary}
+    console.print(json.dumps(shown, indent=2, ensure_ascii=False), highlight=False, markup=False, soft_wrap=True)
+    if summary.get("look_at_this"):
         console.print("look at this:", style="bold yellow")
         for finding in summary["look_at_this"]:
             console.print(f"  - {finding}", highlight=False, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ Rows = Sequence[dict[str, Any]]
 LAST = 10
 """What is said of the end of a run is said of so many steps."""
 OFTEN = 0.05
-"""A smaller share of failed calls, or of steps above a bound, is not worth a word."""
+"""A smaller share of steps above a bound is not worth a word."""
 
 
 def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
@@ -43,7 +43,7 @@ def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
 
 def _rewards(state: dict[str, Any]) -> Iterator[str]:
     for said in state["rewards"].values():
-        if said["failed"] > OFTEN * said["calls"]:
+        if said["failed"]:
             last = f"; the last one {said['last'].partition(' ')[2]}" if said["last"] else ""
             yield f"{said['source']}: {said['words']}{last}"
 
@@ -61,7 +61,10 @@ def _prompts(state: dict[str, Any], drops: Rows) -> Iterator[str]:
             last = next(row["reason"] for row in reversed(drops) if row.get("kind") == kind)
             yield f"{kinds[kind]} {what}; the last one: {last}"
     if unusable := state["totals"]["eval_unusable"]:
-        yield f"{unusable} evaluation prompts have no reward, and no part in the evaluation; logs/broker.jsonl says why"
+        yield (
+            f"{unusable} evaluation prompts have no reward, and no part in the evaluation; logs/broker.jsonl, and the "
+            "logs of the rewards, say why"
+        )
 
 
 def _answers(state: dict[str, Any], steps: Rows) -> Iterator[str]:
@@ -71,7 +74,12 @@ def _answers(state: dict[str, Any], steps: Rows) -> Iterator[str]:
         yield f"{share:.0f} % of the last steps' answers were cut off at rollout.sampling.max_new_tokens"
     bounds = [row for row in steps if row.get("mismatch_kl_k3", 0.0) > row.get("mismatch_bound", float("inf"))]
     if len(bounds) > OFTEN * max(1, len(steps)):
-        yield (
-            f"engines and trainer disagreed in {len(bounds)} of {len(steps)} steps (trainer.mismatch_warning); "
-            "penstock doctor engine FILE looks closer"
-        )
+        fresh = max((row["mismatch_fresh"] for row in steps if "mismatch_fresh" in row), default=0.0)
+        which = f"in {len(bounds)} of {len(steps)} steps (mismatch_kl_k3 above trainer.mismatch_warning)"
+        if fresh > bounds[0]["mismatch_bound"]:
+            yield f"engines and trainer disagreed {which}, at lag 0 too; penstock doctor engine FILE looks closer"
+        else:
+            yield (
+                f"the policy had moved far from the versions that wrote the tokens {which}: a lower gate.max_lag or "
+                "trainer.optimizer.lr keeps it nearer"
+            )

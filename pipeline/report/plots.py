@@ -54,7 +54,7 @@ LEARNING = {
     "approx_kl": "KL from the sampling policy, nats",
     "clip_fraction": "clipped share of tokens",
     "response_tokens": "response length, tokens",
-    "surprise": "−log p of a token, nats",
+    "entropy": "entropy: −log p of a token, nats",
     "lr": "learning rate",
 }
 """What the panels of `learning` show, where a run has it."""

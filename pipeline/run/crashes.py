@@ -12,8 +12,14 @@ from pathlib import Path
 from penstock.services.runtime.files import write_whole
 from penstock.services.runtime.plugins import UserCodeError
 
-SOON_S = 120.0
+SOON_S = 600.0
 """Of an actor that knows no step, two deaths within this time count as one place."""
+PEERS = re.compile(
+    r"closed by peer|reset by peer|broken pipe|remote process|ncclRemote|timed? ?out"
+    r"|connection (was )?(refused|reset|closed|lost|aborted|failure)|could not connect|failed to connect",
+    re.IGNORECASE,
+)
+"""What libraries say of another process that is gone or silent."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -28,7 +34,7 @@ class Place:
 def again(folder: Path, name: str, error: BaseException, step: int) -> bool:
     """``name`` dies of ``error`` at ``step`` (-1: it knows none), as it did the last time: starting it once more would
     not help. What a peer did (it was silent, or gone) is never such a failure."""
-    if not _is_own(error):
+    if not is_own(error):
         return False
     path, said = _path(folder, name), _without_numbers(error)
     try:
@@ -59,13 +65,16 @@ def _path(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.crash.json"
 
 
-def _is_own(error: BaseException) -> bool:
+def is_own(error: BaseException) -> bool:
     """It comes of the user's code, or of a library's that was given what it cannot take; not of another process."""
     if isinstance(error, UserCodeError):
         return True
-    if type(error).__module__.startswith("penstock.") or isinstance(error, ConnectionError | TimeoutError):
+    if isinstance(error, ConnectionError | TimeoutError):
         return False
-    return not re.search(r"by peer|timed? ?out|connect", str(error), re.IGNORECASE)
+    kinds = type(error).__mro__
+    if any(kind.__module__.partition(".")[0] in ("penstock", "redis", "zmq") for kind in kinds):
+        return False
+    return not any(kind.__name__ == "DistError" for kind in kinds) and not PEERS.search(str(error))
 
 
 def _without_numbers(error: BaseException) -> str:

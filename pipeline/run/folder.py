@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, PretrainedModel, dump, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
-from penstock.pipeline.run.resume import check_fixed
+from penstock.pipeline.run.resume import changes, check_fixed
+from penstock.pipeline.run.summary import read_summary
 from penstock.services.runtime.files import write_whole
 
 LIVE_S = 10.0
 
 
 def new_folder(config: Config, config_path: Path) -> Path:
-    """A new, empty folder for a run. Raises `ConfigError` where it exists already."""
+    """Where a new run will lie. Raises `ConfigError` where something is there already."""
     name = config.run.name or f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.run.folder) / name
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"run.name: {folder} exists and is not empty; choose another name, or remove it")
-    make_folder(folder, "run.folder")
+        on = f"go on with it: penstock run --resume {folder}; or " if (folder / "config.yaml").is_file() else ""
+        raise ConfigError(f"run.name: {folder} exists and is not empty; {on}choose another name")
     return folder
 
 
@@ -40,9 +40,10 @@ def make_folder(folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: cannot write to {folder}: {error.strerror}; choose another folder") from None
 
 
-def open_folder(config: Config, folder: Path, origin: Origin) -> None:
-    """Makes ``folder`` ready for actors that are started one by one, for the first time or again. Raises `ConfigError`
-    where its run is complete, or began with another model or data."""
+def open_folder(config: Config, folder: Path, origin: Origin) -> list[str]:
+    """Makes ``folder`` ready for actors that are started one by one, for the first time or again; returns what is
+    changed since then, a line for each key. Raises `ConfigError` where its run is complete, or began with another model
+    or data."""
     make_folder(folder, "--folder")
     recorded = folder / "config.yaml"
     began = load(recorded) if recorded.is_file() else None
@@ -52,21 +53,24 @@ def open_folder(config: Config, folder: Path, origin: Origin) -> None:
         raise ConfigError(
             f"the run in {folder} is going on, and its config cannot change meanwhile: stop it, or give the same config"
         )
-    before = summary_of(folder)
+    before = read_summary(folder)
     if began and before and before["outcome"] == "complete" and config.trainer.steps <= began.trainer.steps:
         raise ConfigError(
             f"the run in {folder} is complete: {before['steps']} steps, reward {before['reward_last']:.3f}, see "
             f"{folder / 'summary.json'}; raise trainer.steps to go on, or choose another folder for another run"
         )
     begin(config, folder, origin)
+    return changes(began, config) if began else []
 
 
 def begin(config: Config, folder: Path, origin: Origin) -> None:
     """A run starts in ``folder``, or goes on: its config and its origin are written down, each in one piece (others may
     be reading the one before), and what an earlier start came to is forgotten."""
     own = folder / "config.yaml"
-    if Path(origin.file) != own.resolve() or not read_origin(folder):  # its own copy says nothing of where it is from
-        write_origin(folder, origin)
+    began = read_origin(folder)
+    if began and Path(origin.file) == own.resolve():  # its own copy says nothing of where it is from
+        origin = replace(origin, file=began.file, started_in=began.started_in)
+    write_origin(folder, origin)
     write_whole(own, dump(config))
     (folder / "summary.json").unlink(missing_ok=True)
     crashes.forget(folder)
@@ -102,13 +106,7 @@ def run_key(folder: Path) -> str:
     return path.read_text().strip()
 
 
-def summary_of(folder: Path) -> dict[str, Any] | None:
-    """What the run in ``folder`` came to; None while it is not over."""
-    path = folder / "summary.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
 def _is_live(folder: Path) -> bool:
     """A broker wrote a line about its actors just now, as it does every second."""
     beats = folder / "actors.jsonl"
-    return beats.is_file() and time.time() - beats.stat().st_mtime < LIVE_S and summary_of(folder) is None
+    return beats.is_file() and time.time() - beats.stat().st_mtime < LIVE_S and read_summary(folder) is None

@@ -166,7 +166,7 @@ class _Launch:
             os.close(read)
         if not address:
             child.process and child.process.wait(10)
-            raise RunError(self._supervisor.poll() or "the broker ended before it listened")
+            raise RunError(self._supervisor.poll() or f"the broker ended before it listened: {child.last_words()}")
         # Started again, it listens where the others look for it.
         ready = child.command.index("--ready-fd")
         del child.command[ready : ready + 2]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin, read
 from penstock.pipeline.config.passwords import HIDDEN
+from penstock.pipeline.run.summary import read_lines, read_summary
 
 FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n")
 """What a resumed run must have as it began."""
@@ -36,7 +38,26 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
             "store.url=redis://USER:PASSWORD@HOST:6379/0"
         )
     check_fixed(began, config)
+    check_left(folder, config)
     return config, origin, changes(began, config)
+
+
+def committed(folder: Path) -> int:
+    """Steps that the run in ``folder`` has done."""
+    return 1 + max((row["step"] for row in read_lines(folder / "ledger.jsonl")), default=-1)
+
+
+def check_left(folder: Path, config: Config) -> None:
+    """Raises `ConfigError` where nothing is left to do for the run in ``folder``."""
+    steps, summary = config.trainer.steps, read_summary(folder)
+    done = committed(folder)
+    if summary and summary["outcome"] == "complete" and steps <= summary["steps"]:
+        raise ConfigError(
+            f"trainer.steps: {steps}, and the run in {folder} is complete with {summary['steps']}: see "
+            f"{folder / 'report.html'}, or give more, e.g. trainer.steps={2 * summary['steps']}"
+        )
+    if steps < done:
+        raise ConfigError(f"trainer.steps: {steps}, but {done} steps are done already; give {done} or more")
 
 
 def check_fixed(began: Config, config: Config) -> None:
@@ -44,17 +65,29 @@ def check_fixed(began: Config, config: Config) -> None:
     before, now = leaves(began.model_dump(mode="json")), leaves(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED) and _differ(key, before, now):
+            kind = next((k for k in _kinds(key) if k in before and k in now and _differ(k, before, now)), key)
             raise ConfigError(
-                f"{key}: {now.get(key, ABSENT)!r}, but the run began with {before.get(key, ABSENT)!r}; a resumed run "
-                "cannot change that: begin a new one"
+                f"{kind}: {_words(kind, now)}, but the run began with {_words(kind, before)}; a resumed run cannot "
+                "change that: begin a new one"
             )
+
+
+def _kinds(key: str) -> list[str]:
+    """The keys ``type`` above ``key``: where one of them differs, everything below it does."""
+    parts = key.split(".")
+    return [".".join([*parts[:end], "type"]) for end in range(1, len(parts))]
+
+
+def _words(key: str, values: dict[str, Any]) -> str:
+    """The value as YAML has it; of a section that is not there on this side, that."""
+    return json.dumps(values[key], ensure_ascii=False) if key in values else ABSENT
 
 
 def changes(began: Config, config: Config) -> list[str]:
     """``gate.max_lag: 2 → 1``, and so on."""
     before, now = leaves(began.model_dump(mode="json")), leaves(config.model_dump(mode="json"))
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in NOWHERE and _differ(key, before, now)]
-    return [f"{key}: {before.get(key, ABSENT)} → {now.get(key, ABSENT)}" for key in keys if key != "store.url"]
+    return [f"{key}: {_words(key, before)} → {_words(key, now)}" for key in keys if key != "store.url"]
 
 
 def leaves(data: Any, path: str = "") -> dict[str, Any]:

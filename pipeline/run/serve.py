@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -12,22 +12,26 @@ from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources import gpu_locks
 from penstock.pipeline.resources.gpus import visible_gpus
 from penstock.pipeline.run import crashes, torchrun
-from penstock.pipeline.run.folder import address_file, keys_folder, model_path, run_key, summary_of
+from penstock.pipeline.run.folder import address_file, keys_folder, model_path, run_key
+from penstock.pipeline.run.summary import read_summary
 from penstock.protocols import keys
 from penstock.protocols.keys import KeysError
 from penstock.protocols.mailbox import AddressError, DeadlineError
+from penstock.protocols.messages import LedgerReply
 from penstock.protocols.wire import ProtocolError
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.actor import STOP_GRACE_S, ActorContext, on_stop
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import EXIT_SETUP, SetupError
 from penstock.services.runtime.plugins import UserCodeError, describe
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.address import interface_of, own_address
 
+if TYPE_CHECKING:
+    from penstock.services.broker.state import BrokerSettings
+
 log = structlog.get_logger()
 
-EXIT_SETUP = 78
 """Exit code of an actor that cannot work with what it was given: starting it again would not help."""
 
 
@@ -65,20 +69,22 @@ def serve(
         if isinstance(error, DeadlineError) and not supervised and _is_over(context):
             return 0  # it ended while we were still on our way to its broker
         log.exception("crashed", error=str(error))
-        return _last_words(error, context, name, place.step)
+        return _last_words(error, context, name, place.step, shared=config.trainer.ranks > 1 and kind == "trainer")
 
 
-def _last_words(error: Exception, context: ActorContext, name: str, step: int) -> int:
-    """Tells stderr what ``name`` dies of; returns its exit code."""
+def _last_words(error: Exception, context: ActorContext, name: str, step: int, shared: bool) -> int:
+    """Tells stderr what ``name`` dies of; returns its exit code. ``shared``: with other ranks, one of which may be what
+    it dies of: that one's words are those of the actor."""
     said = str(error) if isinstance(error, UserCodeError) else describe(error)
     code = 1
     if crashes.disk_is_full(error):
-        why = getattr(error, "strerror", None) or error
-        code, said = EXIT_SETUP, f"nothing can be written to {context.folder}: {why}; free some space"
+        where = getattr(error, "filename", None) or context.folder
+        code, said = EXIT_SETUP, f"nothing can be written to {where}; free some space: {said}"
     elif crashes.again(context.folder, name, error, step):
         where = f" at step {step}" if step >= 0 else ""
         code, said = EXIT_SETUP, f"the same failure twice{where}: {said}"
-    os.write(2, f"{context.name}: {' '.join(said.split())}\n".encode())
+    who = f"{name} (a rank)" if shared and code == 1 and not crashes.is_own(error) else context.name
+    os.write(2, f"{who}: {' '.join(said.split())}\n".encode())
     return code
 
 
@@ -100,7 +106,7 @@ def _serve_member(
     try:
         return _run_actor(actor, rank, supervised, grace)
     finally:
-        place.step = -1 if rank else actor.actor.version
+        place.step = actor.version if rank else actor.actor.version
 
 
 def _run_actor(actor: Any, rank: int, supervised: bool, grace: float) -> int:
@@ -144,17 +150,40 @@ def _serve_broker(
     place: crashes.Place,
 ) -> int:
     from penstock.services.broker.service import Broker
-    from penstock.services.broker.state import BrokerSettings
 
     url = store or config.store.url
     if url is None:
         raise ConfigError("store.url: a broker that runs alone needs a Redis; give its URL")
+    broker = Broker(_broker_settings(config, context), url)
+    grace = STOP_GRACE_S if supervised else registry.actors(config)["broker"].grace_s
+    on_stop(broker.stop, supervised, grace)
+    if ready_fd is not None:
+        os.write(ready_fd, f"{broker.address}\n".encode())
+        os.close(ready_fd)
+    address_file(context.folder).write_text(broker.address + "\n")
+    try:
+        error = broker.serve()
+    finally:
+        place.step = broker.ledger_state.steps
+    if not supervised:
+        _conclude(config, context, broker.state, broker.ledger_state, error)
+        _end_store(config, url)
+    if error:
+        raise SetupError(error)
+    return 0
+
+
+def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
+    """With keys of its own where the broker listens beyond the loopback."""
+    from penstock.services.broker.state import BrokerSettings
+
     folder = keys_folder(context.folder)
     exposed = not keys.is_loopback(config.broker.bind)
     if exposed:
         keys.make(folder)
         log.info("keys", client=str(folder / "client.json"))
-    settings = BrokerSettings(
+    raise_file_limit()
+    return BrokerSettings(
         run=context.run,
         folder=context.folder,
         seed=config.run.seed,
@@ -172,29 +201,19 @@ def _serve_broker(
         keys=keys.load_broker(folder / "broker.json") if exposed else None,
         store_key=run_key(context.folder),
     )
-    raise_file_limit()
-    broker = Broker(settings, url)
-    grace = STOP_GRACE_S if supervised else registry.actors(config)["broker"].grace_s
-    on_stop(broker.stop, supervised, grace)
-    if ready_fd is not None:
-        os.write(ready_fd, f"{broker.address}\n".encode())
-        os.close(ready_fd)
-    address_file(context.folder).write_text(broker.address + "\n")
-    try:
-        error = broker.serve()
-    finally:
-        place.step = broker.ledger_state.steps
-    if not supervised:
-        from penstock.pipeline.run.finish import conclude
 
-        state = broker.state
-        outcome = "complete" if state["phase"] == "done" else "failed" if error else "interrupted"
-        conclude(context.folder, config, state, broker.ledger_state, state["restarts"], outcome, error)
-        log.info("the run is over", outcome=outcome, error=error)
-        _end_store(config, url)
-    if error:
-        raise SetupError(error)
-    return 0
+
+def _conclude(
+    config: Config, context: ActorContext, state: dict[str, Any], ledger: LedgerReply, error: str | None
+) -> None:
+    """Says what the run came to, where no supervisor does."""
+    from penstock.pipeline.run.finish import conclude
+
+    outcome = "complete" if state["phase"] == "done" else "failed" if error else "interrupted"
+    summary = conclude(context.folder, config, state, ledger, state["restarts"], outcome, error)
+    log.info("the run is over", outcome=outcome, error=error)
+    for sentence in summary["look_at_this"]:
+        os.write(2, f"{context.name}: look at this: {sentence}\n".encode())
 
 
 def _end_store(config: Config, url: str) -> None:
@@ -207,7 +226,7 @@ def _end_store(config: Config, url: str) -> None:
 
 def _is_over(context: ActorContext) -> bool:
     """The run is complete or has failed, which is said to log and stderr: there is nothing to do for this actor."""
-    summary = summary_of(context.folder)
+    summary = read_summary(context.folder)
     if summary is None or summary["outcome"] == "interrupted":
         return False
     log.info("the run is over", outcome=summary["outcome"], summary=str(context.folder / "summary.json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import typer
@@ -12,10 +13,11 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.report.console import print_summary
-from penstock.pipeline.run.folder import begin, new_folder
+from penstock.pipeline.run.folder import begin, make_folder, new_folder
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError
 from penstock.pipeline.run.launcher import run as launch
-from penstock.pipeline.run.resume import resumed
+from penstock.pipeline.run.lock import held
+from penstock.pipeline.run.resume import committed, resumed
 
 COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
 """Exit codes. A setup error, something that a better config mends and that is found before anything starts, is raised,
@@ -34,28 +36,40 @@ def start(console: Console, file: str | None, overrides: list[str], resume: Path
     else:
         assert file
         config, origin = load(Path(file), overrides), Origin(str(Path(file).resolve()), tuple(overrides))
-    with console.status("looking at data, model and functions …"):
-        report = look(config)
-    if dry_run:
-        return _show(config, report)
-    report.check(elsewhere=False)
     folder = resume or new_folder(config, Path(file or ""))
+    try:
+        with console.status("looking at data, model and functions …"):
+            report = look(config)
+    except KeyboardInterrupt:
+        typer.echo("interrupted before the run began", err=True)
+        return INTERRUPTED
+    if dry_run:
+        return _show(config, report, changed)
+    report.check(elsewhere=False)
+    make_folder(folder, "run.folder")
     for note in report.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    if resume:
+        console.print(f"goes on after {committed(folder)} steps", highlight=False)
     for change in changed:
         console.print(f"changed: {change}", highlight=False, markup=False, soft_wrap=True)
-    return _run(console, config, origin, folder)
+    with held(folder):
+        return _run(console, config, origin, folder)
 
 
-def _show(config: Config, report: Report) -> int:
+def _show(config: Config, report: Report, changed: list[str]) -> int:
     """The resolved config, and what was found as its comments."""
     typer.echo(dump(config), nl=False)
+    for change in changed:
+        typer.echo(f"# changed: {change}")
     for line in report.lines:
         typer.echo(f"# {line}")
     for note in report.notes:
         typer.echo(f"# note: {note}")
     for lack in report.here:
         typer.echo(f"# on this machine: {lack}")
+    if report.here:
+        typer.echo("# so it would not run here; on a machine that has these it may")
     report.check(elsewhere=True)
     return COMPLETE
 
@@ -77,4 +91,4 @@ def _run(console: Console, config: Config, origin: Origin, folder: Path) -> int:
 
 def go_on(folder: Path) -> str:
     """The command that goes on with a run that has stopped."""
-    return f"go on with: penstock run --resume {folder}"
+    return f"go on with: penstock run --resume {shlex.quote(str(folder))}"

@@ -26,6 +26,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """What the run in ``folder`` came to; None while it is not over."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """The run's steps from metrics.jsonl, one row a step, in order."""
     rows = {row["step"]: row for row in read_lines(folder / "metrics.jsonl") if row["kind"] == "step"}
@@ -65,7 +71,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "reward_last": sum(last) / len(last) if last else None,
         "eval_before": state["evaluations"].get("before"),
         "eval_after": state["evaluations"].get("after"),
-        "max_lag": max([state["max_lag"], *(row["max_lag"] for row in steps)]),
+        "max_lag": max([state["max_lag"], *(row.get("max_lag", 0) for row in steps)]),
         "lag_max_seen": totals["lag_max"],
         "lagging_share": totals["tokens_lagging"] / max(1, totals["trained_tokens"]),
         "groups_leased": totals["leased"],
@@ -76,6 +82,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "groups_without_variance": totals["groups_without_variance"],
         "steps_skipped": totals["steps_skipped"],
         "rewards_failed": sum(said["failed"] for said in state["rewards"].values()),
+        "reward_failures": {name: said["kinds"] for name, said in state["rewards"].items() if said["failed"]},
         "prompts_dropped": totals["prompts_dropped"],
         "generated_tokens": totals["generated_tokens"],
         "trained_tokens": totals["trained_tokens"],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.pipeline.run.serve import EXIT_SETUP
+from penstock.services.runtime.errors import EXIT_SETUP
 from penstock.services.runtime.processes import with_parent
 
 log = structlog.get_logger()

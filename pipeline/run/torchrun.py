@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import EXIT_SETUP, SetupError
 from penstock.services.runtime.processes import die_with_parent
 
 _OURS = "PENSTOCK_RANK"
@@ -32,8 +32,9 @@ def join(count: int) -> None:
 
 
 def launch(count: int, grace_s: int) -> int:
-    """Runs this very command as ``count`` ranks; returns the exit code of the rank that failed first, or 0. Where one
-    dies, torchrun ends the others. SIGTERM is handed on to them, and they have ``grace_s`` to leave."""
+    """Runs this very command as ``count`` ranks; returns the exit code of the rank that failed first, or 0; that of one
+    which must not be started again goes before. Where one dies, torchrun ends the others. SIGTERM is handed on to them,
+    and they have ``grace_s`` to leave."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -55,6 +56,8 @@ def launch(count: int, grace_s: int) -> int:
     except SignalException:
         return 0  # we were told to end
     except ChildFailedError as error:
+        if any(failure.exitcode == EXIT_SETUP for failure in error.failures.values()):
+            return EXIT_SETUP
         first = min(error.failures.values(), key=lambda failure: failure.timestamp)
         return first.exitcode if first.exitcode > 0 else 1
     return 0

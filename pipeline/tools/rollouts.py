@@ -32,8 +32,9 @@ def rollouts(run: str | Path, step: int | None = None) -> Iterator[dict[str, Any
             columns = {name: values for name, values in taken.columns.items() if name not in tokens}
             yield from rows(batch.step, archive.open_group(taken), columns)
     if not found:
-        which = "there is none" if step is None else f"it has no step {step}"
+        kept = [batch.step for batch, _ in archive.read(folder, 0)]
+        if kept:
+            raise ConfigError(f"--step: {step} is not in the archive; it has steps {min(kept)} to {max(kept)}")
         raise ConfigError(
-            f"RUN: {folder}: nothing in the archive: {which}; before the run, set replay.archive=all, or to the last N "
-            "steps"
+            f"RUN: {folder} has no archive; before the run, set replay.archive=all, or to the last N steps"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -34,7 +34,10 @@ class PromptsConfig(Section):
     @field_validator("eval", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        return {} if value is None else {ONE_SET: value} if isinstance(value, dict) and "type" in value else value
+        if value is None:
+            return {}
+        is_source = isinstance(value, dict) and any(not isinstance(part, dict) for part in value.values())
+        return {ONE_SET: value} if is_source else value
 
 
 class GateConfig(Section):
@@ -88,10 +91,10 @@ class BrokerConfig(Section):
 class ReplayConfig(Section):
     """What becomes of trained groups."""
 
-    archive: Literal["all", "none"] | int = "none"
+    archive: Literal["all", "none"] | Annotated[int, Field(ge=0, strict=True)] = "none"
     """Steps whose groups are kept on disk, in the run's folder, for `penstock replay`: all, the last N
     (e.g. ``100``), or none."""
-    samples: Literal["some", "all"] | int = "some"
+    samples: Literal["some", "all"] | Annotated[int, Field(ge=0, strict=True)] = "some"
     """Trajectories that are written to samples.jsonl, a flat row each (``pandas.read_json("samples.jsonl",
     lines=True)``): ``all``; those of N groups of every step (e.g. ``2``); or ``some``: the best and the worst of a
     group in about 40 steps of the run, as the report shows them."""

@@ -10,6 +10,24 @@ from typing import Any
 
 from penstock.services.data import need
 
+TAIL = 1 << 20
+"""Bytes at the end of a file in which its last line is looked for."""
+
+
+def _last_step(path: Path) -> int:
+    """Of the last whole row; -1 where there is none."""
+    if not path.is_file():
+        return -1
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        lines = file.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return -1
+
 
 class Recorder:
     """Appends to the run's files, a line at a time."""
@@ -20,6 +38,7 @@ class Recorder:
         self._ledger = (folder / "ledger.jsonl").open("a", buffering=1)
         self._drops = (folder / "dropped.jsonl").open("a", buffering=1)
         self._weights = (folder / "weights.jsonl").open("a", buffering=1)
+        self._sampled = _last_step(folder / "samples.jsonl")
         self._samples = (folder / "samples.jsonl").open("a", buffering=1)
         self._tensorboard = None
         if tensorboard:
@@ -56,10 +75,15 @@ class Recorder:
         """One line each time a rollout has loaded a version: bytes, and seconds of every phase."""
         self._write(self._weights, row)
 
-    def samples(self, found: Iterable[dict[str, Any]]) -> None:
-        """One line each trajectory that is kept for people (`samples.rows`)."""
+    def wants_samples(self, step: int) -> bool:
+        """Those of ``step`` are not written yet: a step that is redone has the same."""
+        return step > self._sampled
+
+    def samples(self, step: int, found: Iterable[dict[str, Any]]) -> None:
+        """One line each trajectory of ``step`` that is kept for people (`samples.rows`)."""
         for row in found:
             self._write(self._samples, row)
+        self._sampled = step
 
     def close(self) -> None:
         """Closes the files."""

@@ -49,8 +49,8 @@ class Broker:
         row = rows["all"]
         progress.totals |= row["totals"]
         state.evaluation.results |= row["evaluations"]
-        state.evaluation.by_set |= row["evaluations_by_set"]
-        progress.tallies = {name: Tally(**said) for name, said in row["tallies"].items()}
+        state.evaluation.by_set |= row.get("evaluations_by_set", {})
+        progress.tallies = {name: Tally(**said) for name, said in row.get("tallies", {}).items()}
         state.evaluation.steps |= row["evaluated"]
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
         progress.started_at, progress.final_checkpoint = row["started_at"], row["final_checkpoint"]

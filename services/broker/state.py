@@ -230,8 +230,11 @@ class BrokerState:
 
     def _record_samples(self, step: int, groups: list[m.TakenGroup]) -> None:
         keep = self.settings.replay.samples
+        if not self.recorder.wants_samples(step):
+            return
         if keep == "some" and step % max(1, self.settings.steps // SAMPLED_STEPS):
             return
+        kept: list[dict[str, Any]] = []
         for taken in groups[: len(groups) if keep == "all" else 1 if keep == "some" else keep]:
             try:
                 group = open_group(taken)
@@ -240,7 +243,8 @@ class BrokerState:
                 continue
             tokens = {column.name for column in self.settings.columns.columns if column.per == "token"}
             found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in tokens}))
-            self.recorder.samples(_best_and_worst(found) if keep == "some" else found)
+            kept += _best_and_worst(found) if keep == "some" else found
+        self.recorder.samples(step, kept)
 
     def _read_batch(self, step: Step) -> m.Batch:
         groups = self.payloads.taken(step.groups, self.settings.columns.names)

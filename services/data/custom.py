@@ -31,7 +31,7 @@ class CustomSource(PromptSource):
             self._size = len(rows)
         except DataError:
             raise
-        except Exception as error:  # the user's own code
+        except (Exception, SystemExit) as error:  # the user's own code
             raise DataError(f"{self._key}: {self._name} raised {describe(error)}") from error
         self._rows: Sequence[Any] = rows
 

@@ -16,6 +16,8 @@ from penstock.services.runtime.user_folders import find_file, folders
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Of local files, by the ending of their names."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
+"""Endings of files whose lines `datasets` alone can read."""
 LOOKED_AT = 10_000
 """Lines of each JSONL file that are looked at before it is read."""
 
@@ -44,6 +46,8 @@ class HubSource(PromptSource):
         """See `PromptSource`."""
         row = dict(self._rows[index])
         truth = row[self._config.truth_key] if self._config.truth_key else row
+        if truth is None:
+            raise DataError(f"row {index}: {self._config.truth_key!r} is missing or null, so no reward can judge it")
         return make_prompt(index, row[self._config.prompt_key], truth, self._config.chat, self._config.system)
 
 
@@ -140,12 +144,14 @@ def _check_lines(config: HubData, key: str, limit: int | None) -> None:
 def _find_broken_line(file: Path, key: str, limit: int | None) -> None:
     """Raises `DataError` with the first line that is not JSON, or whose columns have other types than before; returns
     where the file is one JSON value, or nothing is wrong with its lines."""
+    if file.suffix in COMPRESSED:
+        return
     try:
-        with file.open() as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             if next((line.lstrip() for line in lines if line.strip()), "").startswith("["):
                 return
         kinds: dict[str, tuple[str, int]] = {}
-        with file.open() as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(islice(lines, limit), 1):
                 if line.strip():
                     _check_line(json.loads(line), number, kinds, f"{key}: {file}")

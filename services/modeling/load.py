@@ -10,6 +10,7 @@ import torch
 
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.user_folders import may_be_on_hub
 
 
 class ModelError(SetupError):
@@ -34,10 +35,11 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
     `ModelError`."""
     from transformers import AutoModelForCausalLM
 
-    attention = attention_of(load_config(path, key))
+    config = load_config(path, key)
+    config._attn_implementation = attention_of(config)  # what the file names may be missing, or not take our masks
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention)
-    except (OSError, ValueError) as error:
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=DTYPES[dtype])
+    except (OSError, ValueError, ImportError) as error:
         raise ModelError(not_loaded(path, "model", error, key)) from error
     return model.to(device)
 
@@ -68,7 +70,7 @@ def not_loaded(path: str, what: str, error: BaseException, key: str = "model.pat
     if folder.is_dir():
         lacks = "" if (folder / "config.json").is_file() else "; it has no config.json, so it is no model's folder"
         return f"{key}: cannot load the {what} in {path}: {' '.join(str(error).split())[:300]}{lacks}"
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if not may_be_on_hub(path):
         return f"{key}: no such folder: {path}; give a folder in transformers' layout, or a name on the hub"
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
     return (

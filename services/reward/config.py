@@ -38,6 +38,9 @@ class FunctionConfig(Section):
     array with one for each of its tokens."""
     options: dict[str, Any] = {}
     """Arguments of your own that every call gets, e.g. ``{strict: true}``."""
+    trial: bool = True
+    """Call it before the run starts, on the first row, with its truth and with a made-up sentence as answers: one that
+    fails on both ends the start. false: not, e.g. for one that raises where an answer is not JSON."""
 
     @field_validator("function")
     @classmethod

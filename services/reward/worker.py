@@ -132,18 +132,22 @@ def _failure(call: int, error: BaseException) -> dict[str, Any]:
 
 
 @types.coroutine
-def _marked(coroutine: Coroutine[Any, Any, Any], call: int, mark: Mark) -> Generator[Any, Any, Any]:
-    """Awaits ``coroutine``; while its own code runs, ``mark`` says so."""
+def _marked(
+    coroutine: Coroutine[Any, Any, Any], call: int, mark: Mark, ran: Callable[[float], None]
+) -> Generator[Any, Any, Any]:
+    """Awaits ``coroutine``; while its own code runs, ``mark`` says so. ``ran`` is told for how many seconds it did."""
     sent: Any = None
     thrown: BaseException | None = None
     while True:
         mark.set(call)
+        began = time.monotonic()
         try:
             waited_for = coroutine.send(sent) if thrown is None else coroutine.throw(thrown)
         except StopIteration as done:
             return done.value
         finally:
             mark.set(NOBODY)
+            ran(time.monotonic() - began)
         sent = thrown = None
         try:
             sent = yield waited_for
@@ -157,6 +161,8 @@ class _Loop:
     def __init__(self, function: _Function, calls: BinaryIO, replies: BinaryIO, mark: Mark) -> None:
         self._function, self._calls, self._replies, self._mark = function, calls, replies, mark
         self._running: set[asyncio.Task[None]] = set()
+        self._ran_s = 0.0
+        """Seconds in which code of calls ran, so that no other call could go on."""
 
     async def run(self) -> None:
         """Until there are no more calls to read."""
@@ -180,17 +186,30 @@ class _Loop:
 
     async def _one(self, call: dict[str, Any]) -> None:
         number, timeout_s = call["id"], self._function.timeout_s
+        ran_s = self._ran_s
         try:
             value = await asyncio.wait_for(self._marked(call), timeout_s)
             reply = _reply(number, value)
         except TimeoutError:
-            reply = {"id": number, "error": f"timed out after {timeout_s:g} s"}
+            reply = {"id": number, "error": f"timed out after {timeout_s:g} s{self._held_up(ran_s)}"}
         except Exception as error:
             reply = _failure(number, error)
         write_frame(self._replies, reply)
 
     async def _marked(self, call: dict[str, Any]) -> Any:
-        return await _marked(self._function.start(call), call["id"], self._mark)
+        return await _marked(self._function.start(call), call["id"], self._mark, self._count)
+
+    def _count(self, seconds: float) -> None:
+        self._ran_s += seconds
+
+    def _held_up(self, ran_s: float) -> str:
+        """Why a call came late that was never its turn: since ``ran_s`` others held the loop."""
+        if self._ran_s - ran_s < 0.5 * self._function.timeout_s:
+            return ""
+        return (
+            "; its event loop was held up by code that does not await (time.sleep, requests, …): await there, or make "
+            "it a plain function"
+        )
 
     def _watch(self) -> None:
         """A call that blocks the loop for longer than its timeout ends this process: the mark says which it was."""
@@ -228,7 +247,7 @@ def main() -> None:
     config = read_frame(calls)
     try:
         function = _Function(config)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         write_frame(replies, {"error": str(error)})
         return
     write_frame(replies, {"asynchronous": function.is_async, "asks": function.asks})

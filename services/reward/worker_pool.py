@@ -65,7 +65,7 @@ class Call:
 class Worker:
     """One worker process, its pipes, and the mark that says which call runs."""
 
-    def __init__(self, config: FunctionConfig, key: str) -> None:
+    def __init__(self, config: FunctionConfig, key: str, start_s: float = START_S) -> None:
         self._config = config
         memory = os.memfd_create("penstock-mark") if hasattr(os, "memfd_create") else _temporary_file()
         os.ftruncate(memory, os.sysconf("SC_PAGESIZE"))
@@ -87,12 +87,12 @@ class Worker:
         said = {"function": function, "key": key, "options": config.options, "timeout_s": config.timeout_s}
         try:
             write_frame(self._calls, said | {"columns": [name.replace("/", "_") for name in config.columns]})
-            hello = self._hello()
+            hello = self._hello(start_s)
         except (WorkerGone, BrokenPipeError):
+            died = self._process.poll() is not None
             self.kill()
-            raise FunctionError(
-                f"{key}: the worker of {config.function!r} did not start; its stderr says why"
-            ) from None
+            why = "ended while it was imported" if died else f"was not imported within {start_s:g} s"
+            raise FunctionError(f"{key}.function: {config.function} {why}; stderr may say more") from None
         if "error" in hello:
             self.kill()
             raise FunctionError(hello["error"])
@@ -141,8 +141,8 @@ class Worker:
         self._calls.close()
         self.replies.close()
 
-    def _hello(self) -> dict[str, Any]:
-        deadline = time.monotonic() + START_S
+    def _hello(self, start_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + start_s
         with selectors.DefaultSelector() as selector:
             selector.register(self.replies, selectors.EVENT_READ)
             while selector.select(max(0.0, deadline - time.monotonic())):
@@ -161,7 +161,12 @@ class WorkerQueue:
     """The calls of one function, in one worker; a pool of several shares what waits."""
 
     def __init__(
-        self, config: FunctionConfig, key: str, limit: int, waiting: queue.SimpleQueue[Call] | None = None
+        self,
+        config: FunctionConfig,
+        key: str,
+        limit: int,
+        waiting: queue.SimpleQueue[Call] | None = None,
+        start_s: float = START_S,
     ) -> None:
         self.config, self._key = config, key
         self.restarts = 0
@@ -174,7 +179,7 @@ class WorkerQueue:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self.worker = Worker(config, key)
+        self.worker = Worker(config, key, start_s)
         self._limit = limit if self.worker.asynchronous else 2
         self._answered_at = self._call_s = 0.0
         """Of a plain function: when the last answer came, and what a call takes on average."""
@@ -313,9 +318,16 @@ class WorkerPool:
     """The workers of one function, which stands at ``key`` of the config: one where it is async, else so many
     ``workers``."""
 
-    def __init__(self, config: FunctionConfig, workers: int, limit: int, key: str = "reward.functions") -> None:
+    def __init__(
+        self,
+        config: FunctionConfig,
+        workers: int,
+        limit: int,
+        key: str = "reward.functions",
+        start_s: float = START_S,
+    ) -> None:
         self.config = config
-        first = WorkerQueue(config, key, limit)
+        first = WorkerQueue(config, key, limit, start_s=start_s)
         count = 1 if first.worker.asynchronous else workers
         self._queues = [first, *(WorkerQueue(config, key, limit, first.shared) for _ in range(count - 1))]
         self._open = 0

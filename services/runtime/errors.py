@@ -1,5 +1,8 @@
 """The base of every error that a better config would mend."""
 
+EXIT_SETUP = 78
+"""Exit code of an actor that cannot work with what it was given: starting it again would not help."""
+
 
 class SetupError(ValueError):
     """The actor cannot work with what it was given: starting it again would not help."""

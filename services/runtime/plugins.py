@@ -46,7 +46,7 @@ def load_plugin(name: str, key: str) -> Any:
         else:
             hint = f"imported by it{blame(error)}; is that installed?"
         raise PluginError(f"{key}: cannot load {name!r} as module:name: {error}; {hint}") from error
-    except Exception as error:  # importing a user's module may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything, or end the process
         raise PluginError(f"{key}: cannot load {name!r} as module:name: {describe(error)}") from error
     try:
         return getattr(module, attribute)
@@ -61,7 +61,7 @@ def user_code(key: str, name: str) -> Iterator[None]:
         yield
     except UserCodeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserCodeError(f"{key}: {name} raised {describe(error)}") from error
 
 
@@ -91,7 +91,7 @@ def _refuse_hidden(path: str, name: str, key: str) -> None:
     found instead is never what was meant."""
     top = path.partition(".")[0]
     candidates = (found for folder in folders() for found in (folder / f"{top}.py", folder / top))
-    mine = next((found for found in candidates if _is_module(found)), None)
+    mine = next((found for found in candidates if found.is_file() or (found / "__init__.py").is_file()), None)
     if mine is None or top == "penstock":
         return
     spec = importlib.util.find_spec(top) if top not in sys.modules else sys.modules[top].__spec__
@@ -105,10 +105,6 @@ def _refuse_hidden(path: str, name: str, key: str) -> None:
             f"{key}: {name!r}: {mine} is hidden by another module that is called {top} ({where}); give yours another "
             f"name, e.g. my_{top}"
         )
-
-
-def _is_module(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and any(path.glob("*.py")))
 
 
 def _near(path: str) -> str:

@@ -114,13 +114,13 @@ class Learner:
         versions = [t.versions for t in trajectories]
         for (rows, counts_once), part in zip(plan, parts(), strict=True):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
-            (loss * counts_once).backward()
+            self.algorithm.backward(loss * counts_once)
             total += counts_once * float(loss.detach())
             share: float = counts_once * _share(rows, totals)
             if counts_once:
                 fresh = rows.column(versions) == self.version
                 mismatch.add(part.log_prob.detach(), part.behaviour, part.mask, fresh)
-            found["surprise"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
+            found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
         total, *means = self.world.sum([total, *sums.values()])

@@ -22,6 +22,11 @@ class WorkerRank:
         self._sending: threading.Thread | None = None
         self._error: BaseException | None = None
 
+    @property
+    def version(self) -> int:
+        """That this rank's part of the model is of."""
+        return self._learner.version
+
     def run(self) -> None:
         """Does as rank 0 orders."""
         keep = self._settings.trainer.checkpoint.keep

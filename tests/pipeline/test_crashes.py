@@ -6,6 +6,8 @@ import errno
 from pathlib import Path
 
 import pytest
+import redis
+import torch.distributed
 
 from penstock.pipeline.run import crashes
 from penstock.protocols.mailbox import DeadlineError
@@ -44,10 +46,18 @@ def test_another_step_error_or_actor_is_another_failure(folder: Path, name: str,
         ConnectionResetError("gone"),
         RuntimeError("Connection closed by peer"),
         RuntimeError("Timed out after 30 s"),
+        RuntimeError("NCCL error: remote process exited or there was a network error (ncclRemoteError)"),
+        redis.exceptions.BusyLoadingError("Redis is loading the dataset in memory"),
+        torch.distributed.DistBackendError("unhandled system error"),
     ],
 )
 def test_what_others_did_never_counts(folder: Path, error: Exception) -> None:
     assert not any(crashes.again(folder, "trainer", error, 4) for _ in range(3))
+
+
+def test_words_that_only_look_like_a_lost_connection_count(folder: Path) -> None:
+    assert not crashes.again(folder, "trainer", ValueError("the graph is disconnected"), 4)
+    assert crashes.again(folder, "trainer", ValueError("the graph is disconnected"), 4)
 
 
 def test_a_users_own_timeout_counts(folder: Path) -> None:

@@ -20,7 +20,7 @@ def steps(**changes: Any) -> list[dict[str, Any]]:
 
 
 def test_of_a_run_in_which_all_went_well_nothing_is_said() -> None:
-    said = {"source": "reward exact_match", "calls": 640, "failed": 3, "words": "3 of 640 calls failed", "last": "x y"}
+    said = {"source": "reward exact_match", "calls": 640, "failed": 0, "words": "", "last": ""}
     assert findings(state(rewards={"reward/exact_match": said}), steps(mismatch_kl_k3=0.01), []) == []
 
 
@@ -46,7 +46,9 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(), steps(), [DROP], "1 prompts were dropped, since they cannot be used; the last one: row 7"),
         (state(totals={"eval_unusable": 2}), steps(), [], "2 evaluation prompts have no reward"),
         (state(), steps(finished_share=0.2), [], "80 % of the last steps' answers were cut off"),
-        (state(), steps(mismatch_kl_k3=0.2), [], "engines and trainer disagreed in 10 of 10 steps"),
+        (state(), steps(mismatch_kl_k3=0.2, mismatch_fresh=0.3), [], "engines and trainer disagreed in 10 of 10 steps"),
+        (state(), steps(mismatch_kl_k3=0.2, mismatch_fresh=1e-7), [], "the policy had moved far from the versions"),
+        (state(), steps(mismatch_kl_k3=0.2), [], "a lower gate.max_lag"),
     ],
 )
 def test_each_is_a_sentence(

@@ -8,6 +8,8 @@ import pytest
 
 from penstock.pipeline.config import ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
+from penstock.pipeline.run.folder import begin
+from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.resume import check_fixed, resumed
 
 FILE = """
@@ -63,6 +65,48 @@ def test_a_file_that_is_given_again_is_read_anew_under_the_old_overrides(folder:
 def test_what_may_not_change_is_refused_by_its_own_key(folder: Path, override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         resumed(folder, None, [override])
+
+
+def test_what_the_config_names_is_found_from_any_folder(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    (project / "model").mkdir(parents=True)
+    write(folder, Origin(str(tmp_path / "run.yaml"), (), str(project)))
+    monkeypatch.setenv("PENSTOCK_FOLDERS", "")
+    monkeypatch.chdir(tmp_path)
+    config = load(folder / "config.yaml", ["model={type: pretrained, path: model}"])
+    assert config.model.path == str(project / "model")  # type: ignore[union-attr]
+
+
+def test_another_kind_of_model_is_named_by_its_kind(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r'model\.type: "pretrained", but the run began with "tiny"'):
+        resumed(folder, None, ["model={type: pretrained, path: x/y}"])
+
+
+def test_nothing_left_to_do_is_said(folder: Path) -> None:
+    (folder / "ledger.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(14)))
+    with pytest.raises(ConfigError, match=r"trainer\.steps: 10, but 14 steps are done already"):
+        resumed(folder, None, ["trainer.steps=10"])
+    (folder / "summary.json").write_text('{"outcome": "complete", "steps": 50}')
+    with pytest.raises(ConfigError, match=r"trainer\.steps: 50, and the run in .* is complete with 50"):
+        resumed(folder, None, [])
+    assert resumed(folder, None, ["trainer.steps=60"])[0].trainer.steps == 60
+
+
+def test_only_one_at_a_time_runs_in_a_folder(folder: Path) -> None:
+    with held(folder), pytest.raises(ConfigError, match="is going on already"), held(folder):
+        pass
+    with held(folder):
+        pass
+
+
+def test_the_runs_own_file_keeps_where_it_came_from(folder: Path) -> None:
+    own = folder / "config.yaml"
+    config, origin, _ = resumed(folder, own, ["gate.max_lag=1"])
+    begin(config, folder, origin)
+    kept = read(folder)
+    assert kept and kept.file == str(folder.parents[1] / "run.yaml") and "gate.max_lag=1" in kept.overrides
 
 
 def test_a_folder_that_is_no_runs_is_named(tmp_path: Path) -> None:

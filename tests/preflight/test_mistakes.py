@@ -102,6 +102,21 @@ class NoScorer:
     pass
 
 
+def none_metric(old_log_prob, log_prob, advantages, mask, importance_weights=None):
+    return -log_prob * advantages, {"x": None}
+
+
+def taken_metric(old_log_prob, log_prob, advantages, mask, importance_weights=None):
+    return -log_prob * advantages, {"step": 3.0}
+
+
+def in_place(old_log_prob, log_prob, advantages, mask, importance_weights=None):
+    ratio = (log_prob - old_log_prob).exp()
+    losses = -ratio * advantages
+    ratio.mul_(2)
+    return losses, {}
+
+
 not_callable = 3
 '''
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'mine:{}'}}"
@@ -201,6 +216,26 @@ MISTAKES = [
       overrides=[LOSS.format("few_arguments")]),
     m("a loss that is not there", "trainer.algorithm.loss.function: cannot load 'no.such:thing'",
       overrides=["trainer.algorithm.loss={type: custom, function: 'no.such:thing'}"]),
+    m("a metric that is no number", "mine:none_metric: its metric 'x' is no number or tensor",
+      overrides=[LOSS.format("none_metric")]),
+    m("a metric with a name that is taken", "mine:taken_metric", "name it otherwise",
+      overrides=[LOSS.format("taken_metric")]),
+    m("a loss that changes what backward needs", "mine:in_place: its gradient cannot be computed", "inplace",
+      overrides=[LOSS.format("in_place")]),
+    m("a module that ends the process", "trainer.algorithm.loss.function: cannot load 'ends:loss'", "SystemExit",
+      overrides=["trainer.algorithm.loss={type: custom, function: 'ends:loss'}"],
+      files={"ends.py": "import sys\nsys.exit(0)\n"}),
+    m("a column with a metric's name", "scorers.mine.columns: 'entropy' is a metric of every step",
+      overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {entropy: token}}}"]),
+    m("exact_match over whole rows", "reward.functions.0: exact_match", "set truth_key to the column with the answer",
+      overrides=["prompts.train.truth_key=null", "model.warm_start.steps=0"]),
+    m("no row with its answer", "none of the first 2 rows can be used; row 0: 'answer' is missing or null",
+      files={"rows.jsonl": '{"question": "1+1=", "answer": null}\n{"question": "2+3="}\n'}),
+    m("an evaluation set without its type", "prompts.eval: say which kind it is, with one of type: sort, type: hub",
+      overrides=["prompts.eval={path: json, files: [rows.jsonl]}"]),
+    m("a negative number of samples", "replay.samples", overrides=["replay.samples=-1"]),
+    m("a checkpoint that is not there", "model.path: no such folder: runs/first/checkpoints/step-000030",
+      overrides=["model={type: pretrained, path: runs/first/checkpoints/step-000030}"]),
     m("an advantage of another shape", "trainer.algorithm.advantage.function: mine:flat_advantage: it returned a scal",
       "an advantage a trajectory, [rows]",
       overrides=["trainer.algorithm.advantage={type: custom, function: 'mine:flat_advantage'}"]),
@@ -210,7 +245,8 @@ MISTAKES = [
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {x: token}, options: {a: 1}}}"]),
     m("a model's folder that is not there", "model.path: no such folder: /nowhere/model",
       overrides=["model={type: pretrained, path: /nowhere/model}"]),
-    m("a folder that is no model's", "model.path: . has no config", overrides=["model={type: pretrained, path: .}"]),
+    m("a folder that is no model's", "has no config.json, so it is no model's folder",
+      overrides=["model={type: pretrained, path: .}"]),
     m("a reference that is not there", "reference.path: no such folder: /nowhere/model",
       overrides=["reference.path=/nowhere/model", "trainer.algorithm.kl.coefficient=0.1"]),
     m("an engine that is not there", "rollout.engine.name: 'nothing' is not of the form module:name",

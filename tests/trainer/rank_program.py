@@ -58,7 +58,7 @@ def main(address: str, folder: Path) -> None:
         box.ask(Hello(kind="trainer", name="trainer", host="", pid=1), 10)
     for version in range(1, VERSIONS + 1):
         mine, other = learner.train(a_step(version)), plain.train(a_step(version))
-        for key in ("loss", "grad_norm", "surprise"):
+        for key in ("loss", "grad_norm", "entropy"):
             assert abs(mine[key] - other[key]) <= 1e-5 * max(1, abs(other[key])), (key, mine[key], other[key])
         for (name, cut), whole in zip(learner.parameters.items(), plain.parameters.values(), strict=True):
             torch.testing.assert_close(full(cut.detach()), whole.detach(), rtol=1e-4, atol=1e-6, msg=name)

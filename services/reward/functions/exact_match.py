@@ -4,6 +4,11 @@ from typing import Any
 
 
 def exact_match(response: str, truth: Any, prompt: str, strip: bool = True) -> float:
-    """1.0 where ``response`` equals ``truth`` as text, else 0.0."""
+    """1.0 where ``response`` equals ``truth`` as text, else 0.0; spaces at both ends do not count where ``strip``."""
+    if isinstance(truth, dict | list):
+        columns = f", one of {', '.join(truth)}" if isinstance(truth, dict) else ""
+        raise TypeError(
+            f"it compares text, and the truth is none: set truth_key to the column with the answer{columns}"
+        )
     expected = str(truth)
     return float((response.strip() == expected.strip()) if strip else (response == expected))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from penstock.protocols.columns import REFERENCE
+from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.custom import Choice, CustomChoice
 from penstock.services.trainer.algorithms.grpo import grpo
@@ -87,6 +89,18 @@ class Algorithm:
             metrics["reference_kl"] = masked_mean(kl.detach(), part.mask)
         loss = agg_loss(losses, part.mask, config.aggregation, config.length_scale, totals.tokens, totals.sequences)
         return loss, metrics
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradient of ``loss``. Raises `UserCodeError` where a loss of the user's own does not allow it."""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            own = self._config.loss
+            if not isinstance(own, CustomFunction) or not re.search(r"in-?place|grad", str(error)):
+                raise
+            raise UserCodeError(
+                f"trainer.algorithm.loss.function: {own.function}: its gradient cannot be computed: {error}"
+            ) from error
 
 
 def _columns(choice: Any) -> list[str]:

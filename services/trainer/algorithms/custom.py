@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.protocols.columns import METRICS, REWARD
 from penstock.services.runtime.plugins import UserCodeError, load_plugin, user_code
 from penstock.services.trainer.config import CustomFunction
 
@@ -26,6 +27,7 @@ class CustomChoice:
     def __init__(self, config: CustomFunction, choice: Choice) -> None:
         self._config, self._choice = config, choice
         self._key = f"trainer.algorithm.{choice}.function"
+        self._where = f"{self._key}: {config.function}"
         self._function = load_plugin(config.function, self._key)
 
     def __call__(self, columns: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
@@ -34,11 +36,22 @@ class CustomChoice:
             found = self._function(*arguments, **read, **self._config.options)
         if self._choice == "advantage":
             rows = arguments[0].shape[0]
-            return self._checked(found, (rows,) if getattr(found, "ndim", 0) == 1 else (rows, 1)).reshape(rows, 1)
+            return self._checked(found, (rows, 1) if getattr(found, "ndim", 0) == 2 else (rows,)).reshape(rows, 1)
         values, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(metrics, dict):
             raise self._error(f"its metrics are a {type(metrics).__name__}, not a map of names to numbers")
-        return self._checked(values, tuple(arguments[1].shape)), {name: _mean(value) for name, value in metrics.items()}
+        return self._checked(values, tuple(arguments[1].shape)), dict(map(self._metric, metrics.items()))
+
+    def _metric(self, named: tuple[str, Any]) -> tuple[str, torch.Tensor]:
+        name, value = named
+        if name in METRICS or name == REWARD:
+            raise UserCodeError(
+                f"{self._where}: it returned a metric {name!r}, which every step has; name it otherwise"
+            )
+        try:
+            return name, torch.as_tensor(value).detach().float().mean()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserCodeError(f"{self._where}: its metric {name!r} is no number or tensor: {error}") from error
 
     def _checked(self, values: Any, shape: tuple[int, ...]) -> torch.Tensor:
         if not isinstance(values, torch.Tensor):
@@ -51,8 +64,4 @@ class CustomChoice:
         return values
 
     def _error(self, what: str) -> UserCodeError:
-        return UserCodeError(f"{self._key}: {self._config.function}: {what}: {WANTED[self._choice]}")
-
-
-def _mean(value: Any) -> torch.Tensor:
-    return torch.as_tensor(value).detach().float().mean()
+        return UserCodeError(f"{self._where}: {what}: {WANTED[self._choice]}")

@@ -339,5 +339,7 @@ def _make_model(
     try:
         return HostedModel(config, slots, length, dtype, device)
     except UnfitError as error:
-        log.warning("every token runs its whole sequence, which is slow", model=config.model_type, reason=str(error))
-        return RecomputedModel(config, slots, length, dtype, device)
+        reason = str(error)
+    # Not in the handler: the error's traceback keeps the hosted model and its cache in memory.
+    log.warning("every token runs its whole sequence, which is slow", model=config.model_type, reason=reason)
+    return RecomputedModel(config, slots, length, dtype, device)
