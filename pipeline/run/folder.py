@@ -13,7 +13,7 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
-from penstock.pipeline.run.resume import changes, check_fixed
+from penstock.pipeline.run.resume import changes, check_fixed, complete
 from penstock.pipeline.run.summary import read_summary
 from penstock.services.runtime.files import write_whole
 
@@ -53,8 +53,8 @@ def open_folder(config: Config, folder: Path, origin: Origin) -> list[str]:
         raise ConfigError(
             f"the run in {folder} is going on, and its config cannot change meanwhile: stop it, or give the same config"
         )
-    before = read_summary(folder)
-    if began and before and before["outcome"] == "complete" and config.trainer.steps <= began.trainer.steps:
+    before = complete(folder, config)
+    if began and before:
         raise ConfigError(
             f"the run in {folder} is complete: {before['steps']} steps, reward {before['reward_last']:.3f}, see "
             f"{folder / 'summary.json'}; raise trainer.steps to go on, or choose another folder for another run"

@@ -47,16 +47,18 @@ def committed(folder: Path) -> int:
     return 1 + max((row["step"] for row in read_lines(folder / "ledger.jsonl")), default=-1)
 
 
+def complete(folder: Path, config: Config) -> dict[str, Any] | None:
+    """The summary of the run in ``folder``, where that is complete and ``config`` asks for no more steps."""
+    summary = read_summary(folder)
+    return (
+        summary if summary and summary["outcome"] == "complete" and config.trainer.steps <= summary["steps"] else None
+    )
+
+
 def check_left(folder: Path, config: Config) -> None:
-    """Raises `ConfigError` where nothing is left to do for the run in ``folder``."""
-    steps, summary = config.trainer.steps, read_summary(folder)
-    done = committed(folder)
-    if summary and summary["outcome"] == "complete" and steps <= summary["steps"]:
-        raise ConfigError(
-            f"trainer.steps: {steps}, and the run in {folder} is complete with {summary['steps']}: see "
-            f"{folder / 'report.html'}, or give more, e.g. trainer.steps={2 * summary['steps']}"
-        )
-    if steps < done:
+    """Raises `ConfigError` where the run in ``folder`` has done more than ``config`` asks for."""
+    steps, done = config.trainer.steps, committed(folder)
+    if steps < done and not complete(folder, config):
         raise ConfigError(f"trainer.steps: {steps}, but {done} steps are done already; give {done} or more")
 
 

@@ -17,7 +17,7 @@ from penstock.pipeline.run.folder import begin, make_folder, new_folder
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError
 from penstock.pipeline.run.launcher import run as launch
 from penstock.pipeline.run.lock import held
-from penstock.pipeline.run.resume import committed, resumed
+from penstock.pipeline.run.resume import committed, complete, resumed
 
 COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
 """Exit codes. A setup error, something that a better config mends and that is found before anything starts, is raised,
@@ -37,6 +37,11 @@ def start(console: Console, file: str | None, overrides: list[str], resume: Path
         assert file
         config, origin = load(Path(file), overrides), Origin(str(Path(file).resolve()), tuple(overrides))
     folder = resume or new_folder(config, Path(file or ""))
+    if resume and not dry_run and (summary := complete(folder, config)):
+        more = f"to go on, give more steps, e.g. trainer.steps={2 * summary['steps']}"
+        console.print(f"the run in {folder} is complete; {more}", highlight=False, markup=False, soft_wrap=True)
+        print_summary(console, summary, folder)
+        return COMPLETE
     try:
         with console.status("looking at data, model and functions …"):
             report = look(config)

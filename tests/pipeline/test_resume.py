@@ -10,7 +10,7 @@ from penstock.pipeline.config import ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run.folder import begin
 from penstock.pipeline.run.lock import held
-from penstock.pipeline.run.resume import check_fixed, resumed
+from penstock.pipeline.run.resume import check_fixed, complete, resumed
 
 FILE = """
 model: {type: tiny}
@@ -89,9 +89,8 @@ def test_nothing_left_to_do_is_said(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.steps: 10, but 14 steps are done already"):
         resumed(folder, None, ["trainer.steps=10"])
     (folder / "summary.json").write_text('{"outcome": "complete", "steps": 50}')
-    with pytest.raises(ConfigError, match=r"trainer\.steps: 50, and the run in .* is complete with 50"):
-        resumed(folder, None, [])
-    assert resumed(folder, None, ["trainer.steps=60"])[0].trainer.steps == 60
+    for steps, over in ((10, True), (50, True), (60, False)):
+        assert bool(complete(folder, resumed(folder, None, [f"trainer.steps={steps}"])[0])) is over
 
 
 def test_only_one_at_a_time_runs_in_a_folder(folder: Path) -> None:
