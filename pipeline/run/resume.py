@@ -50,9 +50,10 @@ def committed(folder: Path) -> int:
 def complete(folder: Path, config: Config) -> dict[str, Any] | None:
     """The summary of the run in ``folder``, where that is complete and ``config`` asks for no more steps."""
     summary = read_summary(folder)
-    return (
-        summary if summary and summary["outcome"] == "complete" and config.trainer.steps <= summary["steps"] else None
-    )
+    if not summary or summary["outcome"] != "complete":
+        return None
+    began = load(folder / "config.yaml")  # its prompts may have ended before its steps
+    return summary if config.trainer.steps <= max(summary["steps"], began.trainer.steps) else None
 
 
 def check_left(folder: Path, config: Config) -> None:
