@@ -13,6 +13,7 @@ from penstock.pipeline.resources import gpu_locks
 from penstock.pipeline.resources.gpus import visible_gpus
 from penstock.pipeline.run import crashes, torchrun
 from penstock.pipeline.run.folder import address_file, keys_folder, model_path, run_key
+from penstock.pipeline.run.last_words import end_run, last_words
 from penstock.pipeline.run.summary import read_summary
 from penstock.protocols import keys
 from penstock.protocols.keys import KeysError
@@ -22,7 +23,6 @@ from penstock.protocols.wire import ProtocolError
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.actor import STOP_GRACE_S, ActorContext, on_stop
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
-from penstock.services.runtime.plugins import UserCodeError, describe
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.address import interface_of, own_address
@@ -64,28 +64,17 @@ def serve(
     except (SetupError, AddressError, KeysError, ProtocolError) as error:
         log.error("cannot work with this setup", error=str(error))
         os.write(2, f"{context.name}: {error}\n".encode())
+        if isinstance(error, SetupError):
+            end_run(kind, context, str(error), supervised)
         return EXIT_SETUP
     except Exception as error:
         if isinstance(error, DeadlineError) and not supervised and _is_over(context):
             return 0  # it ended while we were still on our way to its broker
         log.exception("crashed", error=str(error))
-        return _last_words(error, context, name, place.step, shared=config.trainer.ranks > 1 and kind == "trainer")
-
-
-def _last_words(error: Exception, context: ActorContext, name: str, step: int, shared: bool) -> int:
-    """Tells stderr what ``name`` dies of; returns its exit code. ``shared``: with other ranks, one of which may be what
-    it dies of: that one's words are those of the actor."""
-    said = str(error) if isinstance(error, UserCodeError) else describe(error)
-    code = 1
-    if crashes.disk_is_full(error):
-        where = getattr(error, "filename", None) or context.folder
-        code, said = EXIT_SETUP, f"nothing can be written to {where}; free some space: {said}"
-    elif crashes.again(context.folder, name, error, step):
-        where = f" at step {step}" if step >= 0 else ""
-        code, said = EXIT_SETUP, f"the same failure twice{where}: {said}"
-    who = f"{name} (a rank)" if shared and code == 1 and not crashes.is_own(error) else context.name
-    os.write(2, f"{who}: {' '.join(said.split())}\n".encode())
-    return code
+        code, said = last_words(error, context, name, place.step, config.trainer.ranks > 1 and kind == "trainer")
+        if code == EXIT_SETUP:
+            end_run(kind, context, said, supervised)
+        return code
 
 
 def _serve_member(

@@ -29,7 +29,9 @@ class LedgerReply(Message):
 
 
 class StopRun(Message):
-    """observer → broker: end the run; everything drains and exits. ``seen``: this observer has read all it wants."""
+    """observer → broker: end the run; everything drains and exits. ``seen``: this observer has read all it wants.
+    ``failed``: the run cannot go on, and ``reason`` says why."""
 
     reason: str
     seen: bool = False
+    failed: bool = False

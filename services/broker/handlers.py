@@ -328,5 +328,7 @@ class Handlers:
     def _on_stop_run(self, member: Member, request: int, stop: m.StopRun) -> None:
         progress = self._state.progress
         progress.observed_end = progress.observed_end or stop.seen
+        if stop.failed and not progress.stop_reason:
+            progress.error = stop.reason
         progress.stop(stop.reason)
         self._ack(member, request)

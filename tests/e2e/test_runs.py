@@ -230,6 +230,23 @@ def test_a_failed_run_of_single_actors_ends_and_can_go_on(tmp_path: Path, redis_
     check_promises(json.loads((folder / "summary.json").read_text()))
 
 
+@pytest.mark.chaos
+def test_a_trainer_that_would_only_die_again_ends_the_run_of_single_actors(tmp_path: Path, redis_url: str) -> None:
+    port = free_port()
+    loss = "trainer.algorithm.loss={type: custom, function: 'tests.e2e.mistakes:soon_raises'}"
+    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "trainer.steps=500", loss]
+    actors = serve_each(tmp_path, redis_url, port, overrides)
+    arguments = actors["trainer"].args
+    assert actors.pop("trainer").wait(120) == 1
+    again = subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, "PENSTOCK_HEALTH_FILE": str(tmp_path / "trainer")})
+    assert again.wait(120) == 78
+    codes = {actor: process.wait(120) for actor, process in actors.items()}
+    assert codes.pop("broker") == 78 and set(codes.values()) == {0}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["outcome"] == "failed" and "trainer.algorithm.loss.function" in summary["error"]
+    assert "the same failure twice at step" in summary["error"]
+
+
 def test_status_says_what_is_missing(tmp_path: Path) -> None:
     nothing = penstock("status")
     assert nothing.returncode == 2 and "--broker" in nothing.stderr
