@@ -65,7 +65,9 @@ def _look_at_store(config: Config, report: Report) -> None:
             redis.Redis.from_url(url, socket_timeout=STORE_S, socket_connect_timeout=STORE_S).ping()
     except ConfigError as error:
         report.here.append(str(error))
-    except (redis.RedisError, OSError, ValueError) as error:
+    except ValueError:  # its words may hold a part of the password
+        report.problems.append(f"store.url: {hide_password(url or '')} is no address; e.g. redis://10.1.0.7:6379/0")
+    except (redis.RedisError, OSError) as error:
         shown = hide_password(url or "")
         report.here.append(f"store.url: no Redis answers at {shown}: {error}; null takes a private one")
 

@@ -166,7 +166,7 @@ def test_a_peer_of_an_older_version_is_told_so_in_its_own_words(broker: Answerin
     assert old.poll(5000)
     protocol, kind, _, reply_to, body = msgpack.unpackb(old.recv_multipart()[0])
     assert (protocol, kind, reply_to) == (1, "Refused", 7)
-    assert "the peer speaks protocol 1, this process speaks 2" in body["reason"]
+    assert f"the peer speaks protocol 1, this process speaks {wire.PROTOCOL}" in body["reason"]
     assert "start both from the same one" in body["reason"]
     old.close(0)
     context.term()
