@@ -181,7 +181,7 @@ def test_a_broker_of_an_older_version_ends_the_asking_at_once() -> None:
     assert old.poll(5000)
     sender, _ = old.recv_multipart()
     old.send_multipart([sender, msgpack.packb([1, "Refused", 0, 0, {"code": "bad_message", "reason": "protocol"}])])
-    with pytest.raises(wire.ProtocolError, match="the peer speaks protocol 1, this process speaks 2"):
+    with pytest.raises(wire.ProtocolError, match=f"the peer speaks protocol 1, this process speaks {wire.PROTOCOL}"):
         asked.result(5)
     box.close()
     old.close(0)
