@@ -103,6 +103,8 @@ class View:
             "tokens/s": f"{_tokens_per_s(state):,.0f} generated",
             "dropped": f"{state['dropped']} groups, {state['totals']['prompts_dropped']} of them for their prompts",
         }
+        if state["evaluations_by_set"]:
+            shown["evaluation"] = _evaluation(state)
         for name, value in shown.items():
             facts.add_row(Text(name, style="dim"), value)
         actors = Table(expand=True, box=None, header_style="dim")
@@ -133,6 +135,13 @@ def _failing(state: dict[str, Any]) -> list[str]:
 
 def _tokens_per_s(state: dict[str, Any]) -> float:
     return sum(member.get("tokens_per_s", 0.0) for member in state["members"].values())
+
+
+def _evaluation(state: dict[str, Any]) -> str:
+    """The last one, each set of it."""
+    label, sets = list(state["evaluations_by_set"].items())[-1]
+    means = ", ".join(f"{name} {'-' if mean is None else f'{mean:.3f}'}" for name, mean in sets.items())
+    return f"{label}: {means}"
 
 
 def _mismatch(metrics: dict[str, Any]) -> Text:

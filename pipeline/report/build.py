@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,6 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
     evaluations = [row for row in rows if row["kind"] == "eval"]
     beats = read_lines(folder / "actors.jsonl")
     beats = beats[:: max(1, len(beats) // BEATS)]
-    samples = read_lines(folder / "samples.jsonl")
     loads = read_lines(folder / "weights.jsonl")
     figures = {}
     if steps:
@@ -58,9 +59,34 @@ def write_report(folder: Path, config: Config, summary: dict[str, Any]) -> Path 
         summary=summary,
         figures=figures,
         sets=sorted({name for means in summary["evaluations"].values() for name in means}),
-        samples=samples[:: max(1, len(samples) // SAMPLES)],
+        samples=some_samples(folder / "samples.jsonl"),
         config=dump(config),
     )
     path = folder / "report.html"
     path.write_text(page)
     return path
+
+
+def some_samples(path: Path) -> list[dict[str, Any]]:
+    """About `SAMPLES` rows of a file that may hold every trajectory of a run, evenly over all of it, with a text of
+    their rewards."""
+    if not path.is_file():
+        return []
+    with path.open() as lines:
+        every = max(1, sum(1 for _ in lines) // SAMPLES)
+    found = []
+    with path.open() as lines:
+        for line in islice(lines, 0, None, every):
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:  # cut short
+                continue
+    for row in found:
+        parts = {name.removeprefix("reward/"): row[name] for name in row if name.startswith("reward/")}
+        alone = "" if len(parts) < 2 else f" ({', '.join(f'{name} {_number(part)}' for name, part in parts.items())})"
+        row["rewards"] = _number(row.get("reward")) + alone
+    return found
+
+
+def _number(value: float | None) -> str:
+    return "failed" if value is None else f"{value:.3g}"
