@@ -56,7 +56,7 @@ def rewards(state: BrokerState) -> dict[str, dict[str, Any]]:
             for what in ("calls_failed", "calls_timed_out")
         )
         if failed > tally.failed:
-            said |= {"failed": failed, "words": f"{failed} calls failed, {late} of them timed out"}
+            said |= {"failed": failed, "words": f"{failed} calls failed" + f", {late} of them timed out" * bool(late)}
         found[column.name] = said
     return found
 

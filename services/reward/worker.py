@@ -106,7 +106,7 @@ class _Function:
         if strange := sorted(required - set(offered) - self.options.keys()):
             raise ValueError(
                 f"{self._where} asks for {', '.join(strange)}; it may ask for {', '.join(offered)}, and for what its "
-                "options give"
+                "options give; with prompts.train.truth_key=null truth is the whole row, a map of its columns"
             )
         if strange := sorted(self.options.keys() - names):
             raise ValueError(f"{self._where} does not take {', '.join(strange)}, which its options give")
