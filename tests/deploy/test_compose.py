@@ -71,7 +71,7 @@ def check_networks(stack: Stack) -> None:
         for network in container["NetworkSettings"]["Networks"]:
             members.setdefault(network, set()).add(container["Config"]["Labels"]["com.docker.compose.service"])
     assert members[f"{PROJECT}_weights"] == {"trainer", "rollout"}
-    assert members["none"] == {"prepare", "redis"}
+    assert members["none"] == {"redis"}
     (network,) = json.loads(docker("network", "inspect", f"{PROJECT}_weights"))
     assert network["Internal"]
 
