@@ -51,7 +51,8 @@ def listening() -> set[tuple[str, int]]:
 def check_strangers(stack: Stack) -> None:
     """What a container of the control network can do without keys: nothing."""
     control = f"{PROJECT}_control"
-    hosts = [c["Name"].lstrip("/") for c in stack.containers() if control in c["NetworkSettings"]["Networks"]]
+    running = [c for c in stack.containers() if c["State"]["Running"]]  # prepare has ended
+    hosts = [c["Name"].lstrip("/") for c in running if control in c["NetworkSettings"]["Networks"]]
     assert len(hosts) >= 5
     command = ["docker", "run", "--rm", "--network", control, "--entrypoint", "python"]
     command += ["-v", f"{ROOT / 'tests' / 'deploy' / 'probe.py'}:/probe.py:ro", "penstock:light", "/probe.py", *hosts]
