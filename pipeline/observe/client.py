@@ -15,7 +15,7 @@ from rich.console import Console
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.run.folder import address_file, keys_folder
-from penstock.protocols.keys import load_client
+from penstock.protocols.keys import ClientKeys, load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
 from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusRequest
 
@@ -42,25 +42,35 @@ def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tupl
     return broker, keys
 
 
-@contextmanager
-def watching(broker: str, keys: Path | None) -> Iterator[Mailbox]:
-    """A mailbox of an observer that the broker has let in. Raises `ConfigError` where it does not answer."""
+def join(broker: str, keys: ClientKeys | None) -> Mailbox:
+    """A mailbox of an observer that the broker has let in; whoever asks for it closes it. Raises `DeadlineError`."""
     name = f"observer-{socket.gethostname()}-{os.getpid()}"
-    mailbox = Mailbox(broker, incarnation_of(name), load_client(keys) if keys else None)
+    mailbox = Mailbox(broker, incarnation_of(name), keys)
     hello = Hello(kind="observer", name=name, host=socket.gethostname(), pid=os.getpid())
     mailbox.hello = lambda: [hello]
     mailbox.beat = Heartbeat
     try:
-        try:
-            mailbox.ask(hello, DEADLINE_S)
-        except DeadlineError:
-            hint = (
-                f"; are the keys in {keys} those of this run?"
-                if keys
-                else "; the run may be ending, or over (penstock status RUN). Beyond the loopback a broker speaks only "
-                "to --keys FILE, the run's keys/client.json"
-            )
-            raise ConfigError(f"no broker answers at {broker} within {DEADLINE_S:g} s{hint}") from None
+        mailbox.ask(hello, DEADLINE_S)
+    except BaseException:
+        mailbox.close()
+        raise
+    return mailbox
+
+
+@contextmanager
+def watching(broker: str, keys: Path | None) -> Iterator[Mailbox]:
+    """A mailbox of an observer that the broker has let in. Raises `ConfigError` where it does not answer."""
+    try:
+        mailbox = join(broker, load_client(keys) if keys else None)
+    except DeadlineError:
+        hint = (
+            f"; are the keys in {keys} those of this run?"
+            if keys
+            else "; the run may be ending, or over (penstock status RUN). Beyond the loopback a broker speaks only "
+            "to --keys FILE, the run's keys/client.json"
+        )
+        raise ConfigError(f"no broker answers at {broker} within {DEADLINE_S:g} s{hint}") from None
+    try:
         yield mailbox
         mailbox.tell(Bye(reason="has seen enough"))
     finally:

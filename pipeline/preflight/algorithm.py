@@ -43,7 +43,7 @@ def _try(config: Config, own: list[str]) -> None:
     chosen = config.trainer.algorithm
     algorithm = Algorithm(chosen)
     torch.manual_seed(0)
-    device = device_of(config.trainer.device) if config.trainer.device == "auto" else torch.device("cpu")
+    device = device_of("cpu" if config.trainer.device == "cpu" else "auto")  # a GPU that is named may not be here
     rows = GROUPS * config.rollout.sampling.n
     scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
     by_row = {name: torch.rand(rows) for name in algorithm.group_columns}

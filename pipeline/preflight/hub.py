@@ -18,18 +18,18 @@ ANSWER_S = 2.0
 OFFLINE = "HF_HUB_OFFLINE"
 
 
-def names(config: Config) -> list[str]:
-    """What ``config`` takes from the hub, for people."""
-    found = []
+def keys(config: Config) -> set[str]:
+    """The keys of ``config`` that name something on the hub."""
+    found = set()
     if isinstance(config.model, PretrainedModel) and may_be_on_hub(config.model.path):
-        found.append(f"model.path={config.model.path}")
+        found.add("model.path")
     if config.reference.path and may_be_on_hub(config.reference.path):
-        found.append(f"reference.path={config.reference.path}")
+        found.add("reference.path")
     sources = {"prompts.train": config.prompts.train}
     sources |= {f"prompts.eval.{name}": source for name, source in config.prompts.eval.items()}
     for key, source in sources.items():
         if isinstance(source, HubData) and not source.files and source.path not in FORMATS.values():
-            found.append(f"{key}.path={source.path}")
+            found.add(f"{key}.path")
     return found
 
 
@@ -51,7 +51,7 @@ def unreachable() -> bool:
 def without_hub(config: Config, report: Report) -> Iterator[None]:
     """Where the hub is needed and does not answer, libraries look into their caches alone: they would try for minutes.
     What is not there either is this machine's lack, not the config's."""
-    wanted = names(config)
+    wanted = keys(config)
     if not wanted or not unreachable():
         yield
         return
@@ -64,8 +64,7 @@ def without_hub(config: Config, report: Report) -> Iterator[None]:
             del os.environ[OFFLINE]
         else:
             os.environ[OFFLINE] = before
-    keys = {name.partition("=")[0] for name in wanted}
-    missing = [problem for problem in report.problems if problem.partition(":")[0] in keys]
+    missing = [problem for problem in report.problems if problem.partition(":")[0] in wanted]
     report.problems = [problem for problem in report.problems if problem not in missing]
     said = "(HF_HUB_OFFLINE is set)" if before else "(it does not answer)"
     report.here += [problem.replace("(HF_HUB_OFFLINE is set)", said) for problem in missing]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +71,8 @@ def some_samples(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     with path.open() as lines:
-        every = max(1, sum(1 for _ in lines) // SAMPLES)
-    found = []
-    with path.open() as lines:
-        for line in islice(lines, 0, None, every):
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:  # cut short
-                continue
+        count = sum(1 for _ in lines)
+    found = read_lines(path, every=max(1, count // SAMPLES))
     for row in found:
         parts = {name.removeprefix("reward/"): row[name] for name in row if name.startswith("reward/")}
         alone = "" if len(parts) < 2 else f" ({', '.join(f'{name} {_number(part)}' for name, part in parts.items())})"

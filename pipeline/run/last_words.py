@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
+from contextlib import closing
 
 import structlog
 
 from penstock.pipeline.run import crashes
-from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
-from penstock.protocols.messages import Bye, Hello, StopRun
+from penstock.protocols.mailbox import DeadlineError, RefusedError
+from penstock.protocols.messages import Bye, StopRun
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.errors import EXIT_SETUP
 from penstock.services.runtime.plugins import UserCodeError, describe
@@ -41,14 +41,11 @@ def end_run(kind: str, context: ActorContext, said: str, supervised: bool) -> No
     it for ever. Of other kinds there are several, or there may be."""
     if kind != "trainer" or supervised or not context.broker:
         return
-    mailbox = Mailbox(context.broker, incarnation_of(f"{context.name}-end"), context.keys)
-    hello = Hello(kind="observer", name=f"{context.name}-end", host=socket.gethostname(), pid=os.getpid())
-    mailbox.hello = lambda: [hello]
+    from penstock.pipeline.observe.client import join
+
     try:
-        mailbox.ask(hello, TELL_S)
-        mailbox.ask(StopRun(reason=f"{context.name}: {said}", failed=True), TELL_S)
-        mailbox.tell(Bye(reason="has said what it died of"))
+        with closing(join(context.broker, context.keys)) as mailbox:
+            mailbox.ask(StopRun(reason=f"{context.name}: {said}", failed=True), TELL_S)
+            mailbox.tell(Bye(reason="has said what it died of"))
     except (DeadlineError, RefusedError) as error:
         log.warning("the broker could not be told", error=str(error))
-    finally:
-        mailbox.close()

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-"""Exit code of an actor that cannot work with what it was given: starting it again would not help."""
-
 
 def serve(
     kind: str,

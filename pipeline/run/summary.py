@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ WINDOW = 10
 """reward_last is the mean over this many steps."""
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; a last line that was cut short is left out."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text().splitlines():
+def read_lines(path: Path, every: int = 1) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, or one of ``every`` so many; a last line that was cut short is left out."""
+    rows: list[dict[str, Any]] = []
+    if not path.is_file():
+        return rows
+    with path.open() as lines:
+        for line in islice(lines, 0, None, every):
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError:
