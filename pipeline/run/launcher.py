@@ -16,7 +16,6 @@ from rich.console import Console
 from penstock.pipeline.config import Config, TinyModel
 from penstock.pipeline.observe import client
 from penstock.pipeline.observe.terminal import View
-from penstock.pipeline.resources.gpus import visible_gpus
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.finish import conclude
@@ -37,6 +36,7 @@ from penstock.protocols.messages import (
     StopRun,
 )
 from penstock.services.runtime import logs, registry
+from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.transports import shared_memory
 

@@ -10,7 +10,6 @@ import structlog
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources import gpu_locks
-from penstock.pipeline.resources.gpus import visible_gpus
 from penstock.pipeline.run import crashes, torchrun
 from penstock.pipeline.run.folder import address_file, keys_folder, model_path, run_key
 from penstock.pipeline.run.last_words import end_run, last_words
@@ -23,6 +22,7 @@ from penstock.protocols.wire import ProtocolError
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.actor import STOP_GRACE_S, ActorContext, on_stop
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
+from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
 from penstock.services.weights.address import interface_of, own_address
@@ -125,7 +125,10 @@ def _prepare_environment(spec: ActorSpec, config: Config) -> None:
 def environment(spec: ActorSpec, config: Config) -> dict[str, str]:
     """Environment variables of an actor's process."""
     threads = str(spec.threads(config))
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    if config.run.deterministic and visible_gpus():
+        found |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
+    return found
 
 
 def _serve_broker(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 from rich.console import Console
@@ -16,9 +19,12 @@ from rich.table import Table
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.redis_server import find_server
+from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.gpus import cpu_only_reason, inventory, nccl_conflict, torch_cuda
 from penstock.services.runtime.install import install
 from penstock.services.weights.transports.shared_memory import directory
 
+FILES = 4096
 NEEDED = (("torch", "train"), ("transformers", "train"), ("safetensors", "train"))
 OPTIONAL = (
     ("datasets", "data", "Hugging Face datasets"),
@@ -60,13 +66,38 @@ def examine(console: Console) -> bool:
         f"{free:,.0f} MiB free in {directory()}",
         "weights by shm need room for four versions",
     )
-    found = _gpus()
-    row(bool(found), False, "GPUs", found or "none", "everything runs on the CPU; weights.transport: shm or gloo")
+    _examine_gpus(row)
+    _examine_limits(row)
     for package, extra, use in OPTIONAL:
         row(_has(package), False, use, _version(package), install(extra))
     console.print(table)
     console.print("ready: penstock run configs/quickstart.yaml" if fit else "not ready: mend the lines marked ✗")
     return fit
+
+
+def _examine_gpus(row: Callable[..., None]) -> None:
+    try:
+        found, reason = inventory(), cpu_only_reason()
+    except SetupError as error:
+        row(False, True, "GPUs", "no answer", str(error))
+        return
+    shown = "; ".join(gpu.line for gpu in found.gpus)
+    row(bool(shown), False, "GPUs", shown or "none", "everything runs on the CPU; weights.transport: shm or gloo")
+    if not found.gpus:
+        return
+    built = torch_cuda()
+    runs = f"driver {found.driver}, for CUDA {found.cuda[0]}.{found.cuda[1]} at most; torch is built for "
+    row(reason is None, True, "CUDA", runs + (f"CUDA {built}" if built else "the CPU alone"), reason or "")
+    conflict = nccl_conflict()
+    row(conflict is None, True, "NCCL", "one" if conflict is None else "two", conflict or "")
+
+
+def _examine_limits(row: Callable[..., None]) -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    row(files < 0 or files >= FILES, False, "open files", f"{files} at once", f"ulimit -n {FILES}")
+    if Path("/sys/class/infiniband").is_dir():
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY
+        row(locked, False, "locked memory", "no limit" if locked else "limited", "InfiniBand: ulimit -l unlimited")
 
 
 def _has(package: str) -> bool:
@@ -78,15 +109,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "installed" if _has(package) else "not installed"
-
-
-def _gpus() -> str:
-    """Names of the NVIDIA GPUs that the driver shows, without importing torch."""
-    tool = shutil.which("nvidia-smi")
-    if not tool:
-        return ""
-    try:
-        query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip().replace("\n", "; ")
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

@@ -36,7 +36,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
 
     from penstock.services.broker.archive import read
     from penstock.services.modeling import determinism
-    from penstock.services.modeling.load import device_of, load_model
+    from penstock.services.modeling.load import device_of
+    from penstock.services.modeling.parallel.start import load_trainable
     from penstock.services.modeling.parallel.world import World
     from penstock.services.trainer import checkpoint
     from penstock.services.trainer.batch import open_batch
@@ -50,11 +51,12 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     usable = [v for v in checkpoint.versions(checkpoints) if only is not None and v <= only]
     start = checkpoints / f"step-{usable[-1]:06d}" if usable else None
     path = str(start or model_path(config, folder))
-    model = load_model(path, "float32", device_of(config.trainer.device))
-    learner = Learner(model, config.trainer, config.model.dtype, config.rollout.sampling.temperature)
+    world = World(device_of(config.trainer.device))
+    model = load_trainable(path, world, world.device, config.model.dtype)
+    learner = Learner(model, config.trainer, config.rollout.sampling.temperature, world)
     if start:
         checkpoint.restore(learner, start)
-    source = ShardExporter(learner.parameters, config.model.dtype, config.weights.bucket_bytes, World(learner.device))
+    source = ShardExporter(learner.parameters, config.model.dtype, config.weights.bucket_bytes, world)
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from penstock.services.modeling import attention
 from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.logprobs import PLAIN
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.gpus import cpu_only_reason
 from penstock.services.runtime.user_folders import may_be_on_hub
 
 
@@ -18,15 +21,22 @@ class ModelError(SetupError):
 
 
 def device_of(name: str, key: str = "device") -> torch.device:
-    """``auto`` is CUDA where there is one. ``key`` is the config's, for errors."""
+    """``auto`` is CUDA where there is one. ``key`` is the config's, for errors. Raises `ModelError`, also where this
+    machine has GPUs that torch does not see: nobody trains on a CPU without having said so."""
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"{key}: {name} is asked for, and torch sees no CUDA here; use auto or cpu")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if name != "auto":
+        return torch.device(name)
+    if not torch.cuda.is_available() and (reason := cpu_only_reason()):
+        raise ModelError(f"{key}: {reason}; or set it to cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def attention_of(config: Any) -> str | None:
-    """transformers' attention that computes what the model's authors did: ``sdpa``, its own choice (None) wherever the
-    model has it, knows no soft cap (Gemma 2's)."""
+    """transformers' attention that computes what the model's authors did: ours for the families that it is right for;
+    ``sdpa``, transformers' own choice (None) wherever the model has it, knows no soft cap (Gemma 2's)."""
+    if config.model_type in PLAIN:
+        return attention.NAME
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from penstock.services.modeling import attention
+from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.packing import Rows
 
-HEAD_ON_HIDDEN = {"llama", "qwen2", "qwen3"}
-"""Families whose logits are the output embedding of the base model's hidden state, and nothing more."""
+PLAIN = {"llama", "qwen2", "qwen3"}
+"""Families that take positions, and a mask or `Segments` of ours, where no layer has a window; and whose logits are
+the output embedding of the hidden state, nothing more."""
 
 LOGIT_BYTES = 256 << 20
 """Logits are made in chunks of at most this size."""
@@ -19,28 +24,63 @@ LOGIT_BYTES = 256 << 20
 def logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
     """Log-probability of every sampled token under ``model`` at ``temperature``: float32
     ``[trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
-    inputs = {"input_ids": rows.tokens, "attention_mask": rows.attention, "position_ids": rows.positions}
-    if model.config.model_type in HEAD_ON_HIDDEN:
-        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
-        flat = _chunked(hidden.flatten(0, 1)[rows.source], rows, temperature, model.get_output_embeddings())
+    inputs: dict[str, Any] = {"input_ids": rows.tokens, "position_ids": rows.positions}
+    if isinstance(rows.attention, Segments):
+        assert model.config._attn_implementation == attention.NAME, "another attention would ignore the segments"
+        inputs["segments"] = rows.attention
+        # transformers hands a mask of four dimensions on as it is, and makes none of its own then.
+        inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.tokens.device)
     else:
+        inputs["attention_mask"] = rows.attention
+    base = getattr(model, model.base_model_prefix, None)
+    if base is None:
         logits = model(**inputs, use_cache=False).logits
         flat = _pick(logits.flatten(0, 1)[rows.source], rows.target, temperature, rows.candidates)
+    else:
+        hidden = base(**inputs, use_cache=False).last_hidden_state
+        flat = _chunked(model, hidden.flatten(0, 1)[rows.source], rows, temperature)
     padded = torch.zeros(rows.mask.shape, dtype=torch.float32, device=flat.device)
     return padded.masked_scatter(rows.mask, flat)
 
 
 def shares_prompts(model: Any) -> bool:
-    """The model takes positions and a dense attention mask, so that trajectories may share a prompt's row."""
-    return model.config.model_type in HEAD_ON_HIDDEN
+    """Trajectories may share a prompt's row: the model is `PLAIN`, and no layer of it has a window."""
+    config = model.config
+    return config.model_type in PLAIN and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
 
 
-def _chunked(hidden: torch.Tensor, rows: Rows, temperature: float, head: Any) -> torch.Tensor:
-    vocabulary = head.weight.shape[0]
+class _Given(nn.Module):
+    """In a base model's place: its hidden state is known."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """``hidden``, whatever it is asked."""
+        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
+
+
+def _head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits ``[tokens, vocabulary]`` of ``hidden`` ``[tokens, size]``, as the family makes them: with its soft cap or
+    scale, which its own ``forward`` applies behind the base model."""
+    if model.config.model_type in PLAIN:
+        return model.get_output_embeddings()(hidden)
+    prefix = model.base_model_prefix
+    base = model._modules[prefix]
+    model._modules[prefix] = _Given(hidden[None])
+    try:
+        return type(model).forward(model, input_ids=None, inputs_embeds=hidden[None]).logits[0]
+    finally:
+        model._modules[prefix] = base
+
+
+def _chunked(model: Any, hidden: torch.Tensor, rows: Rows, temperature: float) -> torch.Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
     size = max(1, LOGIT_BYTES // (4 * vocabulary))
 
     def chunk(part: torch.Tensor, wanted: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
-        return _pick(head(part), wanted, temperature, candidates)
+        return _pick(_head(model, part), wanted, temperature, candidates)
 
     if len(hidden) <= size:
         return chunk(hidden, rows.target, rows.candidates)

@@ -4,7 +4,9 @@
     position:   0 1 2 3 4 5 6 4 5 4 5 6 7
     attends to: the prompt, and earlier tokens of the same response
 
-The numbers are those of three separate rows: a response never sees another.
+The numbers are those of three separate rows: a response never sees another. On a GPU, and wherever rows are long, such
+rows follow each other in one, without padding, and attention is told where each begins (`attention.Segments`). Short
+rows on a CPU lie below each other, and attention gets a dense mask: that is faster there.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import numpy as np
 import torch
 
 from penstock.protocols.experience import Trajectory
+from penstock.services.modeling.attention import Segments
 
-SHARED_ROW_TOKENS = 1024
-"""Longest row with several responses: its attention mask is dense, and grows with the square."""
+MASKED_ROW_TOKENS = 1024
+"""Longest row whose attention has a dense mask, which grows with the square."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Rows:
     """int64 ``[rows, length]``, right-padded"""
     positions: torch.Tensor
     """int64 ``[rows, length]``"""
-    attention: torch.Tensor
-    """int64 ``[rows, length]``, 1 for real tokens; where responses share a row, bool ``[rows, 1, length, length]``"""
+    attention: torch.Tensor | Segments
+    """int64 ``[rows, length]``, 1 for real tokens; where responses share a row, bool ``[rows, 1, length, length]``;
+    where all lie in one row, what each token of that attends to."""
     mask: torch.Tensor
     """bool ``[trajectories, longest - 1]``: position t is True where token t + 1 of the trajectory was sampled."""
     source: torch.Tensor
@@ -68,11 +72,16 @@ def plan_rows(
     device: torch.device,
     share_prompts: bool = True,
 ) -> Iterator[Rows]:
-    """Cuts trajectories into passes of at most ``token_budget`` padded tokens (a longer one stands alone).
+    """Cuts trajectories into passes of at most ``token_budget`` tokens, padding included (a longer one stands alone).
 
-    ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours.
+    ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours. Models that
+    take neither positions nor a mask of ours want ``share_prompts=False``: a row for each, padded.
     """
-    rows = _rows(trajectories, groups, min(token_budget, SHARED_ROW_TOKENS), share_prompts)
+    longest = max((len(trajectory.tokens) for trajectory in trajectories), default=0)
+    if share_prompts and (device.type == "cuda" or longest > MASKED_ROW_TOKENS):
+        yield from _plan_packed(trajectories, groups, token_budget, device)
+        return
+    rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), share_prompts)
     rows.sort(key=lambda row: (len(row.members) == 1, -row.length, row.members))
     start = 0
     while start < len(rows):
@@ -82,6 +91,19 @@ def plan_rows(
             end += 1
         yield _lay_out(trajectories, rows[start:end], device)
         start = end
+
+
+def _plan_packed(
+    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, token_budget: int, device: torch.device
+) -> Iterator[Rows]:
+    some: list[_Row] = []
+    for row in _rows(trajectories, groups, token_budget, True):
+        if some and sum(other.length for other in some) + row.length > token_budget:
+            yield _pack(trajectories, some, device)
+            some = []
+        some.append(row)
+    if some:
+        yield _pack(trajectories, some, device)
 
 
 def _rows(
@@ -107,52 +129,100 @@ def _prompt_length(trajectory: Trajectory) -> int:
     return int(sampled[0]) if sampled.size else len(trajectory.tokens)
 
 
+class _Draft:
+    """Rows as they are written: prompts and responses, wherever each begins."""
+
+    def __init__(self, trajectories: Sequence[Trajectory], members: list[int], shape: tuple[int, int]) -> None:
+        self._trajectories, self._members = trajectories, members
+        self._tokens, self._positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._mask = np.zeros((len(members), max(len(trajectories[index].tokens) for index in members)), bool)
+        self._source: list[np.ndarray] = []
+        self._target: list[np.ndarray] = []
+
+    def prompt(self, r: int, at: int, trajectory: Trajectory, size: int) -> None:
+        """The first ``size`` tokens of ``trajectory``, in row ``r`` from ``at`` on."""
+        self._tokens[r, at : at + size] = trajectory.tokens[:size]
+        self._positions[r, at : at + size] = np.arange(size)
+
+    def response(self, r: int, at: int, trajectory: Trajectory, prompt: int, prompt_at: int) -> int:
+        """What follows a prompt of ``prompt`` tokens that lies at ``prompt_at``. Returns where it ends. To be called in
+        the order of the members."""
+        size = len(trajectory.tokens)
+        end = at + size - prompt
+        self._tokens[r, at:end] = trajectory.tokens[prompt:]
+        self._positions[r, at:end] = np.arange(prompt, size)
+        mask = self._mask[len(self._source)]
+        mask[:size] = trajectory.loss_mask == 1
+        sampled = np.flatnonzero(mask[1:]) + 1
+        # A response's first token is predicted by the prompt's last, every other by the one before it.
+        before = np.where(sampled == prompt, prompt_at + prompt - 1, at + sampled - prompt - 1)
+        self._source.append(r * self._tokens.shape[1] + before)
+        self._target.append(trajectory.tokens[sampled].astype(np.int64))
+        return end
+
+    def finish(self, attention: torch.Tensor | Segments, device: torch.device) -> Rows:
+        """The rows, on ``device``."""
+        if isinstance(attention, torch.Tensor):
+            attention = attention.to(device)
+        return Rows(
+            tuple(self._members),
+            torch.from_numpy(self._tokens).to(device),
+            torch.from_numpy(self._positions).to(device),
+            attention,
+            torch.from_numpy(self._mask[:, 1:].copy()).to(device),
+            torch.from_numpy(np.concatenate(self._source)).to(device),
+            torch.from_numpy(np.concatenate(self._target)).to(device),
+            _candidates([self._trajectories[index] for index in self._members], device),
+        )
+
+
 def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device) -> Rows:
+    """``rows`` below each other, with a mask."""
     length = max(row.length for row in rows)
     members = [index for row in rows for index in row.members]
-    longest = max(len(trajectories[index].tokens) for index in members)
-    tokens = np.zeros((len(rows), length), np.int64)
-    positions = np.zeros((len(rows), length), np.int64)
+    draft = _Draft(trajectories, members, (len(rows), length))
     segments = np.full((len(rows), length), -1, np.int64)
-    mask = np.zeros((len(members), longest), bool)
-    source: list[np.ndarray] = []
-    target: list[np.ndarray] = []
-    k = 0
     for r, row in enumerate(rows):
-        first = trajectories[row.members[0]]
-        tokens[r, : row.prompt] = first.tokens[: row.prompt]
-        positions[r, : row.prompt] = np.arange(row.prompt)
+        draft.prompt(r, 0, trajectories[row.members[0]], row.prompt)
         segments[r, : row.prompt] = 0
         at = row.prompt
         for segment, index in enumerate(row.members, 1):
-            trajectory = trajectories[index]
-            size = len(trajectory.tokens)
-            end = at + size - row.prompt
-            tokens[r, at:end] = trajectory.tokens[row.prompt :]
-            positions[r, at:end] = np.arange(row.prompt, size)
-            segments[r, at:end] = segment
-            mask[k, :size] = trajectory.loss_mask == 1
-            sampled = np.flatnonzero(mask[k, 1:]) + 1
-            # A response's first token is predicted by the prompt's last, every other by the one before it.
-            before = np.where(sampled == row.prompt, row.prompt - 1, at + sampled - row.prompt - 1)
-            source.append(r * length + before)
-            target.append(trajectory.tokens[sampled].astype(np.int64))
-            at, k = end, k + 1
-    if all(len(row.members) == 1 for row in rows):
+            begin, at = at, draft.response(r, at, trajectories[index], row.prompt, 0)
+            segments[r, begin:at] = segment
+    if len(members) == len(rows):
         attention = (segments >= 0).astype(np.int64)
     else:
         same = (segments[:, None, :] == segments[:, :, None]) | (segments[:, None, :] == 0)
         attention = (same & np.tri(length, dtype=bool))[:, None]
-    return Rows(
-        tuple(members),
-        torch.from_numpy(tokens).to(device),
-        torch.from_numpy(positions).to(device),
-        torch.from_numpy(attention).to(device),
-        torch.from_numpy(mask[:, 1:].copy()).to(device),
-        torch.from_numpy(np.concatenate(source)).to(device),
-        torch.from_numpy(np.concatenate(target)).to(device),
-        _candidates([trajectories[index] for index in members], device),
-    )
+    return draft.finish(torch.from_numpy(attention), device)
+
+
+def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device) -> Rows:
+    """``rows`` one after the other in one, without a mask."""
+    members = [index for row in rows for index in row.members]
+    draft = _Draft(trajectories, members, (1, sum(row.length for row in rows)))
+    starts_q, starts_k, at = [0], [0], 0
+    keys: list[np.ndarray] = []
+
+    def segment(begin: int, end: int, before: range) -> None:
+        if end > begin:
+            starts_q.append(end)
+            starts_k.append(starts_k[-1] + len(before) + end - begin)
+            keys.extend((np.arange(before.start, before.stop), np.arange(begin, end)))
+
+    for row in rows:
+        prompt_at, alone = at, len(row.members) == 1
+        draft.prompt(0, at, trajectories[row.members[0]], row.prompt)
+        at += row.prompt
+        if not alone:
+            segment(prompt_at, at, range(0))
+        for index in row.members:
+            begin, at = at, draft.response(0, at, trajectories[index], row.prompt, prompt_at)
+            segment(*((prompt_at, at, range(0)) if alone else (begin, at, range(prompt_at, prompt_at + row.prompt))))
+    shared = None
+    if starts_k != starts_q:
+        shared = torch.from_numpy(np.concatenate(keys)).to(device)
+    return draft.finish(Segments.of(starts_q, starts_k, shared, device), device)
 
 
 def _candidates(trajectories: Sequence[Trajectory], device: torch.device) -> torch.Tensor | None:

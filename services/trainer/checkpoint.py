@@ -1,76 +1,144 @@
 """Checkpoints: the transformers layout, with the trainer's own state in ``trainer/`` beside it. No pickle.
 
+Each rank copies its own part to its host, which training waits for; a thread writes it beside the next steps (torch's
+distributed checkpoints, as safetensors), and rank 0 joins the weights into whole files. The optimizer's state stays as
+it was cut; whoever reads it takes the part that is its own, however many ranks wrote it.
 A checkpoint is written aside, synced and renamed, so one that has its name is whole.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
-from safetensors.torch import load_file, save_file
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 
-from penstock.services.modeling.parallel.fsdp import full, like
+from penstock.services.modeling.parallel.fsdp import of_local
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.learner import Learner
 
 log = structlog.get_logger()
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # a world of one
 
+FILE_BYTES = 5 << 30
+"""Weights go into files of about this size, as transformers' own do."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER, STATE = "optimizer", "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
+_PARTIAL = ".{}.partial"
 
 
 class CheckpointError(SetupError):
     """A checkpoint that does not fit the model; says how."""
 
 
-def save(learner: Learner, tokenizer: Any, folder: Path, keep: int, ledger_tail: Sequence[dict[str, Any]] = ()) -> Path:
-    """Writes version ``learner.version`` below ``folder`` and removes all but the newest ``keep``. Returns its path.
-    All ranks call it; rank 0 gathers the model on its host, and writes."""
-    target = folder / f"step-{learner.version:06d}"
-    world = learner.world
-    if world.share(b"is there" if target.exists() else b"") == b"is there":  # rank 0 says so for all
+@dataclass(frozen=True)
+class _Staged:
+    """A version on the host, as it was when it was staged: what this rank has of it."""
+
+    version: int
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    ledger: list[dict[str, Any]]
+
+
+class Saver:
+    """Saves versions of ``learner`` below ``folder``, one at a time, and keeps the newest ``keep``. All ranks have one
+    and call it alike."""
+
+    def __init__(self, learner: Learner, tokenizer: Any, folder: Path, keep: int) -> None:
+        self._learner, self._tokenizer, self._folder, self._keep = learner, tokenizer, folder, keep
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._last: Future[Path] | None = None
+
+    def begin(self, ledger_tail: Sequence[dict[str, Any]] = ()) -> Future[Path]:
+        """Stages the learner's version, and writes it while training goes on. Waits for the save before, where that is
+        not done. The future has the checkpoint's path once it is durable, on every rank, or what went wrong."""
+        if self._last is not None:
+            self._last.result()
+        learner, target = self._learner, self._folder / f"step-{self._learner.version:06d}"
+        if learner.world.share(b"is there" if target.exists() else b"") == b"is there":  # rank 0 says so for all
+            done: Future[Path] = Future()
+            done.set_result(target)
+            return done
+        staged = _Staged(learner.version, *_stage(learner), list(ledger_tail))
+        self._last = self._writer.submit(self._write, staged, target)
+        return self._last
+
+    def close(self) -> None:
+        """Until nothing is being written. Raises what went wrong."""
+        if self._last is not None:
+            self._last.result()
+        self._writer.shutdown()
+
+    def _write(self, staged: _Staged, target: Path) -> Path:
+        world, aside = self._learner.world, self._folder / _PARTIAL.format(target.name)
+        own = aside / "trainer"
+        if world.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            own.mkdir(parents=True)
+        cut = world.size > 1
+        together = {"process_group": world.save_group, "no_dist": not cut}
+        files = _numbered(staged.weights)
+        weights = HuggingFaceStorageWriter(str(aside), files, save_distributed=cut, enable_consolidation=cut)
+        dcp.save(staged.weights, storage_writer=weights, **together)
+        if staged.optimizer:
+            optimizer = HuggingFaceStorageWriter(str(own / OPTIMIZER), save_distributed=True)
+            dcp.save(staged.optimizer, storage_writer=optimizer, **together)
+        if world.rank == 0:
+            self._finish(staged, aside, target)
         return target
-    weights, tensors = {}, {}
-    for name, parameter in learner.parameters.items():
-        for key, value in {"": parameter.detach(), **learner.optimizer.state.get(parameter, {})}.items():
-            whole = full(value)  # one at a time: no device ever holds them all
-            if world.rank == 0 and key:
-                tensors[f"{name}/{key}"] = whole.cpu().contiguous()
-            elif world.rank == 0:
-                weights[name] = whole.cpu()
-            del whole
-    if world.rank:
-        return target
-    aside = folder / f".{target.name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    own = aside / "trainer"
-    own.mkdir(parents=True)
-    learner.model.save_pretrained(aside, state_dict=_with_tied(learner.model, weights))
-    tokenizer.save_pretrained(aside)
-    save_file(tensors, own / "optimizer.safetensors")
-    (own / "state.json").write_text(json.dumps({"version": learner.version, "ledger": list(ledger_tail)}))
-    for path in aside.rglob("*"):
-        if path.is_file():
+
+    def _finish(self, staged: _Staged, aside: Path, target: Path) -> None:
+        shutil.rmtree(aside / "sharded", ignore_errors=True)  # what was joined
+        if (single := aside / "model-00001-of-00001.safetensors").exists():  # as transformers calls it
+            single.rename(aside / SINGLE)
+            (aside / INDEX).unlink(missing_ok=True)
+        model = self._learner.model
+        config = copy.deepcopy(model.config)
+        config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = "float32"
+        config.save_pretrained(aside)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(aside)
+        self._tokenizer.save_pretrained(aside)
+        state = {"version": staged.version, "ledger": staged.ledger}
+        (aside / "trainer" / STATE).write_text(json.dumps(state))
+        for path in aside.rglob("*"):
             _sync(path)
-    aside.rename(target)
-    _sync(folder)
-    for old in versions(folder)[:-keep]:
-        shutil.rmtree(folder / f"step-{old:06d}")
-    log.info("checkpoint saved", version=learner.version, path=str(target))
-    return target
+        _sync(aside)
+        aside.rename(target)
+        _sync(self._folder)
+        for old in versions(self._folder)[: -self._keep]:
+            shutil.rmtree(self._folder / f"step-{old:06d}")
+        log.info("checkpoint saved", version=staged.version, path=str(target))
 
 
 def versions(folder: Path) -> list[int]:
     """The versions with a checkpoint below ``folder``, ascending."""
     matches = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match)
+
+
+def remove_partial(folder: Path) -> None:
+    """Removes what a trainer that died while it saved has left."""
+    for path in folder.glob(_PARTIAL.format("step-*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def agreed(folder: Path, world: World) -> Path | None:
@@ -89,29 +157,77 @@ def latest(folder: Path) -> Path | None:
 
 
 def restore(learner: Learner, path: Path) -> list[dict[str, Any]]:
-    """Loads the trainer's own state; the model's weights were loaded from ``path`` already. Returns the ledger tail."""
-    state = json.loads((path / "trainer" / "state.json").read_text())
-    tensors = load_file(path / "trainer" / "optimizer.safetensors")
-    for name, parameter in learner.parameters.items():
-        mine = {
-            key: tensors[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors
+    """Loads the trainer's own state; the model's weights were loaded from ``path`` already. Returns the ledger tail.
+    Raises `CheckpointError` where it is another model's."""
+    state = json.loads((path / "trainer" / STATE).read_text())
+    folder = path / "trainer" / OPTIMIZER
+    if folder.is_dir():
+        reader = HuggingFaceStorageReader(str(folder))
+        sizes = {key: tuple(found.size) for key, found in reader.read_metadata().state_dict_metadata.items()}
+        into = {
+            name: empty_state(parameter) for name, parameter in learner.parameters.items() if f"{name}/step" in sizes
         }
-        if not mine:
-            continue
-        if mine["exp_avg"].shape != parameter.shape:
-            raise CheckpointError(f"{path}: {name} has another shape than the model's")
-        learner.optimizer.state[parameter] = {
-            key: value if key == "step" else like(parameter, value) for key, value in mine.items()
-        }
+        for name, tensors in into.items():
+            wanted, found = tuple(learner.parameters[name].shape), sizes[f"{name}/{MOMENTS[0]}"]
+            if found != wanted:
+                raise CheckpointError(f"{path}: {name} has shape {found}, the model's has {wanted}")
+            for key in tensors:
+                assert f"{name}/{key}" in sizes
+        flat = {f"{name}/{key}": tensor for name, tensors in into.items() for key, tensor in tensors.items()}
+        dcp.load(flat, storage_reader=reader, process_group=learner.world.save_group, no_dist=learner.world.size == 1)
+        for name, tensors in into.items():
+            learner.optimizer.state[learner.parameters[name]] = tensors
     learner.version = state["version"]
     return state["ledger"]
 
 
-def _with_tied(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """``weights`` with buffers, and without what is tied: as `save_pretrained` takes it."""
-    buffers = {name: buffer for name, buffer in model.state_dict().items() if name not in weights}
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    return {name: value for name, value in (weights | buffers).items() if name not in tied or name in weights}
+def empty_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW's tensors for ``parameter``, to be filled: cut as it is, and all on its device, where a fused step looks
+    for them."""
+    moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
+
+
+def _stage(learner: Learner) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Copies of this rank's part, on its host: of the weights, and of the optimizer's state."""
+    mesh = learner.world.host_mesh if learner.world.size > 1 else None
+    weights = {name: _on_host(parameter, mesh) for name, parameter in learner.parameters.items()}
+    weights |= {name: _on_host(buffer, mesh) for name, buffer in _buffers(learner)}
+    optimizer = {
+        f"{name}/{key}": _on_host(value, mesh)
+        for name, parameter in learner.parameters.items()
+        for key, value in learner.optimizer.state.get(parameter, {}).items()
+    }
+    if learner.device.type == "cuda":
+        torch.cuda.synchronize(learner.device)
+    return weights, optimizer
+
+
+def _buffers(learner: Learner) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that a checkpoint has: not what is computed from the config, nor what is tied."""
+    known, tied = learner.parameters, {id(parameter) for parameter in learner.parameters.values()}
+    for name, value in learner.model.state_dict(keep_vars=True).items():
+        if name not in known and id(value) not in tied:
+            yield name, value
+
+
+def _on_host(value: torch.Tensor, mesh: Any) -> torch.Tensor:
+    mine = (value.to_local() if isinstance(value, DTensor) else value).detach()
+    copied = torch.empty_like(mine, device="cpu", pin_memory=mine.is_cuda)
+    copied.copy_(mine, non_blocking=True)
+    return of_local(value, copied, mesh) if isinstance(value, DTensor) and mesh is not None else copied
+
+
+def _numbered(weights: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Which file each goes into, counted from 1."""
+    numbers, room = {}, FILE_BYTES
+    number = 1
+    for name, value in weights.items():
+        size = value.numel() * value.element_size()
+        if size > room and room < FILE_BYTES:
+            number, room = number + 1, FILE_BYTES
+        numbers[name], room = number, room - size
+    return numbers
 
 
 def _sync(path: Path) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from penstock.protocols.columns import REFERENCE, REWARD
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.packing import Rows, plan_rows
-from penstock.services.modeling.parallel.fsdp import forward, full, reshard
+from penstock.services.modeling.parallel.fsdp import forward, full, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import health
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
@@ -22,16 +22,17 @@ from penstock.services.trainer.batch import TrainingBatch
 from penstock.services.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.services.trainer.mismatch import Mismatch
 
+GRADIENT_SHARE = 0.2
+"""Share of the memory that is free before the first step which whole gradients may take."""
+
 
 class Learner:
-    """Model, optimizer and algorithm. ``version`` is the number of steps trained, ``dtype`` what it computes in.
+    """Model, optimizer and algorithm. ``version`` is the number of steps trained.
 
     Where ``world`` has several ranks, each of them calls every method with the same arguments.
     """
 
-    def __init__(
-        self, model: Any, config: TrainerConfig, dtype: str, temperature: float, world: World | None = None
-    ) -> None:
+    def __init__(self, model: Any, config: TrainerConfig, temperature: float, world: World | None = None) -> None:
         self.model, self._config, self._temperature = model, config, temperature
         # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
         self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
@@ -39,7 +40,6 @@ class Learner:
         self.algorithm = Algorithm(config.algorithm)
         self.device = next(model.parameters()).device
         self.world = world or World(self.device)
-        self._bf16 = dtype == "bfloat16"
         optimizer = config.optimizer
         decayed = [p for p in self.parameters.values() if p.ndim > 1]
         plain = [p for p in self.parameters.values() if p.ndim <= 1]
@@ -54,6 +54,7 @@ class Learner:
                     setattr(module, name, 0.0)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
+        self._sums_once = self._has_room_for_gradients()
 
     def train(self, step: TrainingBatch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """One optimizer step on ``step``; the model then is `version` + 1. ``before_update`` is called once the
@@ -96,8 +97,7 @@ class Learner:
         def parts() -> Iterator[Part]:
             for rows, _ in plan:
                 health.beat()
-                with self._autocast():
-                    log_prob = forward(self.model, rows, self._temperature)
+                log_prob = forward(self.model, rows, self._temperature)
                 index = torch.tensor(rows.index, device=self.device)
                 columns = {
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
@@ -112,8 +112,9 @@ class Learner:
         sums: dict[str, float] = {}
         mismatch = Mismatch()
         versions = [t.versions for t in trajectories]
-        for (rows, counts_once), part in zip(plan, parts(), strict=True):
+        for turn, ((rows, counts_once), part) in enumerate(zip(plan, parts(), strict=True), 1):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
+            sum_gradients(self.model, turn == rounds or not self._sums_once)
             self.algorithm.backward(loss * counts_once)
             total += counts_once * float(loss.detach())
             share: float = counts_once * _share(rows, totals)
@@ -137,8 +138,7 @@ class Learner:
             np.array(tokens, np.int32), column, np.zeros(size, np.float32), versions, text="", finish="length"
         )
         plan = plan_rows([sequence], np.zeros(1, np.int64), size, self.device, shares_prompts(self.model))
-        with self._autocast():
-            found = forward(self.model, next(iter(plan)), 1.0)
+        found = forward(self.model, next(iter(plan)), 1.0)
         reshard(self.model)
         return found[0, : size - 1].float().cpu().tolist()
 
@@ -159,8 +159,16 @@ class Learner:
         total, count = self.world.sum([total, count])
         return total / count if count else 1.0
 
-    def _autocast(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16) if self._bf16 else nullcontext()
+    def _has_room_for_gradients(self) -> bool:
+        """Of the whole model, in fp32, on every rank: then they are summed over the ranks once a step."""
+        if self.world.size == 1:
+            return False
+        if self._config.sum_gradients != "auto":
+            return self._config.sum_gradients == "step"
+        needed = 4 * sum(parameter.numel() for parameter in self.parameters.values())
+        here = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if here else psutil.virtual_memory().available // self.world.size
+        return not self.world.max(float(needed > GRADIENT_SHARE * free))
 
     def _describe(self, step: TrainingBatch) -> dict[str, float]:
         lags = step.lags(self.version)

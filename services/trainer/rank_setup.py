@@ -14,8 +14,8 @@ import torch
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.messages import Batch
 from penstock.services.modeling import determinism
-from penstock.services.modeling.load import device_of, load_model, load_tokenizer
-from penstock.services.modeling.parallel.fsdp import shard
+from penstock.services.modeling.load import device_of, load_tokenizer
+from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World, local_device
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer import checkpoint
@@ -57,12 +57,11 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
     if settings.deterministic:
         determinism.pin(context.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", context.threads)
     settings.checkpoints.mkdir(parents=True, exist_ok=True)
+    if world.rank == 0:
+        checkpoint.remove_partial(settings.checkpoints)
     start = checkpoint.agreed(settings.checkpoints, world)
-    # The master copy is fp32 whatever the rollouts serve: small updates would vanish in bf16.
-    whole = device if world.size == 1 else torch.device("cpu")  # a model that is cut need not fit the device
-    model = load_model(str(start or settings.model_path), "float32", whole)
-    shard(model, world)
-    learner = Learner(model, settings.trainer, settings.dtype, settings.temperature or 1.0, world)
+    model = load_trainable(str(start or settings.model_path), world, device, settings.dtype)
+    learner = Learner(model, settings.trainer, settings.temperature or 1.0, world)
     tail = []
     if start:
         tail = checkpoint.restore(learner, start)

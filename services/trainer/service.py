@@ -7,6 +7,7 @@ import queue
 import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -56,10 +57,13 @@ class Trainer:
     def __init__(self, context: ActorContext, settings: TrainerSettings) -> None:
         self._settings = settings
         self.actor = Actor("trainer", context)
-        self._folder = settings.checkpoints
         self._world, self._learner, self._tokenizer, tail = make_learner(context, settings)
         self._tail = [LedgerRow(**row) for row in tail]
         """The last committed steps, for a broker whose store has lost them."""
+        keep = settings.trainer.checkpoint.keep
+        self._saver = checkpoint.Saver(self._learner, self._tokenizer, settings.checkpoints, keep)
+        self._saving: Future[Path] | None = None
+        """A checkpoint that is being written."""
         exporter = ShardExporter(self._learner.parameters, settings.dtype, settings.weights.bucket_bytes, self._world)
         self._publisher = Publisher(settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys)
         self._publication: Publication | None = None
@@ -88,13 +92,16 @@ class Trainer:
             self._train(batch)
         self._settle()
         if self._stopped is None:
-            self._save(final=True)
+            self._save()
+            self._finish_saving(final=True)
             while self._stopped is None:
                 self._hear(POLL_S)
                 self._keep_awake()
         elif self._learner.version and not self._publisher.error:
-            self._save(final=False)
+            self._save()
+        self._finish_saving(final=False)
         self._order("end")
+        self._saver.close()
         self._publisher.close()
         self._world.close()
         if self._publisher.error:
@@ -119,6 +126,8 @@ class Trainer:
             pass
         if self._publisher.error:
             raise self._publisher.error
+        if self._saving is not None and self._saving.done():
+            self._say_saved(final=False)
         health.beat()
 
     def _wait(self, future: Future[Any]) -> Any:
@@ -197,7 +206,7 @@ class Trainer:
         self._warn_of_mismatch(batch.step, metrics)
         if version % self._settings.trainer.checkpoint.every == 0:
             self._settle()
-            self._save(final=False)
+            self._save()
 
     def _count_skips(self, step: int, metrics: dict[str, float]) -> None:
         """Raises `SetupError` where nothing is learned any more."""
@@ -268,12 +277,27 @@ class Trainer:
         if time.monotonic() - self._said_at > IDLE_S:
             self._order("wait")
 
-    def _save(self, final: bool) -> None:
+    def _save(self) -> None:
+        """Begins to write a checkpoint beside the next steps; one that is not done yet is waited for."""
+        self._finish_saving(final=False)
         self._order("save")
-        keep = self._settings.trainer.checkpoint.keep
-        tail = [row.model_dump() for row in self._tail]
-        path = checkpoint.save(self._learner, self._tokenizer, self._folder, keep, tail)
-        message = Checkpointed(version=self._learner.version, path=str(path), final=final)
+        begun = time.monotonic()
+        self._saving = self._saver.begin([row.model_dump() for row in self._tail])
+        self._saving_version = self._learner.version
+        log.info("saving", version=self._saving_version, staged_s=round(time.monotonic() - begun, 3))
+
+    def _finish_saving(self, final: bool) -> None:
+        if self._saving is not None:
+            while not wait_for([self._saving], POLL_S).done:
+                health.beat()
+                self._keep_awake()
+            self._say_saved(final)
+
+    def _say_saved(self, final: bool) -> None:
+        """The broker may forget what the checkpoint covers."""
+        assert self._saving is not None
+        path, self._saving = self._saving.result(), None
+        message = Checkpointed(version=self._saving_version, path=str(path), final=final)
         self.actor.mailbox.ask(message, ANSWER_DEADLINE_S)
 
 

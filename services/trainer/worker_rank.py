@@ -15,7 +15,9 @@ class WorkerRank:
 
     def __init__(self, context: ActorContext, settings: TrainerSettings) -> None:
         self._settings = settings
-        self._world, self._learner, self._tokenizer, _ = make_learner(context, settings)
+        self._world, self._learner, tokenizer, _ = make_learner(context, settings)
+        keep = settings.trainer.checkpoint.keep
+        self._saver = checkpoint.Saver(self._learner, tokenizer, settings.checkpoints, keep)
         named = self._learner.parameters
         self._source = ShardExporter(named, settings.dtype, settings.weights.bucket_bytes, self._world)
         self._canary = settings.canary(self._learner.model.config)
@@ -29,7 +31,6 @@ class WorkerRank:
 
     def run(self) -> None:
         """Does as rank 0 orders."""
-        keep = self._settings.trainer.checkpoint.keep
         while True:
             what, batch = self._world.obey()
             if what == "train":
@@ -41,9 +42,10 @@ class WorkerRank:
                 self._sending = threading.Thread(target=self._send, name="source", daemon=True)
                 self._sending.start()
             elif what == "save":
-                checkpoint.save(self._learner, self._tokenizer, self._settings.checkpoints, keep)
+                self._saver.begin()
             elif what == "end":
                 self._sent()
+                self._saver.close()
                 self._world.close()
                 return
 

@@ -77,7 +77,7 @@ def synchronous(config: Config, model_path: Path) -> list[str]:
     cpu = torch.device("cpu")
     text = Tokenizer(str(model_path))
     model, reference = (load_model(str(model_path), "float32", cpu) for _ in range(2))
-    learner = Learner(model, config.trainer, "float32", 1.0)
+    learner = Learner(model, config.trainer, 1.0)
     reference.eval()
     prompts = PromptStream(open_source(config.prompts.train), config.run.seed, True, None)
     sampling = config.rollout.sampling.training()

@@ -33,7 +33,7 @@ def check_versions(folder: Path, steps: int) -> int:
     with the log-probability that the version which claims it gives it. Returns how many such there were."""
     config = load(folder / "config.yaml")
     model = load_model(str(folder / "model"), "float32", torch.device("cpu"))
-    learner = Learner(model, config.trainer, "float32", config.rollout.sampling.temperature)
+    learner = Learner(model, config.trainer, config.rollout.sampling.temperature)
     held: dict[int, dict[str, Any]] = {}
     mixed = 0
     for batch, _ in itertools.islice(read(folder, 0), steps):

@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Hello
 from penstock.services.modeling.parallel.fsdp import full, shard
+from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer import checkpoint
 from penstock.services.trainer.config import TrainerConfig
@@ -43,10 +44,10 @@ def tokens() -> torch.Tensor:
 def main(address: str, folder: Path) -> None:
     world = World.of_torchrun(CPU)
     model = a_model()
-    shard(model, world)
+    shard(model, world, "float32")
     config = TrainerConfig.model_validate(CONFIG | ALGORITHM)
-    learner = Learner(model, config, "float32", 1.0, world)
-    plain = Learner(a_model(), config, "float32", 1.0, World(CPU))
+    learner = Learner(model, config, 1.0, world)
+    plain = Learner(a_model(), config, 1.0, World(CPU))
     source = ShardExporter(learner.parameters, "float32", 4096, world)
     staging = sum(b.numel() for b in (source._staging, source._arrivals) if b is not None)
     assert staging <= 2 * source.layout.bucket_bytes, "two buckets, whatever the size of the model"
@@ -71,11 +72,11 @@ def main(address: str, folder: Path) -> None:
             for _ in source.buckets(None):
                 pass
         world.share(b"next")
-    path = checkpoint.save(learner, Tokenizer(), folder / "checkpoints", keep=1)
+    saver = checkpoint.Saver(learner, Tokenizer(), folder / "checkpoints", keep=1)
+    path = saver.begin().result()
     world.share(b"saved")
-    restored = a_model()
-    shard(restored, world)
-    again = Learner(restored, config, "float32", 1.0, world)
+    restored = load_trainable(str(path), world, CPU, "float32")
+    again = Learner(restored, config, 1.0, world)
     checkpoint.restore(again, path)
     for name, parameter in learner.parameters.items():
         one, two = learner.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]

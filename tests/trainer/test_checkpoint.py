@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import as_bytes, pack_group
 from penstock.protocols.messages import Batch, TakenGroup
-from penstock.services.modeling.load import load_model
+from penstock.services.modeling.parallel.start import load_trainable
+from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer import checkpoint
 from penstock.services.trainer.batch import BatchError, open_batch
 from penstock.services.trainer.config import TrainerConfig
@@ -20,9 +21,11 @@ from penstock.services.trainer.learner import Learner
 from tests.conftest import TINY, make_group
 from tests.trainer.steps import Tokenizer, a_step
 
+CPU = torch.device("cpu")
+
 
 def a_learner(model: object) -> Learner:
-    return Learner(model, TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}}), "float32", 1.0)
+    return Learner(model, TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}}), 1.0)
 
 
 def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -30,8 +33,8 @@ def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
     for seed in range(3):
         learner.train(a_step(seed))
-    path = checkpoint.save(learner, Tokenizer(), tmp_path, keep=2)
-    again = a_learner(load_model(str(path), "float32", torch.device("cpu")))
+    path = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=2).begin().result()
+    again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"))
     checkpoint.restore(again, path)
     assert again.version == 3
     for one in (learner, again):
@@ -44,9 +47,10 @@ def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -> None:
     torch.manual_seed(0)
     learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)))
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=2)
     for version in (1, 2, 3):
         learner.version = version
-        checkpoint.save(learner, Tokenizer(), tmp_path, keep=2)
+        saver.begin().result()
     assert checkpoint.versions(tmp_path) == [2, 3]
     (tmp_path / ".step-000009.partial").mkdir()
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"

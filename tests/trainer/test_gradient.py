@@ -92,7 +92,7 @@ def test_the_gradient_is_the_plain_one_whatever_the_micro_batches(ratio: str, co
             }
         )
         config = TrainerConfig(algorithm=algorithm, tokens_per_micro_batch=budget)
-        learner = Learner(model, config, "float32", 1.0)
+        learner = Learner(model, config, 1.0)
         learner.version = 7
         learner.optimizer.zero_grad()
         _, metrics = learner.accumulate(step)
@@ -108,7 +108,7 @@ def test_normalized_weights_do_not_depend_on_the_micro_batches() -> None:
     gradients = []
     for budget in (40, 4096):
         algorithm = AlgorithmConfig.model_validate({"correction": {"type": "truncated", "normalize": True}})
-        learner = Learner(model, TrainerConfig(algorithm=algorithm, tokens_per_micro_batch=budget), "float32", 1.0)
+        learner = Learner(model, TrainerConfig(algorithm=algorithm, tokens_per_micro_batch=budget), 1.0)
         learner.optimizer.zero_grad()
         learner.accumulate(step)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))

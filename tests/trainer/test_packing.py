@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling import attention, packing
+from penstock.services.modeling import logprobs as module
+from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import plan_rows
 from tests.conftest import TINY, make_group
 
@@ -17,14 +19,19 @@ from tests.conftest import TINY, make_group
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    model.set_attn_implementation(attention.NAME)
+    return model
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("masked", [1024, 0])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**31), groups=st.integers(1, 6), n=st.integers(1, 5), budget=st.integers(1, 200))
 def test_every_trajectory_is_planned_once_with_its_own_logprobs(
-    model: LlamaForCausalLM, seed: int, groups: int, n: int, budget: int
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, masked: int, seed: int, groups: int, n: int, budget: int
 ) -> None:
+    """With a mask, and, as everywhere on a GPU, packed."""
+    monkeypatch.setattr(packing, "MASKED_ROW_TOKENS", masked)
     random = np.random.default_rng(seed)
     made = [make_group(random, number, n) for number in range(groups)]
     trajectories = [t for group in made for t in group.trajectories]
@@ -32,6 +39,9 @@ def test_every_trajectory_is_planned_once_with_its_own_logprobs(
     found = {}
     for rows in plan_rows(trajectories, numbers, budget, torch.device("cpu")):
         assert rows.tokens.numel() <= max(budget, rows.tokens.shape[1])
+        assert isinstance(rows.attention, torch.Tensor) == (masked > 0)
+        if not masked and len(rows.index) > 1:
+            assert rows.tokens.numel() <= budget, "what is packed holds no padding"
         with torch.no_grad():
             values = logprobs(model, rows, 1.0)
         tokens = rows.column([t.tokens for t in trajectories])
@@ -46,3 +56,48 @@ def test_every_trajectory_is_planned_once_with_its_own_logprobs(
             logs = model(ids[None]).logits[0].log_softmax(-1)
         wanted = logs[:-1].gather(-1, ids[1:, None]).squeeze(-1)[trajectory.loss_mask[1:] == 1].numpy()
         np.testing.assert_allclose(found[index], wanted, atol=2e-5)
+
+
+def test_gradients_through_packed_rows_are_those_of_separate_ones(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(3)
+    made = [make_group(random, number, 3) for number in range(3)]
+    trajectories = [t for group in made for t in group.trajectories]
+    numbers = [group.number for group in made for _ in group.trajectories]
+
+    def gradients(share: bool, masked: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(packing, "MASKED_ROW_TOKENS", masked)
+        model.zero_grad()
+        for rows in plan_rows(trajectories, numbers, 64, torch.device("cpu"), share):
+            logprobs(model, rows, 1.0).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    for one, other in zip(gradients(True, 0), gradients(False, 1024), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
+def test_logits_of_every_family_are_made_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its soft cap or its scale, which a head alone would leave out."""
+    config = AutoConfig.for_model(family, **TINY)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert not shares_prompts(model)
+    made = [make_group(np.random.default_rng(0), number, 3) for number in range(2)]
+    trajectories = [t for group in made for t in group.trajectories]
+    widest = []
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda _module, _inputs, output: widest.append(output.numel()))
+    monkeypatch.setattr(module, "LOGIT_BYTES", 4 * TINY["vocab_size"] * 3)
+    (rows,) = plan_rows(trajectories, [0] * 6, 4096, torch.device("cpu"), False)
+    found = logprobs(model, rows, 1.0)
+    assert max(widest) <= 3 * TINY["vocab_size"], "three tokens' logits at once"
+    found.sum().backward()
+    assert head.weight.grad is not None
+    for k, index in enumerate(rows.index):
+        ids = torch.from_numpy(trajectories[index].tokens.astype(np.int64))
+        wanted = model(ids[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+        mask = rows.mask[k]
+        torch.testing.assert_close(found[k][mask], wanted[mask[: len(wanted)]], rtol=1e-4, atol=1e-5)

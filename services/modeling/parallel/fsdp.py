@@ -6,7 +6,8 @@ import types
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.services.modeling.logprobs import logprobs
@@ -15,17 +16,23 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
 
 
-def shard(model: Any, world: World) -> None:
-    """Cuts ``model`` in place: each decoder layer a unit, what remains another. No-op in a world of one."""
-    if world.mesh is None:
+def shard(model: Any, world: World, dtype: str) -> None:
+    """Cuts ``model`` in place: each decoder layer a unit, what remains another. Each unit is cast to ``dtype`` as it is
+    gathered, for as long as it is computed with; gradients are summed in fp32. A world of one that computes in fp32 has
+    nothing to cut or cast."""
+    if world.size == 1 and dtype != "bfloat16":
         return
     layers = getattr(model.base_model, "layers", None)
     if layers is None:
-        raise SetupError(f"trainer.ranks: {model.config.model_type} has no list of layers to cut; use one rank")
+        raise SetupError(
+            f"model.path: {model.config.model_type} has no list of layers to cut; use trainer.ranks=1 and "
+            "model.dtype=float32"
+        )
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()
     # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
     units = [*layers, model]
     for unit in units:
-        fully_shard(unit, mesh=world.mesh)
+        fully_shard(unit, mesh=world.mesh, mp_policy=policy)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
@@ -50,6 +57,13 @@ def reshard(model: Any) -> None:
         model.reshard()
 
 
+def sum_gradients(model: Any, now: bool) -> None:
+    """Whether the coming backward sums gradients over the ranks. Where not, each rank keeps its whole own sum, in fp32,
+    until one that does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
 def full(value: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on every rank: all of them must ask."""
     return value.full_tensor() if isinstance(value, DTensor) else value
@@ -60,10 +74,14 @@ def like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.device)
     first, count = rows_of(parameter.shape[0], parameter.device_mesh.get_local_rank(), parameter.device_mesh.size())
-    mine = whole[first : first + count].contiguous().to(parameter.device)
+    return of_local(parameter, whole[first : first + count].contiguous().to(parameter.device))
+
+
+def of_local(parameter: DTensor, mine: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
+    """``mine``, this rank's part of what is cut as ``parameter`` is; on ``mesh``, where that is another."""
     return DTensor.from_local(
         mine,
-        parameter.device_mesh,
+        mesh or parameter.device_mesh,
         parameter.placements,
         run_check=False,
         shape=parameter.shape,

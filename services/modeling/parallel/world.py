@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.protocols import wire
 from penstock.protocols.messages import Batch
+from penstock.services.runtime.errors import SetupError
 
 Order = Literal["publish", "train", "save", "wait", "end"]
 """What rank 0 tells the others to do."""
@@ -24,14 +26,28 @@ class World:
     """Rank ``rank`` of ``size``. Rank 0 is the actor; the others do as it says."""
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
-        self.mesh: DeviceMesh | None = None
+        self.rank, self.size, self.device = rank, size, device
         self.publish_group: Any = None
         """Of its own, so that gathering for a publish runs beside the training's collectives."""
+        self.save_group: Any = None
+        """Of its own, over hosts, so that a checkpoint is written beside the training's collectives."""
         if self.size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
-            self.mesh = init_device_mesh(device.type, (self.size,))
             self.publish_group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
+            self.save_group = dist.new_group(backend="gloo", timeout=DEADLINE)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Of all ranks. Also a world of one has one, for what is cast unit by unit."""
+        if self.size == 1 and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=DEADLINE)
+        return init_device_mesh(self.device.type, (self.size,))
+
+    @cached_property
+    def host_mesh(self) -> DeviceMesh:
+        """Of the ranks' hosts: for copies of what is cut over `mesh`."""
+        return init_device_mesh("cpu", (self.size,))
 
     @classmethod
     def of_torchrun(cls, device: torch.device) -> World:
@@ -77,14 +93,20 @@ class World:
 
     def close(self) -> None:
         """Leaves the world."""
-        if self.size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def local_device(name: torch.device) -> torch.device:
     """This rank's own device where ranks share a machine with several GPUs."""
     if name.type == "cuda" and name.index is None and "LOCAL_RANK" in os.environ:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        rank, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if rank >= there:
+            raise SetupError(
+                f"trainer.ranks: rank {rank} of this machine has no GPU of its own, there are {there}; use fewer "
+                "ranks, or trainer.device=cpu"
+            )
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         return device
     return name

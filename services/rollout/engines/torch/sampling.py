@@ -54,7 +54,7 @@ def sample(
     probabilities = logs.exp()
     if top_p is not None or top_k is not None:
         probabilities = _truncate(probabilities, top_p, top_k)
-    cumulative = probabilities.cumsum(-1)
+    cumulative = _cumulative(probabilities)
     threshold = uniform[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
@@ -66,11 +66,18 @@ def sample(
     return tokens, torch.where(masked & ~greedy, over_kept, found), kept
 
 
+def _cumulative(values: torch.Tensor) -> torch.Tensor:
+    """Running sums over the last dimension. CUDA has no deterministic ones for floats: the host makes them then."""
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return values.cpu().cumsum(-1).to(values.device)
+    return values.cumsum(-1)
+
+
 def _truncate(probabilities: torch.Tensor, top_p: torch.Tensor | None, top_k: torch.Tensor | None) -> torch.Tensor:
     """Zeroes what top-k and top-p leave out: a token stays while the more likely ones together are below top-p."""
     ranked, order = probabilities.sort(-1, descending=True)
     if top_p is not None:
-        ranked = torch.where(ranked.cumsum(-1) - ranked < top_p[:, None], ranked, 0.0)
+        ranked = torch.where(_cumulative(ranked) - ranked < top_p[:, None], ranked, 0.0)
     if top_k is not None:
         place = torch.arange(ranked.shape[-1], device=ranked.device)[None]
         ranked = torch.where((top_k[:, None] == 0) | (place < top_k[:, None]), ranked, 0.0)

@@ -1,0 +1,49 @@
+"""GPUs: whether torch can use them, whether there are enough, whether what shares one fits."""
+
+from __future__ import annotations
+
+from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.resources.placement import place
+from penstock.pipeline.resources.shares import too_much
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.gpus import chosen_gpus, cpu_only_reason, nccl_conflict, visible_gpus
+
+
+def look(config: Config, report: Report) -> None:
+    """Adds to ``report`` what is lacking here."""
+    try:
+        gpus = visible_gpus()
+        reason, sizes = cpu_only_reason(), {name: gpu.total_gib for name, gpu in chosen_gpus().items()}
+    except SetupError as error:
+        report.here.append(str(error))
+        return
+    devices = _devices(config)
+    for key, device in devices.items():
+        if device != "auto" and device.partition(":")[0] not in ("cpu", "cuda"):
+            report.problems.append(f"{key}: {device!r} is none of auto, cpu, cuda")
+        elif device.startswith("cuda") and not gpus:
+            report.here.append(f"{key}: {device} is asked for, and there is no GPU here; use auto or cpu")
+    wanting = [key for key, device in devices.items() if device != "cpu"]
+    if reason and wanting:
+        report.here.append(f"{wanting[0]}: {reason}; or set it to cpu")
+    if gpus and wanting and (conflict := nccl_conflict()):
+        report.here.append(f"weights.transport: {conflict}")
+    if gpus:
+        try:
+            report.here += too_much(config, place(config, gpus), sizes)
+        except ConfigError as error:
+            report.here.append(str(error))
+
+
+def _devices(config: Config) -> dict[str, str]:
+    """Where each kind of process computes, by the key that says so."""
+    devices = {"trainer.device": config.trainer.device}
+    if isinstance(config.rollout.engine, TorchEngineConfig):
+        devices["rollout.engine.device"] = config.rollout.engine.device
+    elif isinstance(config.rollout.engine, VllmEngineConfig):
+        devices["rollout.engine.type"] = "auto"
+    if config.with_reference:
+        devices["reference.device"] = config.reference.device
+    return devices

@@ -1,0 +1,69 @@
+"""What a run needs of a host besides GPUs: memory, shared memory, room on the disk; counted from the model's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.resources.memory import GIB, shape_of
+from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.weights.buffers import SEGMENTS
+
+SHM = "PENSTOCK_SHM"
+PROCESS_GIB = 4.0
+"""Of a process that computes: Python, torch, CUDA's context, an engine's own buffers."""
+SPARE = 1.25
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """In GiB, of a host that holds the whole run."""
+
+    version: float
+    """One version, as it is published."""
+    shared: float
+    """Shared memory: a version may be served, another fetched, a third made, while a fourth is held by a reader."""
+    staging: float
+    """Copies of weights and optimizer's state while a checkpoint is written."""
+    checkpoints: float
+    """On the disk: those that are kept, and the one that is being written."""
+
+    def compose(self, config: Config) -> dict[str, str]:
+        """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
+        uses = {
+            SHM: self.shared,
+            "PENSTOCK_TRAINER_MEMORY": config.trainer.ranks * PROCESS_GIB + self.staging + self.shared,
+            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + 2 * self.version + self.shared,
+            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version,
+        }
+        return {name: f"{max(8, round(SPARE * gib + 0.5))}g" for name, gib in uses.items()}
+
+
+def too_small(config: Config, environment: Mapping[str, str]) -> list[str]:
+    """What docker compose was given less of than the model needs, a line each: `HostNeeds.compose`'s variables that are
+    in ``environment`` with a number of g."""
+    needs = host_needs(config)
+    if needs is None:
+        return []
+    problems = []
+    for name, wanted in needs.compose(config).items():
+        given = environment.get(name, "")
+        if given.endswith("g") and given[:-1].isdigit() and int(given[:-1]) < int(wanted[:-1]):
+            again = ", and run docker compose down -v, since the volume is made once" if name == SHM else ""
+            problems.append(
+                f"{name}={given}: this model wants {wanted}; put {name}={wanted} into .env (penstock compose-env "
+                f"prints all of it){again}"
+            )
+    return problems
+
+
+def host_needs(config: Config) -> HostNeeds | None:
+    """None where the model's sizes are not known here."""
+    shape = shape_of(config)
+    if shape is None:
+        return None
+    version = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB
+    state = 12 * shape.parameters / GIB  # fp32 weights and AdamW's two moments
+    shared = SEGMENTS * version if config.weights.transport in ("auto", "shm") else 0.0
+    return HostNeeds(version, shared, state, (config.trainer.checkpoint.keep + 1) * state)

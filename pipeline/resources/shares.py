@@ -1,0 +1,68 @@
+"""Actors that share a GPU: whether what they want of its memory fits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.resources.memory import GIB, OVERHEAD_GIB, shape_of, trainer_gib
+from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.rollout.config import VllmEngineConfig
+
+UTILIZATION = "rollout.engine.vllm.gpu_memory_utilization"
+VLLM_DEFAULT = 0.9
+"""What vLLM takes of a GPU unless it is told."""
+STEP = 0.05
+
+
+def too_much(config: Config, placed: Mapping[str, str], sizes: Mapping[str, float]) -> list[str]:
+    """What cannot fit, a line for each GPU that is asked for more than it has; ``placed`` are the GPUs of each actor,
+    by its name, ``sizes`` the GiB of each GPU. A model of unknown size counts as small."""
+    tenants: dict[str, list[str]] = defaultdict(list)
+    for actor, gpus in placed.items():
+        for gpu in gpus.split(","):
+            tenants[gpu].append(actor)
+    problems = []
+    for gpu, actors in tenants.items():
+        size = sizes.get(gpu)
+        if len(actors) < 2 or not size:
+            continue
+        shares = {actor: _share(config, actor, size) for actor in actors}
+        if sum(shares.values()) > 1:
+            problems.append(_say(config, gpu, size, shares))
+    return problems
+
+
+def _say(config: Config, gpu: str, size: float, shares: Mapping[str, float]) -> str:
+    told = ", ".join(f"{actor} {share:.2f}" for actor, share in shares.items())
+    engines = [actor for actor in shares if actor.startswith("rollout") and _is_vllm(config)]
+    others = sum(share for actor, share in shares.items() if actor not in engines)
+    room = int((1 - others) / max(1, len(engines)) / STEP) * STEP
+    remedy = "use more GPUs"
+    if engines and room >= STEP:
+        remedy = f"set {UTILIZATION}={room:.2f}, or use more GPUs"
+    return (
+        f"{UTILIZATION if engines else 'run.gpu_gib'}: GPU {gpu} ({size:.0f} GiB) is shared by {told}: together "
+        f"{sum(shares.values()):.2f} of its memory; {remedy}"
+    )
+
+
+def _share(config: Config, actor: str, size: float) -> float:
+    shape = shape_of(config)
+    weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB if shape else 0.0
+    kind = actor.partition("-")[0]
+    engine = config.rollout.engine
+    if kind == "rollout" and isinstance(engine, VllmEngineConfig):
+        return float(engine.vllm.get("gpu_memory_utilization", VLLM_DEFAULT))
+    if kind == "rollout":
+        return (2 * weights + OVERHEAD_GIB) / size  # the version that serves, and the next one
+    if kind == "trainer" and shape:
+        trainer = config.trainer
+        needed = trainer_gib(shape, trainer.ranks, trainer.tokens_per_micro_batch, trainer.gradient_checkpointing)
+        return needed / size
+    return ((weights if kind == "reference" else 0.0) + OVERHEAD_GIB) / size
+
+
+def _is_vllm(config: Config) -> bool:
+    return isinstance(config.rollout.engine, VllmEngineConfig)

@@ -1,0 +1,130 @@
+"""A model to train, made ready on every rank: built without memory, cut, and filled with the rank's own rows.
+
+Nobody holds the whole model: neither a rank's device nor its host. Where a checkpoint's names are not the model's (it
+needs transformers' conversion), or it is no safetensors, each rank loads it whole on its host first, and says so.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from penstock.services.modeling.load import ModelError, attention_of, load_config, load_model, not_loaded
+from penstock.services.modeling.parallel.fsdp import of_local, rows_of, shard
+from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.weight_files import WeightFiles
+
+log = structlog.get_logger()
+
+MASTER = torch.float32
+"""What is trained is fp32 whatever is computed with and published: small updates would vanish in 16 bits."""
+
+
+def load_trainable(path: str, world: World, device: torch.device, dtype: str) -> Any:
+    """The causal language model at ``path``, a folder or a hub name, in fp32, cut over ``world``, on ``device``;
+    computes in ``dtype``. Raises `ModelError`."""
+    folder = _folder(path)
+    model = _empty(path)
+    with WeightFiles(folder) as files:
+        missing = [name for name, _ in model.named_parameters() if name not in files]
+        if not missing and _buffers_are_known(model, files):
+            shard(model, world, dtype)
+            _materialize(model, device)
+            _fill(model, files, world, path)
+            return model
+    log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
+    model = load_model(path, "float32", torch.device("cpu"))
+    shard(model, world, dtype)
+    return model.to(device)
+
+
+def _folder(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], local_files_only=offline))
+    except Exception as error:  # the hub's own errors are of many kinds, and all say that it cannot be had
+        raise ModelError(not_loaded(path, "model", error)) from error
+
+
+def _empty(path: str) -> Any:
+    """The model without memory for its parameters and buffers."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = load_config(path)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=MASTER, attn_implementation=attention_of(config))
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(not_loaded(path, "model", error)) from error
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    except OSError:
+        pass  # a model need not have one
+    model.tie_weights()
+    return model
+
+
+def _buffers_are_known(model: Any, files: WeightFiles) -> bool:
+    """Each buffer is in the files, or is one that transformers computes from the config."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if f"{prefix}.{name}".lstrip(".") not in files and not _is_computed(module):
+                log.warning("unknown buffer", name=f"{prefix}.{name}", shape=tuple(buffer.shape))
+                return False
+    return True
+
+
+def _is_computed(module: nn.Module) -> bool:
+    return "RotaryEmbedding" in type(module).__name__ and hasattr(module, "original_inv_freq")
+
+
+def _materialize(model: Any, device: torch.device) -> None:
+    """Memory on ``device`` for each parameter's part and each buffer. What is tied stays tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(_like(parameter, device), requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _like(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(parameter, DTensor):
+        return of_local(parameter, torch.empty_like(parameter.to_local(), device=device))
+    return torch.empty_like(parameter, device=device)
+
+
+@torch.no_grad()
+def _fill(model: Any, files: WeightFiles, world: World, path: str) -> None:
+    for name, parameter in model.named_parameters():
+        if files.shape(name) != tuple(parameter.shape):
+            raise ModelError(
+                f"model.path: {path}: {name} has shape {files.shape(name)}, the config.json makes it "
+                f"{tuple(parameter.shape)}"
+            )
+        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        first, count = (0, mine.shape[0]) if mine is parameter else rows_of(parameter.shape[0], world.rank, world.size)
+        if count:
+            mine.copy_(files.rows(name, first, count))
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{prefix}.{name}".lstrip(".")
+            if full in files:
+                buffer.copy_(files.rows(full, 0, buffer.shape[0]))
+            elif _is_computed(module):
+                model._init_weights(module)

@@ -1,0 +1,54 @@
+"""The safetensors files of a model in transformers' layout, read in parts: a rank takes its own rows and no more."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class WeightFiles:
+    """``folder``'s tensors by name; empty where it has no safetensors. A context: files are open as long as it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._stack = folder, ExitStack()
+        self._open: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+
+    def __enter__(self) -> WeightFiles:
+        index = self._folder / INDEX
+        if index.is_file():
+            self._file_of = json.loads(index.read_text())["weight_map"]
+        elif (self._folder / SINGLE).is_file():
+            self._file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def rows(self, name: str, first: int, count: int) -> torch.Tensor:
+        """``count`` rows from ``first`` on, in the file's dtype, on the host."""
+        found: torch.Tensor = self._slice(name)[first : first + count]
+        return found
+
+    def _slice(self, name: str) -> Any:
+        return self._file(self._file_of[name]).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+        return self._open[name]

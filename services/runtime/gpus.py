@@ -1,0 +1,162 @@
+"""The NVIDIA GPUs of this machine, as their driver (NVML) describes them. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pynvml  # type: ignore[import-untyped]
+
+from penstock.services.runtime.errors import SetupError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+GIB = float(1 << 30)
+HIDE = f"or set {VISIBLE}= (empty) to compute on the CPU"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU."""
+
+    index: int
+    """The driver's number."""
+    uuid: str
+    name: str
+    total_gib: float
+    free_gib: float
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"{self.index}: {self.name}, {self.free_gib:.1f} of {self.total_gib:.1f} GiB free"
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What the driver says."""
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str = ""
+    """Its version, e.g. ``580.65.06``; empty where there is none."""
+    cuda: tuple[int, int] = (0, 0)
+    """The newest CUDA that it runs."""
+
+
+def inventory() -> Inventory:
+    """The GPUs of this machine; empty where there is no NVIDIA driver. Raises `SetupError` where there is one that does
+    not answer as it should: guessing would put everybody on one GPU, or on the CPU."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if _is_absent(error):
+            return Inventory()
+        raise SetupError(
+            f"the NVIDIA driver does not answer (NVML: {error}); look at what nvidia-smi says, restart the driver, "
+            f"{HIDE}"
+        ) from None
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        found = [_describe(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return Inventory(tuple(found), driver, (cuda // 1000, cuda % 1000 // 10))
+    except pynvml.NVMLError as error:
+        raise SetupError(f"a GPU does not answer (NVML: {error}); look at what nvidia-smi says, {HIDE}") from None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES would call the GPUs that this process may use. Raises `SetupError` where that names one
+    which is not there, or the driver does not answer."""
+    chosen = os.environ.get(VISIBLE)
+    if chosen is None:
+        return [str(gpu.index) for gpu in inventory().gpus]
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    if not names:
+        return []
+    there = inventory().gpus
+    for name in names:
+        if name.isdigit() and int(name) >= len(there):
+            raise SetupError(f"{VISIBLE}={chosen}: there is no GPU {name}; this machine has {len(there)}")
+    return names
+
+
+def chosen_gpus() -> dict[str, Gpu]:
+    """The GPUs of `visible_gpus`, by that name; without those that NVML does not list as a whole (parts by MIG)."""
+    there = inventory().gpus
+    known = {str(gpu.index): gpu for gpu in there} | {gpu.uuid: gpu for gpu in there}
+    return {name: known[name] for name in visible_gpus() if name in known}
+
+
+def cpu_only_reason() -> str | None:
+    """Why torch would compute on the CPU although this process may use GPUs; None where it would not."""
+    found = inventory()
+    if not found.gpus or not visible_gpus():
+        return None
+    built = torch_cuda()
+    if built is None:
+        return (
+            f"this machine has {len(found.gpus)} GPUs, and the torch that is installed is built without CUDA; install "
+            f"one with CUDA (pip install torch), {HIDE}"
+        )
+    if built > found.cuda[0]:
+        return (
+            f"torch is built for CUDA {built}, and the driver {found.driver} runs CUDA {found.cuda[0]}.{found.cuda[1]} "
+            f"at most; update the driver, install a torch for CUDA {found.cuda[0]}, {HIDE}"
+        )
+    return None
+
+
+@cache
+def torch_cuda() -> int | None:
+    """The major version of the CUDA that the installed torch is built for; None where it is built without, or torch is
+    not installed."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    told = (Path(spec.origin).parent / "version.py").read_text()
+    built = re.search(r"^cuda\b[^=]*=\s*['\"](\d+)", told, re.MULTILINE)
+    return int(built[1]) if built else None
+
+
+def nccl_conflict() -> str | None:
+    """NVIDIA's packages for two CUDAs lay their NCCL in one folder: whichever came last is loaded, by both."""
+    there = [name for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _is_installed(name)]
+    built = torch_cuda()
+    if len(there) < 2 or built is None:
+        return None
+    mine = f"nvidia-nccl-cu{built}"
+    other = next(name for name in there if name != mine)
+    return (
+        f"{' and '.join(there)} lie over each other, and torch wants {mine}; run: pip uninstall -y {other} && pip "
+        f"install --force-reinstall --no-deps {mine}=={version(mine)}"
+    )
+
+
+def _describe(index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
+    return Gpu(index, uuid, name, memory.total / GIB, memory.free / GIB)
+
+
+def _is_absent(error: pynvml.NVMLError) -> bool:
+    absent = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_NOT_FOUND
+    return error.value in absent
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _text(said: str | bytes) -> str:
+    return said.decode() if isinstance(said, bytes) else said

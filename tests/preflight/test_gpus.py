@@ -1,0 +1,156 @@
+"""A machine with GPUs is looked at before anything is loaded, and nobody trains on its CPU by mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pynvml
+import pytest
+import torch
+
+from penstock.pipeline.config import Config, load
+from penstock.pipeline.preflight import gpus, machine
+from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.resources import gpu_locks
+from penstock.pipeline.resources.host import HostNeeds, host_needs, too_small
+from penstock.pipeline.run.serve import environment
+from penstock.services.modeling.load import ModelError, device_of
+from penstock.services.modeling.parallel.world import local_device
+from penstock.services.runtime import gpus as runtime
+from penstock.services.runtime import registry
+from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.gpus import inventory, nccl_conflict, visible_gpus
+from tests.preflight.nvml import FakeNvml
+
+CUDA_13_DRIVER = ("580.65.06", 13000)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    monkeypatch.setattr(runtime, "torch_cuda", lambda: 13)
+    return FakeNvml(monkeypatch, (80.0, 80.0), *CUDA_13_DRIVER)
+
+
+def small(*overrides: str) -> Config:
+    return load(Path("configs/grpo-0.5b.yaml"), list(overrides))
+
+
+def found(config: Config) -> str:
+    report = Report()
+    gpus.look(config, report)
+    return "\n".join(report.problems + report.here)
+
+
+def test_gpus_are_what_the_driver_lists(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible_gpus() == ["0", "1"] and inventory().cuda == (13, 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    assert visible_gpus() == ["GPU-1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    with pytest.raises(SetupError, match="there is no GPU 2; this machine has 2"):
+        visible_gpus()
+
+
+def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: FakeNvml) -> None:
+    """It counted as none: everybody shared GPU 0, or trained on the CPU."""
+    nvml.error = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    with pytest.raises(SetupError, match="driver does not answer .* CUDA_VISIBLE_DEVICES="):
+        visible_gpus()
+    assert "driver does not answer" in found(small())
+    for absent in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+        nvml.error = absent
+        assert visible_gpus() == []
+
+
+def test_a_torch_that_does_not_see_the_gpus_is_an_error(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch.cuda.is_available()
+    nvml.driver, nvml.cuda = "550.54.15", 12040
+    wanted = r"torch is built for CUDA 13, and the driver 550\.54\.15 runs CUDA 12\.4 at most"
+    assert "trainer.device: torch is built for CUDA 13" in found(small())
+    with pytest.raises(ModelError, match=f"reference.device: {wanted}"):
+        device_of("auto", "reference.device")
+    monkeypatch.setattr(runtime, "torch_cuda", lambda: None)
+    with pytest.raises(ModelError, match="this machine has 2 GPUs, .* built without CUDA"):
+        device_of("auto")
+    assert device_of("cpu") == torch.device("cpu"), "said so"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_of("auto") == torch.device("cpu"), "said so too"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "message"),
+    [
+        ((80.0,), (), ""),
+        ((80.0,), ("rollout.engine.vllm.gpu_memory_utilization=0.9",), "GPU 0 .* set .*gpu_memory_utilization=0.80"),
+        ((80.0,), ("rollout.count=3",), "GPU 0 .*rollout-0 0.30, rollout-1 0.30, rollout-2 0.30.* set .*=0.2"),
+        ((80.0,) * 3, ("rollout.engine.vllm.gpu_memory_utilization=0.9",), ""),
+        ((10.0,), (), "GPU 0 .* use more GPUs"),
+        ((80.0, 80.0), ("trainer.ranks=4",), "wants 6 GPUs .* there are 2"),
+    ],
+)
+def test_what_shares_a_gpu_must_fit_it(
+    nvml: FakeNvml, sizes: tuple[float, ...], overrides: tuple[str, ...], message: str
+) -> None:
+    nvml.gpus = sizes
+    said = found(small(*overrides))
+    assert bool(said) == bool(message), said
+    if message:
+        assert re.search(message, said), said
+
+
+def test_a_group_of_processes_that_has_too_few_gpus_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SetupError, match=r"trainer.ranks, .* 4 GPUs are wanted .* there are 2"):
+        gpu_locks.claim(tmp_path, ["0", "1"], 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SetupError, match="trainer.ranks: rank 3 of this machine has no GPU of its own, there are 2"):
+        local_device(torch.device("cuda"))
+
+
+def test_two_nccls_in_one_folder_are_an_error(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nccl_conflict() is None
+    monkeypatch.setattr(runtime, "_is_installed", lambda package: True)
+    monkeypatch.setattr(runtime, "version", lambda package: "2.28.9")
+    assert "pip uninstall -y nvidia-nccl-cu12 && pip install --force-reinstall" in found(small())
+    assert "--no-deps nvidia-nccl-cu13==2.28.9" in found(small())
+
+
+def test_host_memory_shared_memory_and_disk_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(Path("configs/grpo-70b.yaml"))
+    needs = host_needs(config)
+    assert needs
+    assert needs.version == pytest.approx(70.55e9 * 2 / 2**30, rel=0.01)
+    assert needs.shared == pytest.approx(4 * needs.version)
+    report = Report()
+    machine.look(config, report)
+    said = "\n".join(report.here)
+    for key in ("weights.transport=auto: 4 versions of 131.4 GiB", "trainer.checkpoint.keep=2", "model.path: versions"):
+        assert key in said, said
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (100, 100))
+    report = Report()
+    machine.look(load(Path("configs/quickstart.yaml")), report)
+    assert "open files: 100 are allowed, this run may need" in "\n".join(report.here)
+
+
+def test_compose_is_given_what_the_model_needs() -> None:
+    config = load(Path("configs/grpo-8b.yaml"))
+    needs = host_needs(config)
+    assert isinstance(needs, HostNeeds)
+    enough = needs.compose(config)
+    assert not too_small(config, enough)
+    assert too_small(config, enough | {"PENSTOCK_SHM": "8g"})[0].startswith(
+        f"PENSTOCK_SHM=8g: this model wants {enough['PENSTOCK_SHM']}"
+    )
+    tiny = load(Path("configs/quickstart.yaml"))
+    assert host_needs(tiny) is None and not too_small(tiny, {"PENSTOCK_SHM": "1g"})
+
+
+def test_a_deterministic_run_on_gpus_tells_cublas_and_vllm(nvml: FakeNvml) -> None:
+    spec = registry.actors(small())["rollout"]
+    wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
+    assert wanted.items() <= environment(spec, small("run.deterministic=true")).items()
+    assert not wanted.keys() & environment(spec, small()).keys()
