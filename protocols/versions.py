@@ -2,18 +2,21 @@
 
 The weights lie one after the other in a flat buffer, each starting at a multiple of ``ALIGN`` bytes. The buffer is cut
 into buckets of equal size (the last may be shorter), the unit of transfer and of verification. A bucket's digest is
-xxh3-128 of its bytes; the version's digest is xxh3-128 of the layout's and all buckets', so it proves the whole.
+AES-GMAC of its bytes under a key of the run's (`protocols.digests`); the version's is made of the layout's and all
+buckets', so it proves the whole.
 How a version gets from the trainer to the rollouts is in `protocols.weight_channel`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.protocols.digests import DIGEST_BYTES, Gmac
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,10 +65,10 @@ class Layout(BaseModel):
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 of the layout itself: by it a proposal names the layout that came with the invitation."""
+        """BLAKE2b of the layout itself: by it a proposal names the layout that came with the invitation."""
         lines = [f"{self.nbytes} {self.bucket_bytes}"]
         lines += [f"{weight.name}\0{weight.dtype}\0{weight.shape}\0{weight.offset}" for weight in self.weights]
-        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -76,7 +79,7 @@ class Layout(BaseModel):
 
 
 class Digests(BaseModel):
-    """How to know that all of a version arrived: xxh3-128, in hexadecimal."""
+    """How to know that all of a version arrived, in hexadecimal."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     buckets: tuple[str, ...]
@@ -143,22 +146,7 @@ def lay_out(weights: Iterable[tuple[str, str, tuple[int, ...], int]], bucket_byt
     return Layout.model_validate({"weights": placed, "nbytes": offset, "bucket_bytes": bucket_bytes})
 
 
-def bucket_digest(data: memoryview) -> str:
-    """xxh3-128 of a bucket's bytes."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def bucket_hasher() -> xxhash.xxh3_128:
-    """`bucket_digest` of a bucket that is given in parts, in their order: ``update`` takes them, ``hexdigest`` ends."""
-    return xxhash.xxh3_128()
-
-
-def whole_digest(layout: Layout, buckets: Iterable[str]) -> str:
-    """The digest of a version with this layout and these bucket digests."""
-    return xxhash.xxh3_128_hexdigest("".join([layout.digest, *buckets]).encode())
-
-
-def digests_of(layout: Layout, buffer: memoryview) -> Digests:
+def digests_of(layout: Layout, buffer: memoryview, gmac: Gmac) -> Digests:
     """The digests of the version that lies in ``buffer`` (bytes)."""
-    found = tuple(bucket_digest(buffer[start:end]) for start, end in layout.spans)
-    return Digests(buckets=found, whole=whole_digest(layout, found))
+    found = tuple(gmac.bucket(buffer[start:end]) for start, end in layout.spans)
+    return Digests(buckets=found, whole=gmac.whole(layout.digest, found))

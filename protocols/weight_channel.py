@@ -32,7 +32,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from penstock.protocols.versions import DigestError, Digests, Layout, Transport, bucket_digest, whole_digest
+from penstock.protocols.digests import Gmac
+from penstock.protocols.versions import DigestError, Digests, Layout, Transport
 
 INVITE_AGAIN_S = 2.0
 RETRY_S = 0.1
@@ -190,6 +191,7 @@ class VersionAssembly:
     epoch: int
     version: int
     layout: Layout
+    gmac: Gmac
     found: dict[int, str] = field(default_factory=dict)
     """Bucket to the digest of what arrived."""
     expected: Digests | None = None
@@ -210,7 +212,7 @@ class VersionAssembly:
         start, end = self.layout.spans[index]
         if len(data) != end - start:
             raise BucketError(f"bucket {index} is refused: {len(data)} bytes arrived, it has {end - start}")
-        found = bucket_digest(data) if digest is None else digest
+        found = self.gmac.bucket(data) if digest is None else digest
         if self.expected and found != self.expected.buckets[index]:
             raise BucketError(
                 f"bucket {index} is refused: its digest is {found}, the manifest declares "
@@ -225,7 +227,7 @@ class VersionAssembly:
             raise DigestError(f"the commit of epoch {epoch}, version {version} is not for {self.epoch}, {self.version}")
         if len(digests.buckets) != len(self.layout.spans):
             raise DigestError(f"{len(digests.buckets)} bucket digests for {len(self.layout.spans)} buckets")
-        whole = whole_digest(self.layout, digests.buckets)
+        whole = self.gmac.whole(self.layout.digest, digests.buckets)
         if whole != digests.whole:
             raise DigestError(f"the version has digest {whole}, the manifest declares {digests.whole}")
         self.expected = digests

@@ -15,6 +15,7 @@ import torch
 
 from penstock.pipeline.bench import plain_gloo
 from penstock.pipeline.harness.fake_broker import FakeBroker
+from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Bye, Hello
 from penstock.services.modeling.parallel.world import World
@@ -40,7 +41,7 @@ class WeightHarness:
         self.config = WeightsConfig.model_validate(
             {"transport": transport, "deadline_s": DEADLINE_S, "stall_s": 30.0, "sparse": "off"}
         )
-        self.source = ShardExporter(named, dtype, self.config.bucket_bytes, World(CPU))
+        self.source = ShardExporter(named, dtype, self.config.bucket_bytes, World(CPU), Gmac.of_run("bench"))
         self.fake_broker = FakeBroker()
         self._options = {
             "weights": self.config.model_dump(), "verify": verify, "threads": max(1, threads // 2), "model": model

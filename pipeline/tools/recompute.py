@@ -34,6 +34,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     newest checkpoint at or before that step, and just as far. Raises `ConfigError` where the archive has a gap."""
     import torch
 
+    from penstock.pipeline.run.folder import run_key
+    from penstock.protocols.digests import Gmac
     from penstock.services.broker.archive import read
     from penstock.services.modeling import determinism
     from penstock.services.modeling.load import device_of
@@ -56,7 +58,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     learner = Learner(model, config.trainer, config.rollout.sampling.temperature, world)
     if start:
         checkpoint.restore(learner, start)
-    source = ShardExporter(learner.parameters, config.model.dtype, config.weights.bucket_bytes, world)
+    gmac = Gmac.of_run(run_key(folder))
+    source = ShardExporter(learner.parameters, config.model.dtype, config.weights.bucket_bytes, world, gmac)
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")

@@ -27,6 +27,8 @@ class Invite(Message):
     """Name of a shared-memory file that holds a nonce."""
     layout: Layout
     """Of every version that this trainer publishes."""
+    key: Bytes
+    """Of the digests of this run's versions (`protocols.digests.Gmac`)."""
 
 
 class Reach(Message):

@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from penstock.protocols.columns import ColumnTable
+from penstock.protocols.digests import Gmac
 from penstock.protocols.messages import Batch
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_tokenizer
@@ -23,6 +24,7 @@ from penstock.services.trainer.batch import open_batch
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.sender.shard_exporter import ShardExporter
 
 log = structlog.get_logger()
 
@@ -67,6 +69,12 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
         tail = checkpoint.restore(learner, start)
         log.info("resumed", version=learner.version, path=str(start))
     return world, learner, load_tokenizer(settings.model_path), tail
+
+
+def make_exporter(learner: Learner, settings: TrainerSettings) -> ShardExporter:
+    """What this rank publishes."""
+    gmac = Gmac.of_run(settings.run_key)
+    return ShardExporter(learner.parameters, settings.dtype, settings.weights.bucket_bytes, learner.world, gmac)
 
 
 def train(

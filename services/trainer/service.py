@@ -34,11 +34,10 @@ from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer import checkpoint
 from penstock.services.trainer.config import CustomFunction
-from penstock.services.trainer.rank_setup import TrainerSettings, make_learner, train
+from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
 from penstock.services.trainer.worker_rank import WorkerRank
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.publisher import Publisher
-from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.sender.snapshot import Snapshot
 
 log = structlog.get_logger()
@@ -64,7 +63,7 @@ class Trainer:
         self._saver = checkpoint.Saver(self._learner, self._tokenizer, settings.checkpoints, keep)
         self._saving: Future[Path] | None = None
         """A checkpoint that is being written."""
-        exporter = ShardExporter(self._learner.parameters, settings.dtype, settings.weights.bucket_bytes, self._world)
+        exporter = make_exporter(self._learner, settings)
         self._publisher = Publisher(settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys)
         self._publication: Publication | None = None
         """The last one."""

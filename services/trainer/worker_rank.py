@@ -6,8 +6,7 @@ import threading
 
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer import checkpoint
-from penstock.services.trainer.rank_setup import TrainerSettings, make_learner, train
-from penstock.services.weights.sender.shard_exporter import ShardExporter
+from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
 
 
 class WorkerRank:
@@ -18,8 +17,7 @@ class WorkerRank:
         self._world, self._learner, tokenizer, _ = make_learner(context, settings)
         keep = settings.trainer.checkpoint.keep
         self._saver = checkpoint.Saver(self._learner, tokenizer, settings.checkpoints, keep)
-        named = self._learner.parameters
-        self._source = ShardExporter(named, settings.dtype, settings.weights.bucket_bytes, self._world)
+        self._source = make_exporter(self._learner, settings)
         self._canary = settings.canary(self._learner.model.config)
         self._sending: threading.Thread | None = None
         self._error: BaseException | None = None

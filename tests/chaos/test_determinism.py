@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from penstock.pipeline.config import Config, load
+from penstock.pipeline.run.folder import run_key
 from penstock.pipeline.run.summary import read_lines
+from penstock.protocols.digests import Gmac
 from penstock.protocols.experience import Trajectory
 from penstock.services.data import open_source
 from penstock.services.data.prompts import PromptStream
@@ -67,12 +69,13 @@ def test_a_trainer_killed_three_times_makes_the_versions_of_an_undisturbed_repla
 def test_lag_zero_is_the_plain_synchronous_loop(tmp_path: Path) -> None:
     run = Run(tmp_path, [*DETERMINISTIC, "gate.max_lag=0", "trainer.steps=6"])
     check_promises(run.wait())
-    assert digests(run.folder) == synchronous(load(run.folder / "config.yaml"), run.folder / "model")
+    assert digests(run.folder) == synchronous(load(run.folder / "config.yaml"), run.folder)
 
 
-def synchronous(config: Config, model_path: Path) -> list[str]:
+def synchronous(config: Config, folder: Path) -> list[str]:
     """Generate, score, train, one after the other, in this process: no broker, no Redis, no ZeroMQ."""
     torch.set_num_threads(1)
+    model_path, gmac = folder / "model", Gmac.of_run(run_key(folder))
     torch.use_deterministic_algorithms(True)
     cpu = torch.device("cpu")
     text = Tokenizer(str(model_path))
@@ -122,7 +125,7 @@ def synchronous(config: Config, model_path: Path) -> list[str]:
         learner.train(
             TrainingBatch(trajectories, groups, {"reward": np.array(rewards, np.float32)}, {"reference": references})
         )
-        source = ShardExporter(dict(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu))
+        source = ShardExporter(dict(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu), gmac)
         found.append(source.digest())
     torch.use_deterministic_algorithms(False)
     return found

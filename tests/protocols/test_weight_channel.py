@@ -11,8 +11,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import DigestError, Digests, digests_of, lay_out
 from penstock.protocols.weight_channel import BucketError, PublishState, VersionAssembly
+
+GMAC = Gmac.of_run("test")
+
 
 EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "1000")) // 2
 LAYOUT = lay_out([("w", "float32", (48,), 192)], 64)
@@ -44,7 +48,7 @@ class Receiver:
         if self.newest is not None and (epoch, version) <= self.newest:
             return
         self.newest, self.opened_at = (epoch, version), self.world.now
-        self.intake, self.shadow = VersionAssembly(epoch, version, LAYOUT), bytearray(LAYOUT.nbytes)
+        self.intake, self.shadow = VersionAssembly(epoch, version, LAYOUT, GMAC), bytearray(LAYOUT.nbytes)
         self.settle()
 
     def bucket(self, epoch: int, version: int, index: int, data: bytes) -> None:
@@ -155,7 +159,7 @@ class World:
 
     def publish(self) -> None:
         content = self.random.randbytes(LAYOUT.nbytes)
-        version = Version(self.version, content, digests_of(LAYOUT, memoryview(content)))
+        version = Version(self.version, content, digests_of(LAYOUT, memoryview(content), GMAC))
         self.version += 1
         epoch = self.sender.open(version.number, self.now)
         for identity in epoch.members:
@@ -232,7 +236,7 @@ class World:
         for receiver in self.receivers.values():
             if receiver.serving:
                 version, digest, content = receiver.serving
-                assert digests_of(LAYOUT, memoryview(content)).whole == digest, "unverified bytes are served"
+                assert digests_of(LAYOUT, memoryview(content), GMAC).whole == digest, "unverified bytes are served"
                 assert (version, digest) in self.committed, "a version that never was is served"
 
     def converge(self) -> None:
@@ -320,7 +324,7 @@ class Hasty(Receiver):
             self.intake.expected = self.commits.get((self.intake.epoch, self.intake.version))
         if self.intake and not self.intake.missing:
             content = bytes(self.shadow)
-            self.serving = self.intake.version, digests_of(LAYOUT, memoryview(content)).whole, content
+            self.serving = self.intake.version, digests_of(LAYOUT, memoryview(content), GMAC).whole, content
             self.world.say("loaded", self.identity, self.intake.epoch, self.intake.version, self.serving[1])
             self.intake = None
 

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import DigestError, Digests, Layout, digests_of, lay_out
 from penstock.protocols.weight_channel import BucketError, VersionAssembly
+
+GMAC = Gmac.of_run("test")
 
 
 def version(nbytes: int = 1024, bucket: int = 256) -> tuple[Layout, Digests, bytearray]:
@@ -17,11 +20,11 @@ def version(nbytes: int = 1024, bucket: int = 256) -> tuple[Layout, Digests, byt
         [("a", "float32", (nbytes // 8,), nbytes // 2), ("b", "float32", (nbytes // 8,), nbytes // 2)], bucket
     )
     buffer = bytearray(np.random.default_rng(0).bytes(placed.nbytes))
-    return placed, digests_of(placed, memoryview(buffer)), buffer
+    return placed, digests_of(placed, memoryview(buffer), GMAC), buffer
 
 
 def receive(placed: Layout, buffer: bytearray) -> VersionAssembly:
-    intake = VersionAssembly(1, 7, placed)
+    intake = VersionAssembly(1, 7, placed, GMAC)
     for index, (start, end) in enumerate(placed.spans):
         intake.bucket(1, 7, index, memoryview(buffer)[start:end])
     return intake
@@ -45,7 +48,7 @@ def test_one_flipped_bit_is_found_its_bucket_named_and_asked_for_again(position:
 
 def test_missing_repeated_and_foreign_buckets_are_refused_by_name() -> None:
     placed, digests, buffer = version()
-    intake = VersionAssembly(2, 7, placed)
+    intake = VersionAssembly(2, 7, placed, GMAC)
     first = memoryview(buffer)[:256]
     intake.bucket(2, 7, 0, first)
     with pytest.raises(BucketError, match="bucket 0 is refused: it is here already"):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Hello
 from penstock.services.modeling.parallel.fsdp import full, shard
@@ -48,7 +49,7 @@ def main(address: str, folder: Path) -> None:
     config = TrainerConfig.model_validate(CONFIG | ALGORITHM)
     learner = Learner(model, config, 1.0, world)
     plain = Learner(a_model(), config, 1.0, World(CPU))
-    source = ShardExporter(learner.parameters, "float32", 4096, world)
+    source = ShardExporter(learner.parameters, "float32", 4096, world, Gmac.of_run("test"))
     staging = sum(b.numel() for b in (source._staging, source._arrivals) if b is not None)
     assert staging <= 2 * source.layout.bucket_bytes, "two buckets, whatever the size of the model"
     publisher = None

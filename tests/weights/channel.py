@@ -14,6 +14,7 @@ import torch
 
 from penstock.pipeline.harness.fake_broker import FakeBroker
 from penstock.protocols import messages as m
+from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.services.modeling.parallel.world import World
 from penstock.services.weights.config import WeightsConfig
@@ -22,6 +23,10 @@ from penstock.services.weights.receiver.receiver import Prepared, Receiver
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.publisher import Publisher
 from penstock.services.weights.sender.shard_exporter import ShardExporter
+
+CPU = torch.device("cpu")
+GMAC = Gmac.of_run("test")
+
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -98,7 +103,7 @@ class Channel:
         config = {"deadline_s": 5, "stall_s": 3, "bucket_mb": 0.002, **config}
         self.config = WeightsConfig.model_validate(config)
         self.named = named
-        self.source = ShardExporter(dict(named), dtype, self.config.bucket_bytes, World(torch.device("cpu")))
+        self.source = ShardExporter(dict(named), dtype, self.config.bucket_bytes, World(CPU), GMAC)
         self.run_key = f"test-{os.getpid()}-{id(self)}"
         self.publisher = Publisher(self.config, self.source, self.run_key, self.box, verify=verify)
         self.box.ask(m.Hello(kind="trainer", name="trainer", host="", pid=1), 5)

@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from penstock.protocols import messages as m
+from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import DigestError, SnapshotRoute
 from penstock.services.weights.buffers import SEGMENTS, HostBuffer, Mappings
@@ -244,17 +245,17 @@ def flip(channel: Channel, monkeypatch: pytest.MonkeyPatch, times: int) -> list[
     from penstock.services.weights.receiver import receiver as module
 
     hit: list[int] = []
-    original = module.bucket_digest
+    original = module.Gmac.bucket
 
-    def digest(data: memoryview) -> str:
-        if len(hit) < times:
+    def digest(gmac: Gmac, data: memoryview) -> str:
+        if len(hit) < times and threading.current_thread().name == "receiver":
             hit.append(len(data))
             damaged = bytearray(data)
             damaged[0] ^= 1
-            return original(memoryview(damaged))
-        return original(data)
+            return original(gmac, memoryview(damaged))
+        return original(gmac, data)
 
-    monkeypatch.setattr(module, "bucket_digest", digest)
+    monkeypatch.setattr(module.Gmac, "bucket", digest)
     return hit
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 import torch
 
+from penstock.protocols.digests import Gmac
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Bucket, Canary, CommitVersion, Invite, Loaded, LoadFailed, Propose, Reach
@@ -23,7 +24,6 @@ from penstock.protocols.versions import (
     DigestError,
     Layout,
     SharedMemoryRoute,
-    bucket_digest,
 )
 from penstock.protocols.weight_channel import BucketError, VersionAssembly, name_buckets
 from penstock.services.runtime import failpoint
@@ -85,6 +85,7 @@ class Receiver:
         self._newest: tuple[int, int] | None = None
         self._layout: Layout | None = None
         """What the trainer that has invited this rollout publishes."""
+        self._gmac: Gmac | None = None
         self._mappings, self._buffers = Mappings(), BufferPool(engine.remote)
         self._serving: StagingBuffer | None = None
         self._serving_digest = ""
@@ -102,7 +103,7 @@ class Receiver:
             only = None if self._config.transport == "auto" else self._config.transport
             gpu = cuda_ipc.gpu_of(self._engine.device)
             nonce = shared_memory.read_probe(message.probe)
-            self._layout = message.layout
+            self._layout, self._gmac = message.layout, Gmac(bytes(message.key))
             reach = Reach(layout=self._layout.digest, nonce=nonce, host=self._config.host, gpu=gpu, only=only)
             self._mailbox.ask_later(reach, self._config.deadline_s)
             return
@@ -146,9 +147,9 @@ class Receiver:
             raise DigestError("a newer version was proposed")
         failpoint.reach("receiver-proposed", proposal.version)
         layout = self._layout
-        if layout is None or layout.digest != proposal.layout:
+        if layout is None or self._gmac is None or layout.digest != proposal.layout:
             raise DigestError(f"the version has layout {proposal.layout}, the invitation brought another")
-        intake, costs = VersionAssembly(proposal.epoch, proposal.version, layout), _Costs()
+        intake, costs = VersionAssembly(proposal.epoch, proposal.version, layout, self._gmac), _Costs()
         shadow, transport = self._open(proposal, layout), proposal.route.type
         try:
             _ = shadow.weights  # looked up now, while the first bucket is gathered: after the commit everybody waits
@@ -204,7 +205,7 @@ class Receiver:
         def arrived(index: int) -> None:
             started = time.monotonic()
             start, end = spans[index]
-            digest = bucket_digest(memory[start:end]) if self._verify else ""
+            digest = intake.gmac.bucket(memory[start:end]) if self._verify else ""
             intake.bucket(proposal.epoch, proposal.version, index, memory[start:end], digest)
             costs.hash_s += time.monotonic() - started
 

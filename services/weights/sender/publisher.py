@@ -20,6 +20,7 @@ import structlog
 import torch
 
 from penstock.protocols import messages as m
+from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import (
@@ -28,8 +29,6 @@ from penstock.protocols.versions import (
     SharedMemoryRoute,
     SnapshotRoute,
     Transport,
-    bucket_digest,
-    whole_digest,
 )
 from penstock.protocols.weight_channel import Epoch, Peer, PublishState
 from penstock.services.runtime import failpoint
@@ -186,7 +185,8 @@ class Publisher:
         invited = self._sender.invitations(now)
         if invited:
             probe = self._probe.name if self._probe else ""
-            self._say(m.Invite(targets=invited, probe=probe, layout=self._source.layout))
+            key = as_bytes(self._source.gmac.key)
+            self._say(m.Invite(targets=invited, probe=probe, layout=self._source.layout, key=key))
         if self.latest is None:
             return
         for identity, epoch, transport in self._sender.seeds(now):
@@ -207,7 +207,7 @@ class Publisher:
         hashing: list[str | Future[str]] = []
         for index, on_device, digest in self._source.buckets(buffer.tensor, hashed=self._verify):
             if self._verify:  # while the next bucket is gathered, where the source could not
-                hashing.append(digest or self._hasher.submit(bucket_digest, snapshot.bucket(index)))
+                hashing.append(digest or self._hasher.submit(self._source.gmac.bucket, snapshot.bucket(index)))
             if snapshot.base:
                 self._find_changes(snapshot, index)
             buffer.filled(index + 1)
@@ -219,7 +219,7 @@ class Publisher:
         publication.read.set_result(None)
         gathered = time.monotonic()
         found = [d if isinstance(d, str) else d.result() for d in hashing] or [""] * len(layout.spans)
-        whole = whole_digest(layout, found) if self._verify else f"unverified-{publication.version}"
+        whole = self._source.gmac.whole(layout.digest, found) if self._verify else f"unverified-{publication.version}"
         snapshot.digests = Digests(buckets=tuple(found), whole=whole)
         snapshot.cost.gather_s, snapshot.cost.digest_s = gathered - started, time.monotonic() - gathered
         version = None if publication.quiet else self._commit_version(list(epoch.members), epoch.number, snapshot)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.protocols.versions import bucket_hasher, digests_of
+from penstock.protocols.digests import Gmac
+from penstock.protocols.versions import digests_of
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.parallel.fsdp import local, rows_of
 from penstock.services.modeling.parallel.world import World
@@ -40,8 +41,10 @@ class ShardExporter:
     model's size.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], dtype: str, bucket_bytes: int, world: World) -> None:
-        self._world = world
+    def __init__(
+        self, named: Mapping[str, torch.Tensor], dtype: str, bucket_bytes: int, world: World, gmac: Gmac
+    ) -> None:
+        self._world, self.gmac = world, gmac
         self.layout = make_layout({name: tuple(p.shape) for name, p in named.items()}, dtype, bucket_bytes)
         self._dtype = DTYPES[dtype]
         self._weights = [named[weight.name] for weight in self.layout.weights]
@@ -93,10 +96,10 @@ class ShardExporter:
         buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
         for _ in self.buckets(buffer):
             pass
-        return digests_of(self.layout, as_memory(buffer)).whole
+        return digests_of(self.layout, as_memory(buffer), self.gmac).whole
 
     def _write_hashed(self, parts: list[torch.Tensor], index: int, target: torch.Tensor) -> str:
-        hasher, written, hashed = bucket_hasher(), target.numpy(), 0
+        hasher, written, hashed = self.gmac.hasher(), target.numpy(), 0
         for piece in self._pieces[0][index]:
             elements, end = self._elements(parts, piece), piece.start
             cast = elements.dtype != self._dtype
