@@ -95,14 +95,19 @@ class SharedMemoryRoute(BaseModel):
 
 
 class CollectiveRoute(BaseModel):
-    """The buckets are broadcast by rank 0 of a process group of the epoch's own, met through a TCP store."""
+    """The buckets are broadcast in a process group of the epoch's own, met through a TCP store: by its rank 0, or each
+    part of a bucket by the rank of the trainer that holds it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     type: Literal["gloo", "nccl"]
     store: str
     """``host:port`` of the TCP store."""
     ranks: dict[str, int]
-    """Receiver to rank; the trainer is rank 0."""
+    """Receiver to its rank, or to that of the first of its workers, whose ranks follow each other."""
+    size: int = Field(ge=2)
+    """Ranks of the group."""
+    roots: int = Field(1, ge=1)
+    """The trainer's ranks in it: 0 to ``roots - 1``."""
     stall_s: float
     """A bucket that has not arrived for this long breaks the epoch."""
     sparse_from: str = ""

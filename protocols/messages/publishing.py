@@ -31,19 +31,27 @@ class Invite(Message):
     """Of the digests of this run's versions (`protocols.digests.Gmac`)."""
 
 
-class Reach(Message):
-    """rollout → trainer: where this rollout is."""
+class Place(BaseModel):
+    """Where a process that holds an engine's weights is."""
 
-    receiver: str = ""
-    """Its identity, written by the broker; so in all messages below."""
-    layout: str
-    """Digest of the layout that it was invited with."""
+    model_config = ConfigDict(extra="forbid", frozen=True)
     nonce: str
     """What it read from the probe; empty where it does not see it."""
     host: str
     """Its address on the weight network."""
     gpu: str = ""
-    """UUID of the GPU that its engine computes on; empty for a CPU."""
+    """UUID of the GPU that it computes on; empty for a CPU."""
+
+
+class Reach(Message):
+    """rollout → trainer: where this rollout's weights are."""
+
+    receiver: str = ""
+    """Its identity, written by the broker; so in all messages below."""
+    layout: str
+    """Digest of the layout that it was invited with."""
+    places: list[Place]
+    """Of the rollout itself, or of each worker of its engine, in the order of their ranks."""
     only: Transport | None = None
     """The one transport that its config names."""
 

@@ -39,7 +39,15 @@ from penstock.protocols.messages import (
 )
 from penstock.services.modeling import determinism
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
-from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
+from penstock.services.rollout.engines.base import (
+    Completion,
+    Engine,
+    EngineError,
+    Refusal,
+    Request,
+    RequestError,
+    WorkerEngine,
+)
 from penstock.services.rollout.tokenizer import Tokenizer
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
@@ -48,6 +56,7 @@ from penstock.services.runtime.plugins import load_plugin
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.canary import CanaryError, check_canary
 from penstock.services.weights.receiver.receiver import Prepared, Receiver
+from penstock.services.weights.receiver.worker_desk import WorkerDesk
 
 log = structlog.get_logger()
 
@@ -97,7 +106,7 @@ class Rollout:
         self.actor = Actor("rollout", context)
         self._text = Tokenizer(model_path)
         self.engine = make_engine(config, model_path, dtype, self._text)
-        self._receiver = Receiver(self.engine, self.actor.mailbox, weights, context.keys)
+        self._receiver = self._make_receiver(weights, context)
         self._work: dict[int, _Work] = {}
         """By what the engine calls them: `_handle_of`."""
         self._outbox: set[Key] = set()
@@ -112,6 +121,14 @@ class Rollout:
         finished = context.folder / "logs" / f"{context.name}.finished.jsonl"
         finished.parent.mkdir(parents=True, exist_ok=True)
         self._finished = finished.open("a", buffering=1)
+
+    def _make_receiver(self, weights: WeightsConfig, context: ActorContext) -> Receiver | WorkerDesk:
+        """What hears of versions: this process, or the engine's own, for which it speaks."""
+        if not isinstance(self.engine, WorkerEngine):
+            return Receiver(self.engine, self.actor.mailbox, weights, context.keys)
+        desk = WorkerDesk(self.engine.workers, self.actor.mailbox, weights, context.keys)
+        self.engine.join_workers(desk.address, weights, context.keys)
+        return desk
 
     def run(self) -> str:
         """Generates until it is told to stop."""

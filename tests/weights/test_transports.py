@@ -27,6 +27,8 @@ from penstock.services.weights.sender import broadcast
 from penstock.services.weights.transports import shared_memory
 from tests.weights.channel import Channel, Holder, Named, score, until
 
+PLACE = m.Place(nonce="", host="127.0.0.1")
+
 
 def weights(seed: int) -> Named:
     generator = torch.Generator().manual_seed(seed)
@@ -368,7 +370,7 @@ def test_an_answer_to_an_earlier_trainers_invitation_counts_for_nothing(shared: 
         invited = box.inbox.get(timeout=5)
         assert isinstance(invited, m.Invite)
         peer = shared.publisher.peers["rollout-9#1"]
-        box.ask(m.Reach(layout="0" * 32, nonce="", host=""), 5)
+        box.ask(m.Reach(layout="0" * 32, places=[PLACE]), 5)
         box.ask(m.Bye(reason="the trainer has handled what came before"), 5)
         until(lambda: "rollout-9#1" not in shared.publisher.peers, 5, "the goodbye")
         assert peer.transport is None
@@ -378,7 +380,7 @@ def test_an_answer_to_an_earlier_trainers_invitation_counts_for_nothing(shared: 
             return known.transport if known else None
 
         box.ask(m.Hello(kind="rollout", name="rollout-9", host="", pid=1), 5)
-        box.ask(m.Reach(layout=invited.layout.digest, nonce="", host=""), 5)
+        box.ask(m.Reach(layout=invited.layout.digest, places=[PLACE]), 5)
         until(lambda: reached() == "gloo", 5, "the rollout to be reached")
     finally:
         box.close()
@@ -442,7 +444,7 @@ def test_a_process_ends_in_good_order_while_a_thread_waits_for_a_broadcast() -> 
         from penstock.services.runtime.actor import end
         from penstock.services.weights.transports.broadcast_group import BroadcastGroup, serve_store
         store, address = serve_store("127.0.0.1")
-        route = CollectiveRoute(type="gloo", store=address, ranks={"rollout-0#1": 1}, stall_s=20)
+        route = CollectiveRoute(type="gloo", store=address, ranks={"rollout-0#1": 1}, size=2, stall_s=20)
         groups = {}
         sender = threading.Thread(target=lambda: groups.update(sender=BroadcastGroup(route, 0, 0, "127.0.0.1", store)))
         sender.start()

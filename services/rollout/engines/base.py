@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from penstock.protocols.experience import Finish, Sampling, no_candidates
+from penstock.protocols.keys import ClientKeys
+from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import FUSED
 from penstock.services.weights.receiver.loader import WeightLoader
 
@@ -123,3 +125,15 @@ class Engine(WeightLoader, Protocol):
 
     def close(self) -> None:
         """Releases what it holds."""
+
+
+@runtime_checkable
+class WorkerEngine(Engine, Protocol):
+    """An engine whose weights lie in processes of its own, which receive versions by themselves: its `swap` also takes
+    a `ReceivedVersion`."""
+
+    workers: int
+    """Processes that hold weights."""
+
+    def join_workers(self, address: str, weights: WeightsConfig, keys: ClientKeys | None) -> None:
+        """Has each of them connect to the rollout's desk at ``address``. Raises `EngineError`."""

@@ -17,7 +17,7 @@ import torch
 from penstock.protocols.digests import Gmac
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox
-from penstock.protocols.messages import Bucket, Canary, CommitVersion, Invite, Loaded, LoadFailed, Propose, Reach
+from penstock.protocols.messages import Bucket, Canary, CommitVersion, Invite, Loaded, LoadFailed, Place, Propose, Reach
 from penstock.protocols.versions import (
     CollectiveRoute,
     CudaIpcRoute,
@@ -40,6 +40,7 @@ from penstock.services.weights.transports.bucket_server import BucketClient
 log = structlog.get_logger()
 
 POLL_S = 0.0005
+SWAP_POLL_S = 0.2
 TRIES = 3
 """How often a wrong bucket is asked for again before the version is given up."""
 
@@ -68,7 +69,8 @@ class _Costs:
 
 
 class Receiver:
-    """Takes one proposal at a time, always the newest. ``verify=False`` leaves out digests, to measure their cost."""
+    """Takes one proposal at a time, always the newest. ``verify=False`` leaves out digests, to measure their cost.
+    ``deliver`` is given what is ready to be swapped in; by default it goes to the actor's inbox."""
 
     def __init__(
         self,
@@ -77,8 +79,11 @@ class Receiver:
         config: WeightsConfig,
         keys: ClientKeys | None = None,
         verify: bool = True,
+        deliver: Callable[[Prepared], None] | None = None,
     ) -> None:
         self._engine, self._mailbox, self._config, self._keys, self._verify = engine, mailbox, config, keys, verify
+        self._deliver = deliver or mailbox.post
+        self._forgotten: tuple[int, int] | None = None
         self._proposals: queue.SimpleQueue[Propose | None] = queue.SimpleQueue()
         self._commits: dict[tuple[int, int], CommitVersion] = {}
         self._changed = threading.Condition()
@@ -101,10 +106,10 @@ class Receiver:
         """What the trainer says, heard in the mailbox's thread, not behind a decoding step; returns at once."""
         if isinstance(message, Invite):
             only = None if self._config.transport == "auto" else self._config.transport
-            gpu = cuda_ipc.gpu_of(self._engine.device)
-            nonce = shared_memory.read_probe(message.probe)
+            gpu, nonce = cuda_ipc.gpu_of(self._engine.device), shared_memory.read_probe(message.probe)
             self._layout, self._gmac = message.layout, Gmac(bytes(message.key))
-            reach = Reach(layout=self._layout.digest, nonce=nonce, host=self._config.host, gpu=gpu, only=only)
+            place = Place(nonce=nonce, host=self._config.host, gpu=gpu)
+            reach = Reach(layout=self._layout.digest, places=[place], only=only)
             self._mailbox.ask_later(reach, self._config.deadline_s)
             return
         with self._changed:
@@ -119,6 +124,12 @@ class Receiver:
                 self._commits[at] = message
                 for old in [known for known in self._commits if self._newest and known < self._newest]:
                     del self._commits[old]
+            self._changed.notify_all()
+
+    def forget(self, epoch: int, version: int) -> None:
+        """This version will not be swapped in: another worker of the engine could not load it."""
+        with self._changed:
+            self._forgotten = epoch, version
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -184,10 +195,13 @@ class Receiver:
 
     def _swap(self, prepared: Prepared) -> None:
         """Until the actor has swapped it in, this version may be neither overwritten nor let go of."""
-        self._mailbox.post(prepared)
-        while not prepared.swapped.wait(1.0):
+        self._deliver(prepared)
+        at = prepared.loaded.epoch, prepared.loaded.version
+        while not prepared.swapped.wait(SWAP_POLL_S):
             if self._closing:
                 raise DigestError("closed before it was swapped in")
+            if self._forgotten == at:
+                raise DigestError("another worker of the engine could not load it")
 
     def _open(self, proposal: Propose, layout: Layout) -> StagingBuffer:
         if isinstance(proposal.route, SharedMemoryRoute):
@@ -283,7 +297,8 @@ class Receiver:
 
     def _given_up(self, proposal: Propose) -> bool:
         """The sender has proposed something newer, or this rollout leaves."""
-        return self._closing or self._newest != (proposal.epoch, proposal.version)
+        at = proposal.epoch, proposal.version
+        return self._closing or self._newest != at or self._forgotten == at
 
     def _await_commit(self, proposal: Propose) -> CommitVersion:
         at, deadline = (proposal.epoch, proposal.version), time.monotonic() + self._config.deadline_s

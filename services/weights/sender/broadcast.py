@@ -32,18 +32,29 @@ class Broadcast:
         self._store_address = ""
         self._groups: dict[Backend, BroadcastGroup] = {}
 
-    def meet(self, epoch: Epoch, snapshot: Snapshot, propose: Callable[[list[str], Route], None]) -> None:
-        """Proposes ``snapshot`` to the epoch's members and meets them; a group of the same epoch is used again."""
+    def meet(
+        self,
+        epoch: Epoch,
+        snapshot: Snapshot,
+        workers: Callable[[str], int],
+        propose: Callable[[list[str], Route], None],
+    ) -> None:
+        """Proposes ``snapshot`` to the epoch's members and meets them; a group of the same epoch is used again.
+        ``workers`` says how many processes of a member hold its weights."""
         self.broken = False
         before, self._groups = self._groups, {}
         for backend in BACKENDS:
             members = epoch.by(backend)
             if not members:
                 continue
+            ranks, size = {}, 1
+            for identity in members:
+                ranks[identity], size = size, size + workers(identity)
             route = CollectiveRoute(
                 type=backend,
                 store=self._serve_store(),
-                ranks={identity: rank for rank, identity in enumerate(members, 1)},
+                ranks=ranks,
+                size=size,
                 stall_s=self._config.stall_s,
                 sparse_from=snapshot.base if backend == "gloo" else "",
             )

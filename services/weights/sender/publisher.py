@@ -91,6 +91,8 @@ class Publisher:
         self._broadcast = Broadcast(config)
         self._hasher = ThreadPoolExecutor(1, "hasher")
         self._lock = threading.Lock()
+        self._places: dict[str, list[m.Place]] = {}
+        """Where the processes are that hold a rollout's weights."""
         self._closed = False
         for heard in (m.Receivers, m.Reach, m.Loaded, m.LoadFailed):
             mailbox.handlers[heard] = self._events.put
@@ -148,13 +150,17 @@ class Publisher:
             self._publish(event)
         elif isinstance(event, m.Receivers):
             sender.present(event.serves)
+            self._places = {who: places for who, places in self._places.items() if who in event.serves}
         elif isinstance(event, m.Reach):
             if event.layout != self._source.layout.digest:
                 log.info("an answer to an earlier trainer's invitation counts for nothing", receiver=event.receiver)
                 return  # it is invited again
             transport = self._transport(event)
             if sender.reached(event.receiver, transport):
-                log.info("receiver reached", receiver=event.receiver, transport=transport, host=event.host)
+                self._places[event.receiver] = event.places
+                hosts = sorted({place.host for place in event.places})
+                workers = len(event.places)
+                log.info("receiver reached", receiver=event.receiver, transport=transport, hosts=hosts, workers=workers)
         elif isinstance(event, m.Loaded):
             sender.loaded(event.receiver, event.epoch, event.version, event.digest)
             if event.buckets_again and event.transport in ("gloo", "nccl"):  # its end of the group broke
@@ -258,7 +264,10 @@ class Publisher:
         if asking := epoch.by("snapshot"):
             self._propose(asking, epoch.number, snapshot, SnapshotRoute())
         self._broadcast.meet(
-            epoch, snapshot, lambda targets, route: self._propose(targets, epoch.number, snapshot, route)
+            epoch,
+            snapshot,
+            lambda identity: len(self._places[identity]),
+            lambda targets, route: self._propose(targets, epoch.number, snapshot, route),
         )
 
     def _choose_base(self, snapshot: Snapshot, collective: list[str]) -> None:
@@ -349,24 +358,37 @@ class Publisher:
         return SnapshotRoute()
 
     def _transport(self, reach: m.Reach) -> Transport:
-        """The best way to a rollout, by where it is and what the configs name."""
-        shares_memory = self._probe is not None and reach.nonce == self._probe.nonce
-        possible: dict[Transport, bool] = {
-            "cuda_ipc": bool(self._gpu) and reach.gpu == self._gpu,
-            "shm": shares_memory and not reach.gpu,
-            "nccl": bool(self._gpu and reach.gpu) and not cuda_ipc.same_gpu(self._gpu, reach.gpu),
-            "gloo": not reach.gpu,
-            "snapshot": True,
-        }
+        """The best way to all processes that hold a rollout's weights, by where they are and what the configs name."""
+        gpus = [place.gpu for place in reach.places]
+        shares_memory = self._probe is not None and all(place.nonce == self._probe.nonce for place in reach.places)
+        on_hosts = not any(gpus)
+        possible: list[tuple[Transport, bool]] = [
+            ("cuda_ipc", bool(self._gpu) and all(gpu == self._gpu for gpu in gpus)),
+            ("shm", shares_memory and on_hosts),
+            ("nccl", bool(self._gpu) and all(gpus) and self._are_distinct(reach)),
+            ("shm", shares_memory),
+            ("gloo", True),
+        ]
         named = reach.only or (None if self._config.transport == "auto" else self._config.transport)
         if named is None:
-            return next(transport for transport, fits in possible.items() if fits)
-        fits = {**possible, "shm": shares_memory, "gloo": True}[named]
+            return next(transport for transport, fits in possible if fits)
+        fits = named == "snapshot" or any(fits for transport, fits in possible if transport == named)
         if not fits:
             log.warning(
                 "weights.transport does not reach this rollout: snapshot", transport=named, **reach.model_dump()
             )
         return named if fits else "snapshot"
+
+    def _are_distinct(self, reach: m.Reach) -> bool:
+        """NCCL takes a GPU once: no two of the trainer, of ``reach`` and of who is served by NCCL already compute on
+        one."""
+        taken = {cuda_ipc.uuid_of(self._gpu)}
+        for identity, others in self._places.items():
+            peer = self._sender.peers.get(identity)
+            if identity != reach.receiver and peer and peer.transport == "nccl":
+                taken |= {cuda_ipc.uuid_of(place.gpu) for place in others}
+        mine = [cuda_ipc.uuid_of(place.gpu) for place in reach.places]
+        return len({*mine, *taken}) == len(mine) + len(taken)
 
     def _answer_fetch(self, fetch: m.Fetch) -> m.Message:
         """Called from the snapshot server's thread."""

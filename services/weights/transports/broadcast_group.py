@@ -178,7 +178,7 @@ class BroadcastGroup:
 def _meet(store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, deadline: float) -> Any:
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     store.set_timeout(timeout)
-    world = len(route.ranks) + 1
+    world = route.size
     if route.type == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

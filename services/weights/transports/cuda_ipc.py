@@ -21,9 +21,9 @@ def gpu_of(device: torch.device) -> str:
     return f"{torch.cuda.get_device_properties(device).uuid}@{namespace}"
 
 
-def same_gpu(one: str, other: str) -> bool:
-    """Both processes compute on one GPU, which NCCL does not allow in a group, wherever they are."""
-    return one.partition("@")[0] == other.partition("@")[0]
+def uuid_of(gpu: str) -> str:
+    """The GPU of `gpu_of`, whatever process sees it."""
+    return gpu.partition("@")[0]
 
 
 def share(buffer: torch.Tensor) -> CudaIpcRoute:

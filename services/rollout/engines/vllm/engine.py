@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import structlog
 import torch
 
 from penstock.protocols.experience import Finish, Sampling
+from penstock.protocols.keys import ClientKeys
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
@@ -28,8 +30,10 @@ from penstock.services.rollout.engines.torch import native
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.buffers import HostBuffer
+from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import make_layout, view_weights
 from penstock.services.weights.receiver.loader import MappedVersion
+from penstock.services.weights.receiver.worker_desk import ReceivedVersion
 
 log = structlog.get_logger()
 
@@ -98,6 +102,8 @@ class VllmEngine(AsyncEngine):
         arguments = engine_arguments(config, model_path, dtype, self._raw, kv, positions, sampling.top_k)
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
         self.llm: Any = self.call(self._start(arguments), config.start_s, "start")
+        parallel = self.llm.vllm_config.parallel_config
+        self.workers = parallel.world_size * parallel.data_parallel_size
         self._processes = _processes(before)
         names = {p.pid: p.name() for p in self._processes}
         log.info("vllm is up", seconds=round(time.monotonic() - started, 1), processes=names)
@@ -137,18 +143,31 @@ class VllmEngine(AsyncEngine):
         refuse_partial(memory.layout.names)
         return memory
 
-    def score(self, prepared: MappedVersion, tokens: np.ndarray) -> np.ndarray:
+    def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
         """See `base.Engine.score`."""
         return self.call(self._score(tokens.tolist()), self._config.deadline_s, "score a sequence")
 
-    def swap(self, prepared: MappedVersion, version: int) -> None:
+    def join_workers(self, address: str, weights: WeightsConfig, keys: ClientKeys | None) -> None:
+        """See `base.WorkerEngine.join_workers`."""
+        told = {
+            "address": address,
+            "config": weights.model_dump_json(),
+            "keys": dataclasses.asdict(keys) if keys else None,
+        }
+        join = self.llm.collective_rpc("penstock_join", kwargs=told)
+        self.call(join, self._config.deadline_s, "have its workers join the weight channel")
+
+    def swap(self, prepared: MappedVersion | ReceivedVersion, version: int) -> None:
         """See `base.Engine.swap`. Requests in flight are frozen, not lost, while the workers load."""
         self.call(self._load_version(prepared, version), self._config.deadline_s, f"load version {version}")
         self.serve(version)
 
     @staticmethod
-    def update_info(memory: MappedVersion) -> dict[str, Any]:
+    def update_info(version: MappedVersion | ReceivedVersion) -> dict[str, Any]:
         """What our weight-transfer engine in the workers is told (`worker.ShadowUpdate`)."""
+        if isinstance(version, ReceivedVersion):
+            return dataclasses.asdict(version)
+        memory = version
         return {"path": memory.path, "offset": memory.offset, "layout": memory.layout.model_dump_json()}
 
     def gauges(self) -> dict[str, float]:
@@ -239,12 +258,12 @@ class VllmEngine(AsyncEngine):
         rows = list((await self._answer(prompt, parameters, "score", AHEAD)).prompt_logprobs)[1:]
         return np.array([row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)], np.float32)
 
-    async def _load_version(self, memory: MappedVersion, version: int) -> None:
+    async def _load_version(self, prepared: MappedVersion | ReceivedVersion, version: int) -> None:
         core = self.llm.engine_core
         recompute = self._config.kv_on_update == "recompute"
         # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.
         await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
-        await self.llm.collective_rpc("penstock_load", kwargs={"update_info": self.update_info(memory)})
+        await self.llm.collective_rpc("penstock_load", kwargs={"update_info": self.update_info(prepared)})
         await core.set_weight_version_async(str(version))
         await core.resume_scheduler_async()
 

@@ -1,8 +1,10 @@
-"""What runs in vLLM's workers: loads a version from the shadow that the rollout has received and verified."""
+"""What runs in vLLM's workers: receives versions beside generation, and loads one while the engine is paused."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +17,13 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from penstock.protocols.keys import ClientKeys
 from penstock.protocols.versions import Layout
+from penstock.services.rollout.engines.base import refuse_partial
 from penstock.services.weights.buffers import Mappings
+from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import view_weights
+from penstock.services.weights.receiver.worker_receiver import WorkerReceiver
 
 
 @dataclass
@@ -29,9 +35,12 @@ class ShadowInit(WeightTransferInitInfo):
 class ShadowUpdate(WeightTransferUpdateInfo):
     """Where the version lies: `services.rollout.weights.receiver.loader.MappedVersion`, with the layout as JSON."""
 
-    path: str
-    offset: int
-    layout: str
+    path: str = ""
+    offset: int = 0
+    layout: str = ""
+    epoch: int = -1
+    """With an empty ``path``: it is what this worker has received by itself, as ``version`` of this epoch."""
+    version: int = -1
 
 
 class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
@@ -43,6 +52,8 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mappings = Mappings()
+        self.receiver: WorkerReceiver | None = None
+        """Once its rollout has had it join."""
         self._awaited: set[str] = set()
         # It warns of layers that have nothing to load, at every version; what is missing is found below.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -64,9 +75,15 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
 
     def receive_weights(self, update_info: ShadowUpdate) -> None:
         """Loads all weights. A version is whole, so projections that vLLM fuses arrive together."""
-        layout = Layout.model_validate_json(update_info.layout)
-        buffer = self._mappings.map(update_info.path, update_info.offset, layout.nbytes)
-        loaded = self.model.load_weights(iter(view_weights(layout, buffer).items()))
+        if update_info.path:
+            layout = Layout.model_validate_json(update_info.layout)
+            buffer = self._mappings.map(update_info.path, update_info.offset, layout.nbytes)
+            weights: Mapping[str, torch.Tensor] = view_weights(layout, buffer)
+        else:
+            assert self.receiver
+            weights = self.receiver.take(update_info.epoch, update_info.version)
+            refuse_partial(weights.keys())
+        loaded = self.model.load_weights(iter(weights.items()))
         if loaded is not None and (missing := self._awaited - loaded):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
 
@@ -75,10 +92,14 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _pack_heads(self.model)
+        if self.receiver:
+            self.receiver.done()
 
     def shutdown(self) -> None:
-        """Lets go of the mappings."""
+        """Lets go of the mappings, and of the weight channel."""
         self._mappings = Mappings()
+        if self.receiver:
+            self.receiver.close()
 
 
 def _pack_heads(model: torch.nn.Module) -> None:
@@ -96,6 +117,13 @@ class Extension:
         self.start_weight_update()
         self.update_weights(update_info)
         self.finish_weight_update()
+
+    def penstock_join(self: Any, address: str, config: str, keys: dict[str, str] | None) -> None:
+        """From now on this worker receives versions: it connects to its rollout's desk."""
+        weights = WeightsConfig.model_validate_json(config)
+        pair = ClientKeys(**keys) if keys else None
+        receiver = WorkerReceiver(address, f"worker-{self.rank}-{os.getpid()}", weights, pair, self.device)
+        self.weight_transfer_engine.receiver = receiver
 
     def penstock_reload(self: Any, weights_path: str) -> None:
         """vLLM's own ``reload_weights`` from a folder, right for tied heads on a CPU too (vLLM's server)."""

@@ -1,0 +1,195 @@
+"""An engine whose weights lie in several processes: each receives by itself, and all load or none does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.protocols import keys, wire
+from penstock.protocols import messages as m
+from penstock.protocols.digests import Gmac
+from penstock.protocols.mailbox import Mailbox
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.receiver import receiver as module
+from penstock.services.weights.receiver.receiver import Prepared
+from penstock.services.weights.receiver.worker_desk import ReceivedVersion, WorkerDesk
+from penstock.services.weights.receiver.worker_receiver import WorkerReceiver
+from tests.weights.channel import CPU, Channel, Named, until
+
+ROWS = 301
+
+
+def weights(seed: int) -> Named:
+    generator = torch.Generator().manual_seed(seed)
+    return [(f"w{i}", torch.randn(ROWS + i, 40, generator=generator)) for i in range(4)]
+
+
+class Fleet:
+    """A rollout whose engine has ``count`` workers. ``served``: what each had loaded, by version."""
+
+    def __init__(self, address: str, name: str, config: WeightsConfig, count: int, joining: int | None = None) -> None:
+        self.name, self.config = name, config
+        self.box = Mailbox(address, name)
+        self.desk = WorkerDesk(count, self.box, config)
+        self.workers = [self.worker(index) for index in range(count if joining is None else joining)]
+        self.served: dict[int, list[Mapping[str, torch.Tensor]]] = {}
+        self.loaded: dict[int, m.Loaded] = {}
+        self.box.ask(m.Hello(kind="rollout", name=name, host="", pid=1), 5)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def worker(self, index: int) -> WorkerReceiver:
+        return WorkerReceiver(self.desk.address, f"{self.name}-worker-{index}", self.config, None, CPU)
+
+    def _run(self) -> None:
+        while (event := self.box.inbox.get()) is not None:
+            if isinstance(event, Prepared):
+                assert isinstance(event.weights, ReceivedVersion)
+                taken = [worker.take(event.weights.epoch, event.weights.version) for worker in self.workers]
+                self.served[event.weights.version] = [{n: t.clone() for n, t in one.items()} for one in taken]
+                for worker in self.workers:
+                    worker.done()
+                self.loaded[event.loaded.version] = event.loaded
+                event.swapped.set()
+                self.box.ask_later(event.loaded, 5)
+
+    def wait(self, version: int) -> list[Mapping[str, torch.Tensor]]:
+        until(lambda: version in self.served, 20, f"{self.name} to serve version {version}; {sorted(self.served)}")
+        return self.served[version]
+
+    def close(self) -> None:
+        self.box.tell(m.Bye(reason="over"))
+        self.box.post(None)
+        for worker in self.workers:
+            worker.close()
+        self.desk.close()
+        self.box.close()
+
+
+@pytest.fixture(params=["auto", "gloo", "snapshot"])
+def channel(request: pytest.FixtureRequest) -> Iterator[Channel]:
+    made = Channel(weights(0), transport=request.param, bucket_mb=0.01)
+    yield made
+    made.close()
+
+
+def fleet(channel: Channel, count: int = 2, joining: int | None = None) -> Fleet:
+    found = Fleet(channel.broker.address, f"rollout-{len(channel.rollouts)}#1", channel.config, count, joining)
+    channel.rollouts.append(found)  # type: ignore[arg-type]
+    if joining is None:
+        until(lambda: channel.peer(found) is not None and channel.peer(found).transport, 5, "it to be reached")  # type: ignore[arg-type]
+    return found
+
+
+def same(found: list[Mapping[str, torch.Tensor]], seed: int) -> bool:
+    return all(torch.equal(one[name], tensor) for one in found for name, tensor in weights(seed))
+
+
+def become(channel: Channel, seed: int) -> None:
+    for (_, mine), (_, other) in zip(channel.named, weights(seed), strict=True):
+        mine.copy_(other)
+
+
+def test_every_worker_gets_every_version_beside_others(channel: Channel) -> None:
+    two, alone, three = fleet(channel), channel.join(), fleet(channel, 3)
+    nbytes = channel.source.layout.nbytes
+    for version in range(3):
+        become(channel, version)
+        channel.publish(version)
+        assert same(two.wait(version), version) and same(three.wait(version), version)
+        assert same([alone.wait(version)], version)
+        channel.settled()
+    assert len(two.served[2]) == 2 and len(three.served[2]) == 3
+    wanted = {"auto": 0, "gloo": 2 * nbytes, "snapshot": 2 * nbytes}[channel.config.transport]
+    assert two.loaded[2].bytes_received == wanted, "each worker its own bytes"
+    assert two.loaded[2].epoch == two.loaded[1].epoch, "the same members are the same epoch"
+
+
+def test_no_byte_passes_the_rollouts_process(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it hears and says is of the size of a manifest."""
+    passed = []
+    send = WorkerDesk._handle
+
+    def counted(desk: WorkerDesk, identity: str, message: m.Message) -> None:
+        passed.append(sum(len(frame) for frame in wire.encode(m.to_envelope(message))))
+        send(desk, identity, message)
+
+    monkeypatch.setattr(WorkerDesk, "_handle", counted)
+    two = fleet(channel)
+    passed.clear()
+    channel.publish(0)
+    assert same(two.wait(0), 0)
+    assert 0 < sum(passed) < channel.source.layout.nbytes / 10
+    assert not hasattr(two.desk, "_serving"), "it holds no version"
+
+
+def test_one_workers_flipped_bucket_costs_that_bucket(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = fleet(channel)
+    hit: list[int] = []
+    original = module.Gmac.bucket
+
+    def digest(gmac: Gmac, data: memoryview) -> str:
+        if not hit and threading.current_thread().name == "receiver":
+            hit.append(len(data))
+            damaged = bytearray(data)
+            damaged[7] ^= 1
+            return original(gmac, memoryview(damaged))
+        return original(gmac, data)
+
+    monkeypatch.setattr(module.Gmac, "bucket", digest)
+    channel.publish(0)
+    assert same(two.wait(0), 0) and hit
+    if channel.config.transport != "snapshot":
+        assert two.loaded[0].buckets_again == 1
+
+
+def test_a_version_that_one_worker_cannot_load_is_loaded_by_none(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = fleet(channel)
+    channel.publish(0)
+    two.wait(0)
+    channel.settled()
+    broken, settle = two.workers[1]._receiver, module.Receiver._settle
+
+    def fails(self: module.Receiver, *arguments: object) -> object:
+        if self is broken:
+            raise OSError("no memory is left")
+        return settle(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.Receiver, "_settle", fails)
+    become(channel, 1)
+    channel.publish(1)
+    until(lambda: channel.broker.failures, 10, "the refusal")
+    assert "worker rollout-0#1-worker-1" in channel.broker.failures[0].error or "no memory" in (
+        channel.broker.failures[0].error
+    )
+    assert 1 not in two.served
+    monkeypatch.setattr(module.Receiver, "_settle", settle)
+    assert same(two.wait(1), 1), "offered again"
+
+
+def test_a_fleet_is_reached_when_its_last_worker_has_come(channel: Channel) -> None:
+    late = fleet(channel, 2, joining=1)
+    channel.publish(0)
+    assert not channel.peer(late).transport  # type: ignore[arg-type]
+    late.workers.append(late.worker(1))
+    assert same(late.wait(0), 0), "and is seeded then"
+
+
+def test_workers_speak_under_the_runs_keys(tmp_path: Path) -> None:
+    keys.make(tmp_path)
+    client = keys.load_client(tmp_path / "client.json")
+    box = Mailbox("tcp://127.0.0.1:1", "rollout-0#1", client)
+    desk = WorkerDesk(1, box, WeightsConfig(), client)
+    worker = WorkerReceiver(desk.address, "worker", WeightsConfig(), client, CPU)
+    assert len(desk._workers) == 1
+    stranger = Mailbox(desk.address, "stranger#1")
+    with pytest.raises(TimeoutError):
+        stranger.ask(m.Hello(kind="worker", name="stranger", host="", pid=1), 1.0)
+    for each in (worker, desk, stranger, box):
+        each.close()
