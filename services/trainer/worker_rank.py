@@ -7,6 +7,7 @@ import threading
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer import checkpoint
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
+from penstock.services.weights.sender.rank_sender import RankSender
 
 
 class WorkerRank:
@@ -17,7 +18,9 @@ class WorkerRank:
         self._world, self._learner, tokenizer, _ = make_learner(context, settings)
         keep = settings.trainer.checkpoint.keep
         self._saver = checkpoint.Saver(self._learner, tokenizer, settings.checkpoints, keep)
-        self._source = make_exporter(self._learner, settings)
+        self._sender = RankSender(make_exporter(self._learner, settings), settings.weights.host)
+        self._read = threading.Event()
+        self._read.set()
         self._canary = settings.canary(self._learner.model.config)
         self._sending: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -33,28 +36,37 @@ class WorkerRank:
             what, batch = self._world.obey()
             if what == "train":
                 assert batch
-                train(self._learner, batch, self._settings, self._sent)
+                train(self._learner, batch, self._settings, self._until_read)
             if what in ("train", "publish"):
                 if self._canary:
                     self._learner.score(self._canary)
+                self._until_sent()
+                self._read.clear()
                 self._sending = threading.Thread(target=self._send, name="source", daemon=True)
                 self._sending.start()
             elif what == "save":
                 self._saver.begin()
             elif what == "end":
-                self._sent()
+                self._until_sent()
                 self._saver.close()
                 self._world.close()
                 return
 
     def _send(self) -> None:
         try:
-            for _ in self._source.buckets(None):
-                pass
+            self._sender.follow(self._read.set)
         except BaseException as error:
             self._error = error
+        finally:
+            self._read.set()
 
-    def _sent(self) -> None:
+    def _until_read(self) -> None:
+        """Until this rank's part of the last version was read: the model may change."""
+        self._read.wait()
+        if self._error:
+            raise self._error
+
+    def _until_sent(self) -> None:
         """Until this rank's part of the last version is handed over."""
         if self._sending:
             self._sending.join()

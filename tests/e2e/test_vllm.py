@@ -18,6 +18,7 @@ import torch
 from penstock.pipeline.config import load
 from penstock.services.broker.archive import read
 from penstock.services.modeling.load import load_model
+from penstock.services.runtime import failpoint
 from penstock.services.trainer.batch import open_batch
 from penstock.services.trainer.learner import Learner
 from tests.e2e.runs import ROOT, Run, check_promises
@@ -112,3 +113,27 @@ def test_a_mixed_fleet_with_a_death_and_a_late_joiner(tmp_path: Path) -> None:
     loads = [json.loads(line) for line in (run.folder / "weights.jsonl").read_text().splitlines()]
     again = [row["version"] for row in loads if row["receiver"].startswith("rollout-0")]
     assert max(again) == 45  # it came back, and had the last version
+
+
+@pytest.mark.slow
+def test_versions_go_straight_into_tensor_parallel_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trainer ranks, two workers, gloo: every byte to each worker, none through the rollout's process; and a worker
+    that dies by SIGKILL between two buckets of version 8, under load."""
+    monkeypatch.setenv(failpoint.VARIABLE, "receiver-bucket:8")
+    monkeypatch.setenv("PENSTOCK_KILL_LOG", str(tmp_path / "killed"))
+    parallel = ["rollout.engine.vllm.tensor_parallel_size=2", "trainer.ranks=2", "weights.transport=gloo"]
+    more = ["weights.bucket_mb=0.1", "rollout.engine.kv_on_update=recompute", "trainer.steps=24"]
+    run = Run(tmp_path, [*VLLM, *parallel, *more])
+    summary = run.wait(400)
+    check_promises(summary)
+    assert summary["restarts"] == 1, "the rollout whose worker died"
+    assert "receiver-bucket" in (tmp_path / "killed").read_text()
+    loads = [json.loads(line) for line in (run.folder / "weights.jsonl").read_text().splitlines()]
+    whole = [row for row in loads if row.get("bytes_sent")]
+    assert len(whole) > 10 and all(row["transport"] == "gloo" for row in loads)
+    assert all(row["bytes_received"] == 2 * row["bytes_sent"] for row in whole if not row["buckets_again"])
+    assert max(row["version"] for row in loads) == 24
+    said = [json.loads(line) for line in (run.folder / "logs" / "trainer.jsonl").read_text().splitlines()]
+    reached = [line for line in said if line["event"] == "receiver reached"]
+    assert {line["workers"] for line in reached} == {2} and len(reached) >= 2, "it came back"
+    assert check_versions(run.folder, 8) > 0

@@ -1,5 +1,5 @@
 """Run under torchrun by test_ranks.py: trains a few steps, beside one process that trains the same, and publishes each
-version. Arguments: broker address, folder."""
+version. Arguments: broker address, folder, and whether the ranks share memory: together or apart."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from penstock.services.trainer import checkpoint
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.sender import rank_sender
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.publisher import Publisher
+from penstock.services.weights.sender.rank_sender import RankSender
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.conftest import TINY
 from tests.trainer.steps import Tokenizer, a_step
@@ -42,17 +44,17 @@ def tokens() -> torch.Tensor:
     return torch.arange(12)[None] % TINY["vocab_size"]
 
 
-def main(address: str, folder: Path) -> None:
+def main(address: str, folder: Path, apart: bool) -> None:
     world = World.of_torchrun(CPU)
+    if apart:  # as ranks on different hosts are
+        rank_sender._boot = lambda: str(world.rank)
     model = a_model()
     shard(model, world, "float32")
     config = TrainerConfig.model_validate(CONFIG | ALGORITHM)
     learner = Learner(model, config, 1.0, world)
     plain = Learner(a_model(), config, 1.0, World(CPU))
     source = ShardExporter(learner.parameters, "float32", 4096, world, Gmac.of_run("test"))
-    staging = sum(b.numel() for b in (source._staging, source._arrivals) if b is not None)
-    assert staging <= 2 * source.layout.bucket_bytes, "two buckets, whatever the size of the model"
-    publisher = None
+    publisher, follower = None, RankSender(source, "127.0.0.1")
     if world.rank == 0:
         box = Mailbox(address, "trainer#1")
         weights = WeightsConfig.model_validate({"deadline_s": 20, "stall_s": 10, "bucket_mb": 0.00390625})
@@ -70,8 +72,7 @@ def main(address: str, folder: Path) -> None:
             np.save(folder / f"logits-{version}.npy", logits.numpy())
             publisher.publish(Publication(version)).committed.result(60)
         else:
-            for _ in source.buckets(None):
-                pass
+            follower.follow(lambda: None)
         world.share(b"next")
     saver = checkpoint.Saver(learner, Tokenizer(), folder / "checkpoints", keep=1)
     path = saver.begin().result()
@@ -91,4 +92,4 @@ def main(address: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "apart")

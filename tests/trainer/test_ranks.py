@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.pipeline.harness.fake_broker import FakeBroker
-from penstock.services.modeling.parallel.fsdp import rows_of
+from penstock.services.modeling.parallel.rows import rows_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.weights.config import WeightsConfig
@@ -23,7 +23,8 @@ from tests.weights.channel import Rollout, until
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["together", "apart"])
+def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path, ranks: str) -> None:
     broker = FakeBroker()
     rollouts: list[Rollout] = []
     found: dict[tuple[str, int], np.ndarray] = {}
@@ -46,7 +47,7 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path) ->
         name = f"rollout-{index}#1"
         rollouts.append(Rollout(broker.address, name, config, Engine(name)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.trainer.rank_program", broker.address, str(tmp_path)]
+    command += ["-m", "tests.trainer.rank_program", broker.address, str(tmp_path), ranks]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         until(lambda: process.poll() is not None or all(VERSIONS in r.served for r in rollouts), 120, "all versions")

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.parallel.rows import rows_of
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
 
@@ -96,10 +97,3 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
             raise SetupError(f"a parameter is cut as {parameter.placements}; only rows over one mesh are known")
         parameter = parameter.to_local()
     return parameter.detach().reshape(-1)
-
-
-def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """First row and number of rows of a rank's part, as `torch.chunk` cuts."""
-    part = -(-rows // size)
-    first = min(rank * part, rows)
-    return first, min(part, rows - first)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.load import ModelError, attention_of, load_config, load_model, not_loaded
-from penstock.services.modeling.parallel.fsdp import of_local, rows_of, shard
+from penstock.services.modeling.parallel.fsdp import of_local, shard
+from penstock.services.modeling.parallel.rows import rows_of
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import WeightFiles
 

@@ -28,12 +28,12 @@ class World:
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.publish_group: Any = None
-        """Of its own, so that gathering for a publish runs beside the training's collectives."""
+        """Of its own, over hosts, so that ranks can agree on a publish beside the training's collectives."""
         self.save_group: Any = None
         """Of its own, over hosts, so that a checkpoint is written beside the training's collectives."""
         if self.size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
-            self.publish_group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
+            self.publish_group = dist.new_group(backend="gloo", timeout=DEADLINE)
             self.save_group = dist.new_group(backend="gloo", timeout=DEADLINE)
 
     @cached_property
@@ -54,17 +54,33 @@ class World:
         """The world that torchrun has put this process into, or one of its own."""
         return cls(device, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
-    def share(self, data: bytes = b"") -> bytes:
-        """Rank 0's ``data``, on every rank."""
+    def share(self, data: bytes = b"", group: Any = None) -> bytes:
+        """Rank 0's ``data``, on every rank; over a ``group`` of its own, from a thread of its own."""
         if self.size == 1:
             return data
         size = torch.tensor([len(data)])
-        dist.broadcast(size, 0)
+        dist.broadcast(size, 0, group=group)
         buffer = torch.empty(int(size), dtype=torch.uint8)
         if self.rank == 0 and data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, 0)
+        dist.broadcast(buffer, 0, group=group)
         return buffer.numpy().tobytes()
+
+    def gather(self, data: bytes, group: Any = None) -> list[bytes]:
+        """Every rank's ``data``, in their order, on every rank."""
+        if self.size == 1:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+        longest = max(int(size) for size in sizes)
+        if not longest:
+            return [b""] * self.size
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=group)
+        return [whole.numpy()[: int(size)].tobytes() for whole, size in zip(found, sizes, strict=True)]
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over the ranks, float64."""

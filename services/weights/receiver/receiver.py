@@ -221,6 +221,7 @@ class Receiver:
             start, end = spans[index]
             digest = intake.gmac.bucket(memory[start:end]) if self._verify else ""
             intake.bucket(proposal.epoch, proposal.version, index, memory[start:end], digest)
+            failpoint.reach("receiver-bucket", proposal.version)
             costs.hash_s += time.monotonic() - started
 
         route = proposal.route

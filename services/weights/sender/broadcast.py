@@ -32,33 +32,40 @@ class Broadcast:
         self._store_address = ""
         self._groups: dict[Backend, BroadcastGroup] = {}
 
+    def routes(
+        self, epoch: Epoch, base: str, workers: Callable[[str], int], roots: int
+    ) -> dict[Backend, CollectiveRoute]:
+        """How the epoch's members are reached that a group reaches. ``base``: digest of the version that changes are
+        sent of; ``workers``: how many processes of a member hold its weights; ``roots``: the trainer's ranks."""
+        found: dict[Backend, CollectiveRoute] = {}
+        for backend in BACKENDS:
+            ranks, size = {}, roots
+            for identity in epoch.by(backend):
+                ranks[identity], size = size, size + workers(identity)
+            if ranks:
+                found[backend] = CollectiveRoute(
+                    type=backend,
+                    store=self._serve_store(),
+                    ranks=ranks,
+                    size=size,
+                    roots=roots,
+                    stall_s=self._config.stall_s,
+                    sparse_from=base if backend == "gloo" else "",
+                )
+        return found
+
     def meet(
         self,
         epoch: Epoch,
-        snapshot: Snapshot,
-        workers: Callable[[str], int],
+        routes: dict[Backend, CollectiveRoute],
+        version: int,
         propose: Callable[[list[str], Route], None],
-    ) -> None:
-        """Proposes ``snapshot`` to the epoch's members and meets them; a group of the same epoch is used again.
-        ``workers`` says how many processes of a member hold its weights."""
+    ) -> list[BroadcastGroup]:
+        """Proposes ``version`` to the members of ``routes`` and meets them; a group of the same epoch is used again."""
         self.broken = False
         before, self._groups = self._groups, {}
-        for backend in BACKENDS:
-            members = epoch.by(backend)
-            if not members:
-                continue
-            ranks, size = {}, 1
-            for identity in members:
-                ranks[identity], size = size, size + workers(identity)
-            route = CollectiveRoute(
-                type=backend,
-                store=self._serve_store(),
-                ranks=ranks,
-                size=size,
-                stall_s=self._config.stall_s,
-                sparse_from=snapshot.base if backend == "gloo" else "",
-            )
-            propose(members, route)
+        for backend, route in routes.items():
+            propose(sorted(route.ranks), route)
             group = before.get(backend)
             try:
                 if group and group.epoch == epoch.number:
@@ -67,7 +74,13 @@ class Broadcast:
                     group = BroadcastGroup(route, epoch.number, 0, self._config.host, self._store)
                 self._groups[backend] = group
             except CollectiveError as error:
-                self._broke(backend, error, snapshot)
+                self._broke(backend, error, version)
+        return list(self._groups.values())
+
+    def drop(self, error: CollectiveError, version: int) -> None:
+        """A rank of the trainer has said that a group of this publish broke."""
+        for backend in list(self._groups):
+            self._broke(backend, error, version)
 
     def send(self, index: int, snapshot: Snapshot, on_device: torch.Tensor) -> None:
         """Starts to send bucket ``index``, or its changes; NCCL sends it from the model's device."""
@@ -81,7 +94,7 @@ class Broadcast:
                     changes = snapshot.changes.get(index) if group.route.sparse_from else None
                     group.send(index, snapshot.buffer.tensor[start:end], changes)
             except CollectiveError as error:
-                self._broke(backend, error, snapshot)
+                self._broke(backend, error, snapshot.version)
 
     def finish(self, snapshot: Snapshot) -> None:
         """Waits until everything is sent, or a group is broken."""
@@ -90,7 +103,7 @@ class Broadcast:
             try:
                 group.finish()
             except CollectiveError as error:
-                self._broke(backend, error, snapshot)
+                self._broke(backend, error, snapshot.version)
             snapshot.cost.transfer_s = time.monotonic() - started
             snapshot.cost.bytes_sent, group.bytes_sent = max(snapshot.cost.bytes_sent, group.bytes_sent), 0
 
@@ -104,8 +117,8 @@ class Broadcast:
         ranks = [group.route.ranks.get(identity) for group in self._groups.values()]
         return next((rank for rank in ranks if rank), None)
 
-    def _broke(self, backend: Backend, error: CollectiveError, snapshot: Snapshot) -> None:
-        log.error("the epoch broke; receivers ask for the rest", version=snapshot.version, error=str(error))
+    def _broke(self, backend: Backend, error: CollectiveError, version: int) -> None:
+        log.error("the epoch broke; receivers ask for the rest", version=version, error=str(error))
         self._groups.pop(backend, None)
         self.broken = True
 

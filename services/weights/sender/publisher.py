@@ -24,6 +24,7 @@ from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import (
+    CollectiveRoute,
     Digests,
     Route,
     SharedMemoryRoute,
@@ -37,11 +38,13 @@ from penstock.services.weights import delta
 from penstock.services.weights.buffers import BufferPool
 from penstock.services.weights.byte_views import as_array
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.sender.broadcast import Broadcast
+from penstock.services.weights.sender.broadcast import Backend, Broadcast
 from penstock.services.weights.sender.publication import Publication
+from penstock.services.weights.sender.rank_sender import RankSender
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.sender.snapshot import Snapshot
 from penstock.services.weights.transports import cuda_ipc, shared_memory
+from penstock.services.weights.transports.broadcast_group import BroadcastGroup
 from penstock.services.weights.transports.bucket_server import BucketServer, bucket_reply
 
 log = structlog.get_logger()
@@ -84,7 +87,8 @@ class Publisher:
         if shared:
             shared_memory.remove_leftovers(run_key)
             self._probe = shared_memory.Probe(run_key)
-        self._buffers = BufferPool(run_key=run_key if shared else None)
+        self._ranks = RankSender(source, config.host) if source.ranks > 1 else None
+        self._buffers = BufferPool(bool(self._ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = PublishState(time.time_ns() // 1_000_000, config.deadline_s)
         self._snapshots = BucketServer(config.host, keys, self._answer_fetch)
@@ -209,25 +213,13 @@ class Publisher:
         buffer = self._buffers.take(layout.nbytes, kept, publication.version)
         snapshot = Snapshot(publication.version, layout, buffer, publication.canary)
         epoch = Epoch(-1, {}) if publication.quiet else self._sender.open(publication.version, time.monotonic())
-        self._announce(snapshot, epoch)
-        hashing: list[str | Future[str]] = []
-        for index, on_device, digest in self._source.buckets(buffer.tensor, hashed=self._verify):
-            if self._verify:  # while the next bucket is gathered, where the source could not
-                hashing.append(digest or self._hasher.submit(self._source.gmac.bucket, snapshot.bucket(index)))
-            if snapshot.base:
-                self._find_changes(snapshot, index)
-            buffer.filled(index + 1)
-            if snapshot.on_gpu is not None:
-                start, end = layout.spans[index]
-                snapshot.on_gpu[start:end].copy_(on_device)
-            self._broadcast.send(index, snapshot, on_device)
-            failpoint.reach("publishing", publication.version)
-        publication.read.set_result(None)
+        found = (
+            self._send_ranks(publication, snapshot, epoch) if self._ranks else self._send(publication, snapshot, epoch)
+        )
         gathered = time.monotonic()
-        found = [d if isinstance(d, str) else d.result() for d in hashing] or [""] * len(layout.spans)
         whole = self._source.gmac.whole(layout.digest, found) if self._verify else f"unverified-{publication.version}"
         snapshot.digests = Digests(buckets=tuple(found), whole=whole)
-        snapshot.cost.gather_s, snapshot.cost.digest_s = gathered - started, time.monotonic() - gathered
+        snapshot.cost.gather_s = gathered - started - snapshot.cost.digest_s
         version = None if publication.quiet else self._commit_version(list(epoch.members), epoch.number, snapshot)
         committing = publication.commit(snapshot, version) if publication.commit else None
         self._finish(snapshot)
@@ -249,12 +241,68 @@ class Publisher:
         if version:
             failpoint.reach("published", publication.version - 1)
 
+    def _send(self, publication: Publication, snapshot: Snapshot, epoch: Epoch) -> list[str]:
+        """A trainer of one rank: bucket k is on its way while k + 1 is cast and hashed. Returns the digests."""
+        layout, buffer, gmac = self._source.layout, snapshot.buffer, self._source.gmac
+        self._announce(snapshot, epoch)
+        self._meet(snapshot, epoch, self._routes(snapshot, epoch))
+        hashing: list[str | Future[str]] = []
+        for index, on_device, digest in self._source.buckets(buffer.tensor, hashed=self._verify):
+            if self._verify:  # while the next bucket is gathered, where the source could not
+                hashing.append(digest or self._hasher.submit(gmac.bucket, snapshot.bucket(index)))
+            if snapshot.base:
+                self._find_changes(snapshot, index)
+            buffer.filled(index + 1)
+            if snapshot.on_gpu is not None:
+                start, end = layout.spans[index]
+                snapshot.on_gpu[start:end].copy_(on_device)
+            self._broadcast.send(index, snapshot, on_device)
+            failpoint.reach("publishing", publication.version)
+        publication.read.set_result(None)
+        gathered = time.monotonic()
+        found = [d if isinstance(d, str) else d.result() for d in hashing] or [""] * len(layout.spans)
+        snapshot.cost.digest_s = time.monotonic() - gathered
+        return found
+
+    def _send_ranks(self, publication: Publication, snapshot: Snapshot, epoch: Epoch) -> list[str]:
+        """A trainer of several: each sends its own rows (`rank_sender`). Returns the digests."""
+        assert self._ranks
+        self._announce(snapshot, epoch)
+        routes = self._routes(snapshot, epoch)
+        outcome = self._ranks.send(
+            snapshot.buffer,
+            epoch.number,
+            list(routes.values()),
+            lambda: self._meet(snapshot, epoch, routes),
+            self._verify,
+            lambda: publication.read.set_result(None),
+            lambda: failpoint.reach("publishing", publication.version),
+        )
+        if snapshot.base:
+            for index in range(len(snapshot.layout.spans)):
+                self._find_changes(snapshot, index)
+        snapshot.buffer.filled(len(snapshot.layout.spans))
+        if outcome.broke:
+            self._broadcast.drop(outcome.broke, publication.version)
+        return outcome.digests
+
+    def _routes(self, snapshot: Snapshot, epoch: Epoch) -> dict[Backend, CollectiveRoute]:
+        return self._broadcast.routes(
+            epoch, snapshot.base, lambda identity: len(self._places[identity]), self._source.ranks
+        )
+
+    def _meet(self, snapshot: Snapshot, epoch: Epoch, routes: dict[Backend, CollectiveRoute]) -> list[BroadcastGroup]:
+        def propose(targets: list[str], route: Route) -> None:
+            self._propose(targets, epoch.number, snapshot, route)
+
+        return self._broadcast.meet(epoch, routes, snapshot.version, propose)
+
     def _loads(self, snapshot: Snapshot) -> bool:
         """Somebody is not done with it."""
         return any(p.loading and p.loading[1] == snapshot.version for p in self._sender.peers.values())
 
     def _announce(self, snapshot: Snapshot, epoch: Epoch) -> None:
-        """Proposes the version to all members, by their routes, and meets the groups that buckets are broadcast to."""
+        """Proposes the version to the members that take it by themselves, by their routes."""
         self._choose_base(snapshot, epoch.by("gloo"))
         if on_gpu := epoch.by("cuda_ipc"):
             snapshot.on_gpu = torch.empty(snapshot.layout.nbytes, dtype=torch.uint8, device=self._source.device)
@@ -263,12 +311,6 @@ class Publisher:
             self._propose(sharing, epoch.number, snapshot, SharedMemoryRoute(segment=snapshot.buffer.name))
         if asking := epoch.by("snapshot"):
             self._propose(asking, epoch.number, snapshot, SnapshotRoute())
-        self._broadcast.meet(
-            epoch,
-            snapshot,
-            lambda identity: len(self._places[identity]),
-            lambda targets, route: self._propose(targets, epoch.number, snapshot, route),
-        )
 
     def _choose_base(self, snapshot: Snapshot, collective: list[str]) -> None:
         """Whether changes are sent: everybody who takes part must have what they are changes of."""
@@ -278,6 +320,8 @@ class Publisher:
         needs = [p for p in self._sender.peers.values() if p.transport in ("gloo", "snapshot")]
         served = (latest.version, latest.digest)
         if not needs or any(self._sender.peers[identity].serves != served for identity in collective):
+            return
+        if collective and self._source.ranks > 1:  # no rank has both the whole and a group of its own to send it in
             return
         if snapshot.layout.weights[0].dtype != "float32":
             snapshot.base = latest.digest

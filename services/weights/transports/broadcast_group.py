@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from penstock.protocols.versions import CollectiveRoute, Layout
 from penstock.services.weights import delta
+from penstock.services.weights.parts import Run, packed, runs_of, unpack
 
 POLL_S = 0.0003
 AHEAD = 6
@@ -73,10 +74,7 @@ class BroadcastGroup:
                 f"epoch {epoch}, rank {rank}: the group did not meet within {route.stall_s:g} s; members: "
                 f"{self._members()}: {_first_line(error)}"
             ) from None
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
-        self._options.rootTensor = 0
-        self._options.timeout = stall
+        self._stall = stall
         self._sent: list[_Sent] = []
         self.bytes_sent = self.bytes_received = 0
 
@@ -89,10 +87,28 @@ class BroadcastGroup:
             tensors = [torch.tensor([kind, payload.numel()]), payload]
         self.bytes_sent += tensors[-1].numel()
         try:
-            works = [self._lane(index).broadcast([tensor], self._options) for tensor in tensors]
+            works = [self._lane(index).broadcast([tensor], self._options()) for tensor in tensors]
         except RuntimeError as error:
             raise self._failure(index, _first_line(error)) from None
         self._sent.append(_Sent(index, works, tensors))
+
+    def exchange(
+        self, runs: list[list[list[Run]]], mine: Callable[[int], torch.Tensor], sent: Callable[[], None]
+    ) -> None:
+        """One of several trainer's ranks: sends its own part of every bucket, which ``mine`` makes (uint8 ``[bytes]``),
+        and takes part in the others'. ``sent`` is called after each bucket. Raises `CollectiveError`."""
+        others = [torch.empty(_longest(runs), dtype=torch.uint8) for _ in range(AHEAD)]
+        last = 0
+        for number, (index, root, nbytes) in enumerate(_turns(runs)):
+            if index != last:
+                sent()
+                last = index
+            tensor = mine(index) if root == self.rank else others[number % AHEAD][:nbytes]
+            self.bytes_sent += nbytes
+            self._sent.append(_Sent(index, [self._broadcast_part(number, index, root, tensor)], [tensor]))
+            self.finish(but=AHEAD - 1)
+        self.finish()
+        sent()
 
     def finish(self, but: int = 0) -> None:
         """Waits until all ``but`` the last few buckets are sent. Raises `CollectiveError`, naming the bucket and the
@@ -112,6 +128,9 @@ class BroadcastGroup:
         of, where the route says so. ``arrived`` is called with each bucket's number, while others come in."""
         if self.route.sparse_from:
             self._receive_changes(layout, shadow, arrived)
+            return
+        if self.route.roots > 1:
+            self._receive_parts(layout, shadow, arrived)
             return
         coming: deque[tuple[int, Any]] = deque()
         spans = enumerate(layout.spans)
@@ -144,12 +163,48 @@ class BroadcastGroup:
                 raise self._failure(index, f"{nbytes} bytes of kind {kind} were announced")
             arrived(index)
 
+    def _receive_parts(self, layout: Layout, shadow: torch.Tensor, arrived: Callable[[int], None]) -> None:
+        """Each part of a bucket from the trainer's rank that holds it."""
+        runs = runs_of(layout, self.route.roots)
+        coming: deque[tuple[int, int, torch.Tensor, Any]] = deque()
+        turns, missing = enumerate(_turns(runs)), [sum(1 for one in bucket if one) for bucket in runs]
+        for index, parts in enumerate(missing):
+            if not parts:  # padding alone
+                arrived(index)
+        while True:
+            for number, (index, root, nbytes) in islice(turns, AHEAD - len(coming)):
+                start, end = layout.spans[index]
+                part = packed(shadow[start:end], runs[index][root])
+                in_place = len(runs[index][root]) == 1
+                tensor = part if in_place else torch.empty(nbytes, dtype=torch.uint8, device=shadow.device)
+                self.bytes_received += nbytes
+                coming.append((index, root, tensor, self._broadcast_part(number, index, root, tensor)))
+            if not coming:
+                return
+            index, root, tensor, work = coming.popleft()
+            self._wait(work, index)
+            if len(runs[index][root]) > 1:
+                start, end = layout.spans[index]
+                unpack(tensor, shadow[start:end], runs[index][root])
+            missing[index] -= 1
+            if not missing[index]:
+                arrived(index)
+
     def _broadcast(self, index: int, tensor: torch.Tensor) -> Any:
         self.bytes_received += tensor.numel() * tensor.element_size()
+        return self._broadcast_part(index, index, 0, tensor)
+
+    def _broadcast_part(self, number: int, index: int, root: int, tensor: torch.Tensor) -> Any:
+        """``number`` counts broadcasts, for the lanes to take turns."""
         try:
-            return self._lane(index).broadcast([tensor], self._options)
+            return self._lane(number).broadcast([tensor], self._options(root))
         except RuntimeError as error:
             raise self._failure(index, _first_line(error)) from None
+
+    def _options(self, root: int = 0) -> dist.BroadcastOptions:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = root, 0, self._stall
+        return options
 
     def _lane(self, index: int) -> Any:
         return self._lanes[index % len(self._lanes)]
@@ -173,6 +228,18 @@ class BroadcastGroup:
 
     def _members(self) -> str:
         return ", ".join(f"rank {rank} ({identity})" for identity, rank in self.route.ranks.items())
+
+
+def _turns(runs: list[list[list[Run]]]) -> Iterator[tuple[int, int, int]]:
+    """Every broadcast in the one order that all members keep: bucket, root, bytes."""
+    for index, bucket in enumerate(runs):
+        for root, mine in enumerate(bucket):
+            if mine:
+                yield index, root, sum(run.nbytes for run in mine)
+
+
+def _longest(runs: list[list[list[Run]]]) -> int:
+    return max((nbytes for _, _, nbytes in _turns(runs)), default=0)
 
 
 def _meet(store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, deadline: float) -> Any:

@@ -1,0 +1,87 @@
+"""Which part of each bucket a rank of the trainer holds, as FSDP cuts: rows of every weight. Known to both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.protocols.versions import Layout
+from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.parallel.rows import rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one weight that lies in one bucket and belongs to one rank."""
+
+    weight: int
+    """Its number in the layout."""
+    first: int
+    """First element within the rank's part of the weight."""
+    count: int
+    start: int
+    """Bytes from the bucket's start."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a bucket that follow each other, and belong to one rank."""
+
+    start: int
+    nbytes: int
+
+
+def pieces_of(layout: Layout, rank: int, size: int) -> list[list[Piece]]:
+    """Each bucket's pieces of ``rank``, of ``size`` ranks."""
+    pieces: list[list[Piece]] = [[] for _ in layout.spans]
+    for number, weight in enumerate(layout.weights):
+        itemsize = DTYPES[weight.dtype].itemsize
+        elements = weight.nbytes // itemsize
+        first, count = 0, elements
+        if size > 1:
+            row, rows = rows_of(weight.shape[0], rank, size)
+            width = elements // max(1, weight.shape[0])
+            first, count = row * width, rows * width
+        begin, end = weight.offset + first * itemsize, weight.offset + (first + count) * itemsize
+        at = begin
+        while at < end:
+            index = at // layout.bucket_bytes
+            stop = min(end, (index + 1) * layout.bucket_bytes)
+            start = at % layout.bucket_bytes
+            pieces[index].append(Piece(number, (at - begin) // itemsize, (stop - at) // itemsize, start, stop - at))
+            at = stop
+    return pieces
+
+
+def runs_of(layout: Layout, size: int) -> list[list[list[Run]]]:
+    """For each bucket and each of ``size`` ranks: its bytes, in as few runs as there are."""
+    by_rank = [pieces_of(layout, rank, size) for rank in range(size)]
+    return [[_joined(by_rank[rank][index]) for rank in range(size)] for index in range(len(layout.spans))]
+
+
+def _joined(pieces: list[Piece]) -> list[Run]:
+    runs: list[Run] = []
+    for piece in pieces:
+        if runs and runs[-1].start + runs[-1].nbytes == piece.start:
+            runs[-1] = Run(runs[-1].start, runs[-1].nbytes + piece.nbytes)
+        else:
+            runs.append(Run(piece.start, piece.nbytes))
+    return runs
+
+
+def packed(bucket: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    """A rank's bytes of a bucket; a view where they follow each other."""
+    parts = [bucket[run.start : run.start + run.nbytes] for run in runs]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else bucket[:0]
+
+
+def unpack(rows: torch.Tensor, bucket: torch.Tensor, runs: list[Run]) -> None:
+    """The inverse of `packed`."""
+    at = 0
+    for run in runs:
+        bucket[run.start : run.start + run.nbytes].copy_(rows[at : at + run.nbytes])
+        at += run.nbytes
