@@ -85,7 +85,8 @@ class PublishState:
         self.peers: dict[str, Peer] = {}
         self.latest: tuple[int, str] | None = None
         """The newest version that was committed, and its digest: what everybody should serve."""
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
+        """Of an answer to a proposal."""
         self._next = first_epoch
         self._epoch = Epoch(-1, {})
         self._broken = True
@@ -141,11 +142,13 @@ class PublishState:
             chosen.append((peer.identity, peer.loading[0], peer.transport))
         return chosen
 
-    def loaded(self, identity: str, epoch: int, version: int, digest: str) -> None:
-        """The receiver serves it."""
+    def loaded(self, identity: str, epoch: int, version: int, digest: str, now: float) -> float | None:
+        """The receiver serves it. Returns how long that took; None for old news."""
         peer = self.peers.get(identity)
-        if peer and peer.loading == (epoch, version):
-            peer.serves, peer.loading, peer.failures = (version, digest), None, 0
+        if peer is None or peer.loading != (epoch, version):
+            return None
+        peer.serves, peer.loading, peer.failures = (version, digest), None, 0
+        return now - peer.since
 
     def failed(self, identity: str, epoch: int, version: int, now: float) -> bool:
         """The receiver could not load it, and is offered the latest again after a while. False for old news."""
@@ -154,7 +157,7 @@ class PublishState:
             return False
         peer.loading, self._broken = None, True
         peer.failures += 1
-        peer.again_at = now + min(RETRY_S * 2**peer.failures, self._deadline_s)
+        peer.again_at = now + min(RETRY_S * 2**peer.failures, self.deadline_s)
         return True
 
     def broken(self) -> None:
@@ -165,11 +168,11 @@ class PublishState:
         """Votes out whoever has not answered within the deadline."""
         out: list[Late] = []
         for peer in self.peers.values():
-            if peer.loading and now - peer.since > self._deadline_s:
+            if peer.loading and now - peer.since > self.deadline_s:
                 out.append(Late(peer.identity, *peer.loading, now - peer.since))
                 peer.loading, peer.transport, self._broken = None, None, True
                 peer.failures += 1
-                peer.invite_at = now + min(RETRY_S * 2**peer.failures, self._deadline_s)
+                peer.invite_at = now + min(RETRY_S * 2**peer.failures, self.deadline_s)
         return out
 
     def _ready(self, peer: Peer, now: float) -> bool:

@@ -12,6 +12,9 @@ from penstock.services.runtime.settings import Section
 CANARY_TOLERANCE: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference of the canary's log-probabilities, by the dtype that is published."""
 
+PATIENCE = 4
+"""Times as long as the slowest transfer has taken, the next one may."""
+
 
 class WeightsConfig(Section):
     """How weights travel from the trainer to the rollouts. See docs/weights.md."""
@@ -24,7 +27,11 @@ class WeightsConfig(Section):
     """This host's address on the weight network; or that network, e.g. ``10.1.0.0/16``: each host finds
     its own address."""
     deadline_s: float = Field(60.0, gt=0)
-    """A rollout that has not loaded a version after so many seconds is voted out, and invited again."""
+    """A rollout that has not loaded a version after so many seconds, and those that its bytes may take, is voted out,
+    and invited again."""
+    least_mb_s: float = Field(50.0, gt=0)
+    """What a version's bytes may take: as long as at so many MB/s, until it is known how fast they really travel, and
+    four times that from then on. Lower it where a large model goes to rollouts behind a slow network, e.g. ``5``."""
     stall_s: float = Field(10.0, gt=0)
     """A bucket that has not moved for so many seconds breaks its epoch; what is missing then comes from the
     snapshot."""
@@ -51,6 +58,11 @@ class WeightsConfig(Section):
     def bucket_bytes(self) -> int:
         """Of a bucket, which ends where a weight may begin."""
         return max(ALIGN, int(self.bucket_mb * (1 << 20)) // ALIGN * ALIGN)
+
+    def patience_s(self, nbytes: int, seen_s: float | None = None) -> float:
+        """How long a version of ``nbytes`` may take to be loaded; ``seen_s``: the longest that one has taken lately."""
+        transfer = nbytes / (self.least_mb_s * 1e6)
+        return self.deadline_s + (transfer if seen_s is None else min(transfer, PATIENCE * seen_s))
 
     def tolerance(self, dtype: str) -> float:
         """`canary_tolerance`, or the table's for ``dtype``."""

@@ -209,7 +209,7 @@ class World:
         elif kind == "reach":
             self.sender.reached(identity, "gloo")
         elif kind == "loaded":
-            self.sender.loaded(identity, *rest)
+            self.sender.loaded(identity, *rest, self.now)
         elif kind == "failed":
             self.sender.failed(identity, *rest, self.now)
         elif kind == "fetch":
@@ -290,13 +290,13 @@ def test_epochs_only_rise_for_a_rollout_that_was_forgotten_and_is_back() -> None
     assert sender.reached("a", "gloo") and sender.reached("b", "gloo")
     first = sender.open(5, 0.0)
     sender.committed(5, "five")
-    sender.loaded("b", first.number, 5, "five")
+    sender.loaded("b", first.number, 5, "five", 0.5)
     sender.present({"b": (5, "five")})  # a broker that was started again has not seen a yet
     sender.present({"a": (-1, ""), "b": (5, "five")})
     assert sender.invitations(1.0) == ["a"] and sender.reached("a", "gloo")
     ((identity, seeded, _),) = sender.seeds(1.0)
     assert identity == "a" and seeded > first.number
-    sender.loaded("a", seeded, 5, "five")
+    sender.loaded("a", seeded, 5, "five", 1.5)
     assert sender.open(6, 2.0).number > seeded
 
 

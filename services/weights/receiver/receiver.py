@@ -239,16 +239,15 @@ class Receiver:
         """Hashes the buckets of a segment while the sender writes the next ones."""
         segment, buckets = shadow.buffer, len(shadow.layout.spans)
         assert isinstance(segment, MappedBuffer)
-        index, deadline = 0, time.monotonic() + self._config.deadline_s
+        patience_s = self._config.patience_s(shadow.layout.nbytes)
+        index, deadline = 0, time.monotonic() + patience_s
         while index < buckets:
             filled = segment.filled(proposal.version)
             if filled == index:
                 if self._given_up(proposal):
                     raise DigestError("a newer version was proposed")
                 if time.monotonic() > deadline:
-                    raise DigestError(
-                        f"the trainer did not fill bucket {index} of segment within {self._config.deadline_s:g} s"
-                    )
+                    raise DigestError(f"the trainer did not fill bucket {index} of segment within {patience_s:g} s")
                 time.sleep(POLL_S)
             for full in range(index, filled):
                 arrived(full)
@@ -271,7 +270,8 @@ class Receiver:
             copy_bytes(self._serving.tensor, shadow.tensor)
         try:
             if self._group is None or self._group.epoch != proposal.epoch or self._group.route.type != route.type:
-                self._group = BroadcastGroup(route, proposal.epoch, route.ranks[identity], self._config.host)
+                rank, device = route.ranks[identity], self._engine.device
+                self._group = BroadcastGroup(route, proposal.epoch, rank, self._config.host, device=device)
             self._group.route = route
             target = shadow.tensor
             if route.type == "nccl":
@@ -302,16 +302,15 @@ class Receiver:
         return self._closing or self._newest != at or self._forgotten == at
 
     def _await_commit(self, proposal: Propose) -> CommitVersion:
-        at, deadline = (proposal.epoch, proposal.version), time.monotonic() + self._config.deadline_s
+        patience_s = self._config.patience_s(self._layout.nbytes if self._layout else 0)
+        at, deadline = (proposal.epoch, proposal.version), time.monotonic() + patience_s
         with self._changed:
             while at not in self._commits:
                 left = deadline - time.monotonic()
                 if self._given_up(proposal):
                     raise DigestError(f"version {proposal.version} was given up: a newer one was proposed")
                 if left <= 0:
-                    raise DigestError(
-                        f"the trainer did not commit version {proposal.version} within {self._config.deadline_s:g} s"
-                    )
+                    raise DigestError(f"the trainer did not commit version {proposal.version} within {patience_s:g} s")
                 self._changed.wait(left)
             return self._commits[at]
 

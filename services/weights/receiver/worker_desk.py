@@ -16,7 +16,6 @@ No byte of a version passes this process. Workers are connected by a port of thi
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field
 
 import structlog
@@ -170,13 +169,3 @@ class WorkerDesk:
                 self._router.send(worker, message)
         said = message.model_copy(update={"error": f"worker {identity.partition('#')[0]}: {message.error}"})
         self._mailbox.ask_later(said, self._config.deadline_s)
-
-
-def wait_for_workers(desk: WorkerDesk, deadline_s: float) -> bool:
-    """Whether all workers have come to ``desk`` within the deadline."""
-    until = time.monotonic() + deadline_s
-    while len(desk._workers) < desk._count:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True

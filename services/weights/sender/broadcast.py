@@ -25,9 +25,9 @@ class Broadcast:
     """At most one group a backend; kept from publish to publish while the epoch is the same. ``broken``: one of them
     broke in this publish, and its receivers ask for what they miss."""
 
-    def __init__(self, config: WeightsConfig) -> None:
+    def __init__(self, config: WeightsConfig, device: torch.device) -> None:
         self.broken = False
-        self._config = config
+        self._config, self._device = config, device
         self._store: Any = None
         self._store_address = ""
         self._groups: dict[Backend, BroadcastGroup] = {}
@@ -71,7 +71,7 @@ class Broadcast:
                 if group and group.epoch == epoch.number:
                     group.route = route
                 else:
-                    group = BroadcastGroup(route, epoch.number, 0, self._config.host, self._store)
+                    group = BroadcastGroup(route, epoch.number, 0, self._config.host, self._store, self._device)
                 self._groups[backend] = group
             except CollectiveError as error:
                 self._broke(backend, error, version)
@@ -109,6 +109,8 @@ class Broadcast:
 
     def close(self) -> None:
         """Lets go of the connections."""
+        for group in self._groups.values():
+            group.close()
         self._groups.clear()
         self._store = None
 

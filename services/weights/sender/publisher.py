@@ -90,9 +90,11 @@ class Publisher:
         self._ranks = RankSender(source, config.host) if source.ranks > 1 else None
         self._buffers = BufferPool(bool(self._ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
-        self._sender = PublishState(time.time_ns() // 1_000_000, config.deadline_s)
+        self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.layout.nbytes))
+        self._slowest_s = 0.0
+        """That a version has taken to be loaded."""
         self._snapshots = BucketServer(config.host, keys, self._answer_fetch)
-        self._broadcast = Broadcast(config)
+        self._broadcast = Broadcast(config, source.device)
         self._hasher = ThreadPoolExecutor(1, "hasher")
         self._lock = threading.Lock()
         self._places: dict[str, list[m.Place]] = {}
@@ -166,7 +168,9 @@ class Publisher:
                 workers = len(event.places)
                 log.info("receiver reached", receiver=event.receiver, transport=transport, hosts=hosts, workers=workers)
         elif isinstance(event, m.Loaded):
-            sender.loaded(event.receiver, event.epoch, event.version, event.digest)
+            took_s = sender.loaded(event.receiver, event.epoch, event.version, event.digest, now)
+            self._slowest_s = max(self._slowest_s, took_s or 0.0)
+            sender.deadline_s = self._config.patience_s(self._source.layout.nbytes, self._slowest_s)
             if event.buckets_again and event.transport in ("gloo", "nccl"):  # its end of the group broke
                 sender.broken()
         elif isinstance(event, m.LoadFailed):

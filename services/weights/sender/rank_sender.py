@@ -132,7 +132,8 @@ class RankSender:
             group = before.get(route.type)
             try:
                 if group is None or group.epoch != order["epoch"]:
-                    group = BroadcastGroup(route, order["epoch"], self._world.rank, self._host)
+                    device = self._source.device
+                    group = BroadcastGroup(route, order["epoch"], self._world.rank, self._host, device=device)
                 group.route = route
                 self._groups[route.type] = group
             except CollectiveError as error:

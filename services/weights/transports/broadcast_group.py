@@ -18,8 +18,12 @@ import torch.distributed as dist
 from penstock.protocols.versions import CollectiveRoute, Layout
 from penstock.services.weights import delta
 from penstock.services.weights.parts import Run, packed, runs_of, unpack
+from penstock.services.weights.transports.nccl import NcclLane
 
 POLL_S = 0.0003
+CPU = torch.device("cpu")
+NAME = "name"
+"""Where an NCCL group's name is left for its members."""
 AHEAD = 6
 """Buckets that a receiver has room ready for: the next ones come in while it hashes one."""
 LANES = {"gloo": 3, "nccl": 1}
@@ -54,8 +58,15 @@ class BroadcastGroup:
     """One epoch's process groups: the trainer at rank 0 and a fixed set of receivers."""
 
     def __init__(
-        self, route: CollectiveRoute, epoch: int, rank: int, host: str, store: dist.TCPStore | None = None
+        self,
+        route: CollectiveRoute,
+        epoch: int,
+        rank: int,
+        host: str,
+        store: dist.TCPStore | None = None,
+        device: torch.device = CPU,
     ) -> None:
+        """``store`` is rank 0's own; ``device`` is where NCCL finds what it sends or receives."""
         self.route, self.epoch, self.rank = route, epoch, rank
         stall = timedelta(seconds=route.stall_s)
         deadline = time.monotonic() + route.stall_s
@@ -65,14 +76,16 @@ class BroadcastGroup:
                 store = dist.TCPStore(
                     address, int(port), world_size=None, is_master=False, timeout=stall, wait_for_workers=False
                 )
+            self._progress = dist.PrefixStore(f"{route.type}-{epoch}-progress", store)
+            self._progress.set(str(rank), "-1")
             self._lanes = [
-                _meet(dist.PrefixStore(f"{route.type}-{epoch}-{lane}", store), route, rank, host, deadline)
+                _meet(dist.PrefixStore(f"{route.type}-{epoch}-{lane}", store), route, rank, host, device, deadline)
                 for lane in range(LANES[route.type])
             ]
         except RuntimeError as error:
             raise CollectiveError(
                 f"epoch {epoch}, rank {rank}: the group did not meet within {route.stall_s:g} s; members: "
-                f"{self._members()}: {_first_line(error)}"
+                f"{self._members()}{self._absent()}: {_first_line(error)}"
             ) from None
         self._stall = stall
         self._sent: list[_Sent] = []
@@ -210,21 +223,47 @@ class BroadcastGroup:
         return self._lanes[index % len(self._lanes)]
 
     def _wait(self, work: Any, index: int) -> None:
-        """gloo waits by itself, at most `stall_s`; NCCL would only have its stream wait."""
+        """gloo waits by itself, at most `stall_s`; NCCL is looked after."""
         deadline = time.monotonic() + self.route.stall_s
-        while self.route.type == "nccl" and not work.is_completed():
-            if time.monotonic() > deadline:
-                raise self._failure(index, f"it did not move for {self.route.stall_s:g} s")
-            time.sleep(POLL_S)
         try:
+            while self.route.type == "nccl" and not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise self._failure(index, f"it did not move for {self.route.stall_s:g} s")
+                time.sleep(POLL_S)
             work.wait()
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             raise self._failure(index, _first_line(error)) from None
 
+    def close(self) -> None:
+        """Lets go of connections in good order."""
+        for lane in self._lanes:
+            if isinstance(lane, NcclLane):
+                lane.close()
+
     def _failure(self, index: int, reason: str) -> CollectiveError:
+        """A group that failed is ended here: what NCCL still has in line is given up."""
+        for lane in self._lanes:
+            if isinstance(lane, NcclLane):
+                lane.abort()
         return CollectiveError(
-            f"epoch {self.epoch}, rank {self.rank}: bucket {index} was not broadcast among {self._members()}: {reason}"
+            f"epoch {self.epoch}, rank {self.rank}: bucket {index} was not broadcast among {self._members()}"
+            f"{self._absent()}: {reason}"
         )
+
+    def _absent(self) -> str:
+        """Who has not come to the group, as far as can be told."""
+        try:
+            away = [rank for rank in range(self.route.size) if not self._progress.check([str(rank)])]
+        except (RuntimeError, AttributeError):
+            return ""
+        return f"; not there: {', '.join(f'rank {rank}{self._name(rank)}' for rank in away)}" if away else ""
+
+    def _name(self, rank: int) -> str:
+        """The receiver that ``rank`` belongs to."""
+        first = max((r for r in self.route.ranks.values() if r <= rank), default=None)
+        return next((f" ({identity})" for identity, r in self.route.ranks.items() if r == first), "")
 
     def _members(self) -> str:
         return ", ".join(f"rank {rank} ({identity})" for identity, rank in self.route.ranks.items())
@@ -242,19 +281,25 @@ def _longest(runs: list[list[list[Run]]]) -> int:
     return max((nbytes for _, _, nbytes in _turns(runs)), default=0)
 
 
-def _meet(store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, deadline: float) -> Any:
+def _meet(
+    store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, device: torch.device, deadline: float
+) -> Any:
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     store.set_timeout(timeout)
-    world = route.size
     if route.type == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world, options)
+
+        def name(make: Callable[[], bytes]) -> bytes:
+            if rank == 0:
+                store.set(NAME, make())
+            found: bytes = store.get(NAME)
+            return found
+
+        return NcclLane(name, rank, route.size, device, deadline)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     options._threads = 1  # two would share the same connections: 15 % slower
-    return dist.ProcessGroupGloo(store, rank, world, options)
+    return dist.ProcessGroupGloo(store, rank, route.size, options)
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,160 @@
+"""A group that fails costs nobody but itself: NCCL's C interface, over a library that stalls where it is told to."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.sender import broadcast
+from penstock.services.weights.transports import cuda_ipc, nccl
+from tests.weights.channel import Channel, Holder, Rollout
+from tests.weights.test_transports import become, same, weights
+
+SOURCE = Path(__file__).parent / "stub" / "nccl.c"
+OK, INIT_BLOCKS, INIT_STALLS, BROADCAST_STALLS, ASYNC_ERROR, ABORT_BLOCKS = range(6)
+STALL_S = 1.0
+HANDLES = itertools.count(1)
+
+
+@dataclass
+class StubEvent:
+    library: ctypes.CDLL
+    handle: int
+    place: int
+
+    def query(self) -> bool:
+        return bool(self.library.stub_done(ctypes.c_long(self.handle)) >= self.place)
+
+
+class StubQueue:
+    """What the stub runs in order on a thread of its own, as a stream is on a GPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.handle, self._library = next(HANDLES), library
+
+    def after_current(self) -> None:
+        pass
+
+    def mark(self) -> StubEvent:
+        return StubEvent(self._library, self.handle, self._library.stub_asked(ctypes.c_long(self.handle)))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    path = tmp_path_factory.mktemp("stub") / "libnccl.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", path, SOURCE, "-lpthread"], check=True)
+    found = ctypes.CDLL(str(path))
+    found.penstock_path = str(path)  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.fixture
+def channel(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+    """A trainer and rollouts that take themselves for ones on GPUs, each on its own; the stub carries their bytes."""
+    gpus = itertools.count()
+    monkeypatch.setenv(nccl.LIBRARY, library.penstock_path)  # type: ignore[attr-defined]
+    monkeypatch.setattr(nccl, "make_queue", lambda device: StubQueue(library))
+    monkeypatch.setattr(nccl, "ABORT_S", 0.5)
+    named: dict[int, tuple[torch.device, str]] = {}
+
+    def gpu_of(device: torch.device) -> str:
+        return named.setdefault(id(device), (device, f"GPU-{next(gpus)}@here"))[1]
+
+    monkeypatch.setattr(cuda_ipc, "gpu_of", gpu_of)
+    library.stub_mode(OK)
+    made = Channel(weights(0), stall_s=STALL_S, deadline_s=5)
+    yield made
+    library.stub_mode(OK)
+    made.close()
+
+
+def join(channel: Channel) -> Rollout:
+    engine = Holder()
+    engine.device = torch.device("cpu")  # an object of its own: by it the fixture gives each a GPU
+    return channel.join(engine=engine)
+
+
+def test_versions_go_over_it(channel: Channel, library: ctypes.CDLL) -> None:
+    first, second = join(channel), join(channel)
+    for version in range(3):
+        become(channel, version)
+        channel.publish(version)
+        assert same(first.wait(version), version) and same(second.wait(version), version)
+        assert first.loaded[version].transport == "nccl"
+        channel.settled()
+    assert library.stub_broadcasts() > 0
+    assert first.loaded[2].epoch == first.loaded[1].epoch and first.loaded[2].buckets_again == 0
+
+
+@pytest.mark.parametrize("wrong", [INIT_BLOCKS, INIT_STALLS, BROADCAST_STALLS, ASYNC_ERROR])
+def test_the_trainer_lives_and_everybody_gets_the_version(
+    channel: Channel, library: ctypes.CDLL, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = structlog.testing.CapturingLogger()
+    monkeypatch.setattr(broadcast, "log", said)
+    first, host = join(channel), channel.join(transport="gloo")
+    library.stub_mode(wrong)
+    started = time.monotonic()
+    channel.publish(0)
+    assert same(first.wait(0), 0) and same(host.wait(0), 0)
+    assert time.monotonic() - started < 4 * STALL_S + 2
+    errors = [str(call.kwargs.get("error")) for call in said.calls]
+    assert any(first.name in error for error in errors), "the peer is named"
+    assert channel.publisher.error is None
+    channel.settled()
+    library.stub_mode(OK)
+    become(channel, 1)
+    channel.publish(1)
+    assert same(first.wait(1), 1) and same(host.wait(1), 1)
+    assert first.loaded[1].epoch != first.loaded[0].epoch, "a group that broke is never used again"
+
+
+def test_who_does_not_come_is_named(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = structlog.testing.CapturingLogger()
+    monkeypatch.setattr(broadcast, "log", said)
+    first, second = join(channel), join(channel)
+    channel.broker.muted.add(second.name)
+    channel.publish(0)
+    assert same(first.wait(0), 0)
+    assert f"not there: rank 2 ({second.name})" in str(said.calls[0].kwargs["error"])
+
+
+def test_an_abort_that_never_returns_is_left_behind(channel: Channel, library: ctypes.CDLL) -> None:
+    first = join(channel)
+    library.stub_mode(ABORT_BLOCKS)
+    channel.broker.muted.add(first.name)
+    started = time.monotonic()
+    channel.publish(0)
+    assert time.monotonic() - started < 2 * STALL_S + 2
+    assert channel.publisher.error is None
+
+
+def test_two_on_one_gpu_are_not_put_into_one_group(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = join(channel)
+    monkeypatch.setattr(cuda_ipc, "gpu_of", lambda device: "GPU-9@there")
+    second, third = join(channel), join(channel)
+    channel.publish(0)
+    for rollout in (first, second, third):
+        assert same(rollout.wait(0), 0)
+    ways = [channel.peer(rollout).transport for rollout in (first, second, third)]
+    assert ways.count("nccl") == 2 and ways[2] == "shm", ways
+
+
+def test_every_wait_for_a_large_model_is_as_long_as_its_bytes_take() -> None:
+    config = WeightsConfig()
+    assert config.patience_s(10 << 20) == pytest.approx(config.deadline_s, rel=0.01)
+    assert config.patience_s(141_000_000_000) > 280, "a seed at 0.5 GB/s"
