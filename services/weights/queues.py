@@ -1,0 +1,102 @@
+"""The small boundary to a device's ordered queues (CUDA's streams): what the weight channel does on a GPU goes through
+it, so that its order can be played through without one (`tests/weights/queue_simulator.py`).
+
+Training has the device's default queue. A publish has one of its own: it waits for training once, at an event that
+training has left behind its optimizer step, and training never waits for it on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A place in a queue."""
+
+    def query(self) -> bool:
+        """Everything before it is done."""
+
+    def synchronize(self) -> None:
+        """Waits on the host until it is."""
+
+
+class Queue(Protocol):
+    """What runs in order on a device."""
+
+    handle: int
+    """CUDA's ``cudaStream_t``."""
+
+    def after(self, event: Event) -> None:
+        """What follows comes after ``event``, which may lie in another queue."""
+
+    def mark(self) -> Event:
+        """The place behind everything so far."""
+
+    def running(self) -> object:
+        """A context: torch's operations inside go into this queue."""
+
+
+class CudaQueue:
+    """A stream of high priority: its few blocks get their turn beside training's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self.handle: int = self._stream.cuda_stream
+
+    def after(self, event: Event) -> None:
+        """See `Queue`."""
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
+
+    def mark(self) -> Event:
+        """See `Queue`."""
+        return self._stream.record_event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """See `Queue`."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class _Now:
+    """An event of a device that does everything at once."""
+
+    def query(self) -> bool:
+        """See `Event`."""
+        return True
+
+    def synchronize(self) -> None:
+        """See `Event`."""
+
+
+class HostQueue:
+    """A CPU's: everything is done when the call returns."""
+
+    handle = 0
+
+    def after(self, event: Event) -> None:
+        """See `Queue`."""
+
+    def mark(self) -> Event:
+        """See `Queue`."""
+        return _Now()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """See `Queue`."""
+        yield
+
+
+def make_queue(device: torch.device) -> Queue:
+    """A queue of its own on ``device``."""
+    return CudaQueue(device) if device.type == "cuda" else HostQueue()
+
+
+def mark_training(device: torch.device) -> Event:
+    """The place behind all that the calling thread has put into the device's default queue."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else _Now()
