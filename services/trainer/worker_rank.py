@@ -7,6 +7,7 @@ import threading
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer import checkpoint
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
+from penstock.services.weights.queues import Event, mark_training
 from penstock.services.weights.sender.rank_sender import RankSender
 
 
@@ -42,7 +43,8 @@ class WorkerRank:
                     self._learner.score(self._canary)
                 self._until_sent()
                 self._read.clear()
-                self._sending = threading.Thread(target=self._send, name="source", daemon=True)
+                trained = mark_training(self._learner.device)
+                self._sending = threading.Thread(target=self._send, args=(trained,), name="source", daemon=True)
                 self._sending.start()
             elif what == "save":
                 self._saver.begin()
@@ -52,9 +54,9 @@ class WorkerRank:
                 self._world.close()
                 return
 
-    def _send(self) -> None:
+    def _send(self, trained: Event) -> None:
         try:
-            self._sender.follow(self._read.set)
+            self._sender.follow(trained, self._read.set)
         except BaseException as error:
             self._error = error
         finally:

@@ -39,7 +39,7 @@ class HostBuffer:
     ``shared``, other processes can map them, by `path`; with a ``name`` they are a segment, which `unlink` removes."""
 
     def __init__(self, nbytes: int, shared: bool = False, name: str = "") -> None:
-        self.name, self.path, self._file = name, "", -1
+        self.name, self.path, self._file, self._pinned = name, "", -1, False
         self.offset = HEADER_BYTES if name else 0
         """Where in the file the flat buffer begins."""
         if not shared and not name:
@@ -70,12 +70,20 @@ class HostBuffer:
         if self.name:
             _numbers(memoryview(self._map))[_FILLED] = buckets
 
+    def pin(self) -> None:
+        """Registers it with CUDA, where there is one: copies from and to a GPU then run beside everything else."""
+        if not self._pinned and torch.cuda.is_available():
+            torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
+            self._pinned = True
+
     def unlink(self) -> None:
         """Removes a segment's name; the memory goes when the last mapping does."""
         if self.name:
             (directory() / self.name).unlink(missing_ok=True)
 
     def __del__(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
         if self._file >= 0:
             os.close(self._file)
 

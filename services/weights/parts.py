@@ -56,7 +56,10 @@ def pieces_of(layout: Layout, rank: int, size: int) -> list[list[Piece]]:
 
 
 def runs_of(layout: Layout, size: int) -> list[list[list[Run]]]:
-    """For each bucket and each of ``size`` ranks: its bytes, in as few runs as there are."""
+    """For each bucket and each of ``size`` ranks: its bytes, in as few runs as there are. One rank has all of them, the
+    padding between two weights included."""
+    if size == 1:
+        return [[[Run(0, end - start)]] for start, end in layout.spans]
     by_rank = [pieces_of(layout, rank, size) for rank in range(size)]
     return [[_joined(by_rank[rank][index]) for rank in range(size)] for index in range(len(layout.spans))]
 

@@ -8,7 +8,7 @@ training has left behind its optimizer step, and training never waits for it on 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -36,7 +36,7 @@ class Queue(Protocol):
     def mark(self) -> Event:
         """The place behind everything so far."""
 
-    def running(self) -> object:
+    def running(self) -> AbstractContextManager[None]:
         """A context: torch's operations inside go into this queue."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import structlog
 import torch
 
+from penstock.services.weights import queues
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender import broadcast
 from penstock.services.weights.transports import cuda_ipc, nccl
@@ -33,6 +35,10 @@ class StubEvent:
     handle: int
     place: int
 
+    def synchronize(self) -> None:
+        while not self.query():
+            time.sleep(0.001)
+
     def query(self) -> bool:
         return bool(self.library.stub_done(ctypes.c_long(self.handle)) >= self.place)
 
@@ -43,8 +49,11 @@ class StubQueue:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.handle, self._library = next(HANDLES), library
 
-    def after_current(self) -> None:
+    def after(self, event: object) -> None:
         pass
+
+    def running(self) -> object:
+        return contextlib.nullcontext()
 
     def mark(self) -> StubEvent:
         return StubEvent(self._library, self.handle, self._library.stub_asked(ctypes.c_long(self.handle)))
@@ -67,7 +76,7 @@ def channel(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     """A trainer and rollouts that take themselves for ones on GPUs, each on its own; the stub carries their bytes."""
     gpus = itertools.count()
     monkeypatch.setenv(nccl.LIBRARY, library.penstock_path)  # type: ignore[attr-defined]
-    monkeypatch.setattr(nccl, "make_queue", lambda device: StubQueue(library))
+    monkeypatch.setattr(queues, "make_queue", lambda device: StubQueue(library))
     monkeypatch.setattr(nccl, "ABORT_S", 0.5)
     named: dict[int, tuple[torch.device, str]] = {}
 
@@ -113,7 +122,7 @@ def test_the_trainer_lives_and_everybody_gets_the_version(
     assert same(first.wait(0), 0) and same(host.wait(0), 0)
     assert time.monotonic() - started < 4 * STALL_S + 2
     errors = [str(call.kwargs.get("error")) for call in said.calls]
-    assert any(first.name in error for error in errors), "the peer is named"
+    assert any(first.name in error for error in errors), errors
     assert channel.publisher.error is None
     channel.settled()
     library.stub_mode(OK)

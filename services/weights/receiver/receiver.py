@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import structlog
-import torch
 
 from penstock.protocols.digests import Gmac
 from penstock.protocols.keys import ClientKeys
@@ -32,7 +31,7 @@ from penstock.services.weights.byte_views import as_memory, copy_bytes
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.canary import check_canary
 from penstock.services.weights.receiver.loader import WeightLoader
-from penstock.services.weights.receiver.staging import StagingBuffer
+from penstock.services.weights.receiver.staging import DeviceRing, StagingBuffer
 from penstock.services.weights.transports import cuda_ipc, shared_memory
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError
 from penstock.services.weights.transports.bucket_server import BucketClient
@@ -216,17 +215,18 @@ class Receiver:
         """Takes what comes by itself. What does not arrive is asked for once the version is committed."""
         memory, spans = as_memory(shadow.tensor), shadow.layout.spans
 
-        def arrived(index: int) -> None:
+        def arrived(index: int, digest: str | None = None) -> None:
             started = time.monotonic()
             start, end = spans[index]
-            digest = intake.gmac.bucket(memory[start:end]) if self._verify else ""
+            if digest is None:
+                digest = intake.gmac.bucket(memory[start:end]) if self._verify else ""
             intake.bucket(proposal.epoch, proposal.version, index, memory[start:end], digest)
             failpoint.reach("receiver-bucket", proposal.version)
             costs.hash_s += time.monotonic() - started
 
         route = proposal.route
         if isinstance(route, CollectiveRoute):
-            self._receive_broadcast(proposal, route, shadow, arrived, costs)
+            self._receive_broadcast(proposal, route, shadow, intake, arrived, costs)
         elif isinstance(route, SharedMemoryRoute) and self._verify:
             self._follow(proposal, shadow, arrived)
         elif isinstance(route, CudaIpcRoute):
@@ -258,7 +258,8 @@ class Receiver:
         proposal: Propose,
         route: CollectiveRoute,
         shadow: StagingBuffer,
-        arrived: Callable[[int], None],
+        intake: VersionAssembly,
+        arrived: Callable[..., None],
         costs: _Costs,
     ) -> None:
         identity = self._mailbox.identity
@@ -273,28 +274,16 @@ class Receiver:
                 rank, device = route.ranks[identity], self._engine.device
                 self._group = BroadcastGroup(route, proposal.epoch, rank, self._config.host, device=device)
             self._group.route = route
-            target = shadow.tensor
-            if route.type == "nccl":
-                target = torch.empty(shadow.tensor.numel(), dtype=torch.uint8, device=self._engine.device)
-            copied = self._copier(target, shadow, arrived)
             self._group.bytes_received = 0
-            self._group.receive(shadow.layout, target, copied)
+            if route.type == "nccl":
+                ring = DeviceRing(shadow, self._engine.device, intake.gmac if self._verify else None)
+                self._group.receive(shadow.layout, ring.bucket, lambda index: arrived(index, ring.land(index)))
+            else:
+                self._group.receive(shadow.layout, shadow.bucket, arrived)
             costs.bytes_received += self._group.bytes_received
         except CollectiveError as error:
             self._group = None
             log.warning("broadcast broke", version=proposal.version, error=str(error))
-
-    @staticmethod
-    def _copier(target: torch.Tensor, shadow: StagingBuffer, arrived: Callable[[int], None]) -> Callable[[int], None]:
-        if target is shadow.tensor:
-            return arrived
-
-        def copied(index: int) -> None:
-            start, end = shadow.layout.spans[index]
-            copy_bytes(target[start:end], shadow.tensor[start:end])
-            arrived(index)
-
-        return copied
 
     def _given_up(self, proposal: Propose) -> bool:
         """The sender has proposed something newer, or this rollout leaves."""

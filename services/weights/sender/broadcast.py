@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import structlog
@@ -77,22 +77,19 @@ class Broadcast:
                 self._broke(backend, error, version)
         return list(self._groups.values())
 
-    def drop(self, error: CollectiveError, version: int) -> None:
-        """A rank of the trainer has said that a group of this publish broke."""
+    def drop(self, broke: Mapping[str, str], version: int) -> None:
+        """Some rank of the trainer says that these backends' groups broke in this publish, and why."""
         for backend in list(self._groups):
-            self._broke(backend, error, version)
+            if backend in broke:
+                self._broke(backend, broke[backend], version)
 
-    def send(self, index: int, snapshot: Snapshot, on_device: torch.Tensor) -> None:
-        """Starts to send bucket ``index``, or its changes; NCCL sends it from the model's device."""
+    def send(self, index: int, snapshot: Snapshot) -> None:
+        """Starts to send bucket ``index``, or its changes."""
         start, end = snapshot.layout.spans[index]
         for backend, group in list(self._groups.items()):
             try:
-                if backend == "nccl":
-                    group.send(index, on_device)
-                    group.finish(but=1)  # its memory is written again after the next one
-                else:
-                    changes = snapshot.changes.get(index) if group.route.sparse_from else None
-                    group.send(index, snapshot.buffer.tensor[start:end], changes)
+                changes = snapshot.changes.get(index) if group.route.sparse_from else None
+                group.send(index, snapshot.buffer.tensor[start:end], changes)
             except CollectiveError as error:
                 self._broke(backend, error, snapshot.version)
 
@@ -119,7 +116,7 @@ class Broadcast:
         ranks = [group.route.ranks.get(identity) for group in self._groups.values()]
         return next((rank for rank in ranks if rank), None)
 
-    def _broke(self, backend: Backend, error: CollectiveError, version: int) -> None:
+    def _broke(self, backend: Backend, error: object, version: int) -> None:
         log.error("the epoch broke; receivers ask for the rest", version=version, error=str(error))
         self._groups.pop(backend, None)
         self.broken = True

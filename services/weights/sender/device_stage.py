@@ -32,15 +32,23 @@ class DeviceStage:
             self.bytes = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
             """uint8 ``[bytes of this rank]``, bucket after bucket."""
 
-    def read(self, put: Callable[[Piece, torch.Tensor, int], None], trained: Event) -> None:
-        """Has ``put(piece, target, byte)`` write every piece, cast, behind ``trained``. Returns once the model was read:
-        it may change."""
+    def read(self, put: Callable[[Piece, torch.Tensor, int], None], trained: Event) -> Event:
+        """Has ``put(piece, target, byte)`` write every piece, cast, behind ``trained``. Returns once the model was
+        read: it may change; with the event after which all is here."""
         self._queue.after(trained)
         with self._queue.running():
             for index, pieces in enumerate(self._pieces):
                 bucket, runs = self.bucket(index), self._runs[index]
                 for piece in pieces:
                     put(piece, bucket, _place(piece, runs))
+        read = self._queue.mark()
+        read.synchronize()
+        return read
+
+    def copy_whole(self, target: torch.Tensor) -> None:
+        """Copies all bytes to ``target`` on the same device (uint8, as many), and waits until they are there."""
+        with self._queue.running():
+            target.copy_(self.bytes)
         self._queue.mark().synchronize()
 
     def bucket(self, index: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from penstock.protocols import messages as m
+from penstock.services.weights.queues import Event
 from penstock.services.weights.sender.snapshot import Snapshot
 
 Commit = Callable[[Snapshot, m.CommitVersion | None], Future[m.Message]]
@@ -23,6 +24,8 @@ class Publication:
     commit: Commit | None = None
     """None for a version that no step yields: the one that the trainer starts with."""
     quiet: bool = False
+    trained: Event | None = None
+    """Where in the device's queue the version is there; set by `Publisher.publish`."""
     read: Future[None] = field(default_factory=Future)
     """Done once every parameter was read: the model may change."""
     committed: Future[None] = field(default_factory=Future)

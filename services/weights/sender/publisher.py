@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import structlog
 import torch
@@ -34,15 +34,16 @@ from penstock.protocols.versions import (
 from penstock.protocols.weight_channel import Epoch, Peer, PublishState
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.errors import SetupError
-from penstock.services.weights import delta
 from penstock.services.weights.buffers import BufferPool
-from penstock.services.weights.byte_views import as_array
 from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.queues import mark_training
+from penstock.services.weights.sender import changes
 from penstock.services.weights.sender.broadcast import Backend, Broadcast
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.rank_sender import RankSender
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.sender.snapshot import Snapshot
+from penstock.services.weights.sender.ways import Ways
 from penstock.services.weights.transports import cuda_ipc, shared_memory
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup
 from penstock.services.weights.transports.bucket_server import BucketServer, bucket_reply
@@ -87,7 +88,9 @@ class Publisher:
         if shared:
             shared_memory.remove_leftovers(run_key)
             self._probe = shared_memory.Probe(run_key)
-        self._ranks = RankSender(source, config.host) if source.ranks > 1 else None
+        self._ranks = RankSender(source, config.host) if source.ranks > 1 or self._gpu else None
+        nonce = self._probe.nonce if self._probe else None
+        self._ways = Ways(config.transport, nonce, self._gpu, source.ranks)
         self._buffers = BufferPool(bool(self._ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.layout.nbytes))
@@ -95,10 +98,7 @@ class Publisher:
         """That a version has taken to be loaded."""
         self._snapshots = BucketServer(config.host, keys, self._answer_fetch)
         self._broadcast = Broadcast(config, source.device)
-        self._hasher = ThreadPoolExecutor(1, "hasher")
         self._lock = threading.Lock()
-        self._places: dict[str, list[m.Place]] = {}
-        """Where the processes are that hold a rollout's weights."""
         self._closed = False
         for heard in (m.Receivers, m.Reach, m.Loaded, m.LoadFailed):
             mailbox.handlers[heard] = self._events.put
@@ -111,7 +111,9 @@ class Publisher:
         return self._sender.peers
 
     def publish(self, publication: Publication) -> Publication:
-        """Begins to publish a version; its futures say how far it is, and what went wrong."""
+        """Begins to publish a version; its futures say how far it is, and what went wrong. Called by the thread that
+        trains: the version is what the model is once all that this has put into the device's queue is done."""
+        publication.trained = mark_training(self._source.device)
         self._publications = [p for p in self._publications if not p.committed.done()] + [publication]
         self._events.put(publication)
         if self.error:
@@ -127,7 +129,6 @@ class Publisher:
         self.latest = self._pinned = None
         self._broadcast.close()
         self._buffers.close()
-        self._hasher.shutdown()
         if self._probe:
             self._probe.unlink()
 
@@ -156,14 +157,15 @@ class Publisher:
             self._publish(event)
         elif isinstance(event, m.Receivers):
             sender.present(event.serves)
-            self._places = {who: places for who, places in self._places.items() if who in event.serves}
+            self._ways.keep(event.serves)
         elif isinstance(event, m.Reach):
             if event.layout != self._source.layout.digest:
                 log.info("an answer to an earlier trainer's invitation counts for nothing", receiver=event.receiver)
                 return  # it is invited again
-            transport = self._transport(event)
+            nccl = {who for who, peer in sender.peers.items() if peer.transport == "nccl"}
+            transport = self._ways.choose(event, nccl)
             if sender.reached(event.receiver, transport):
-                self._places[event.receiver] = event.places
+                self._ways.places[event.receiver] = event.places
                 hosts = sorted({place.host for place in event.places})
                 workers = len(event.places)
                 log.info("receiver reached", receiver=event.receiver, transport=transport, hosts=hosts, workers=workers)
@@ -246,31 +248,25 @@ class Publisher:
             failpoint.reach("published", publication.version - 1)
 
     def _send(self, publication: Publication, snapshot: Snapshot, epoch: Epoch) -> list[str]:
-        """A trainer of one rank: bucket k is on its way while k + 1 is cast and hashed. Returns the digests."""
-        layout, buffer, gmac = self._source.layout, snapshot.buffer, self._source.gmac
+        """A trainer of one rank on a CPU: bucket k is on its way while k + 1 is cast and hashed. Returns digests."""
         self._announce(snapshot, epoch)
         self._meet(snapshot, epoch, self._routes(snapshot, epoch))
-        hashing: list[str | Future[str]] = []
-        for index, on_device, digest in self._source.buckets(buffer.tensor, hashed=self._verify):
-            if self._verify:  # while the next bucket is gathered, where the source could not
-                hashing.append(digest or self._hasher.submit(gmac.bucket, snapshot.bucket(index)))
-            if snapshot.base:
-                self._find_changes(snapshot, index)
-            buffer.filled(index + 1)
-            if snapshot.on_gpu is not None:
-                start, end = layout.spans[index]
-                snapshot.on_gpu[start:end].copy_(on_device)
-            self._broadcast.send(index, snapshot, on_device)
+        found = []
+        for index, digest in self._source.buckets(snapshot.buffer.tensor, hashed=self._verify):
+            found.append(digest or "")
+            if snapshot.base and self.latest:
+                changes.find(self.latest, snapshot, index)
+            snapshot.buffer.filled(index + 1)
+            self._broadcast.send(index, snapshot)
             failpoint.reach("publishing", publication.version)
         publication.read.set_result(None)
-        gathered = time.monotonic()
-        found = [d if isinstance(d, str) else d.result() for d in hashing] or [""] * len(layout.spans)
-        snapshot.cost.digest_s = time.monotonic() - gathered
         return found
 
     def _send_ranks(self, publication: Publication, snapshot: Snapshot, epoch: Epoch) -> list[str]:
-        """A trainer of several: each sends its own rows (`rank_sender`). Returns the digests."""
-        assert self._ranks
+        """A trainer of several, or on GPUs: each sends its own rows (`rank_sender`). Returns the digests."""
+        assert self._ranks and publication.trained
+        if self._gpu:
+            snapshot.buffer.pin()
         self._announce(snapshot, epoch)
         routes = self._routes(snapshot, epoch)
         outcome = self._ranks.send(
@@ -279,20 +275,22 @@ class Publisher:
             list(routes.values()),
             lambda: self._meet(snapshot, epoch, routes),
             self._verify,
+            publication.trained,
             lambda: publication.read.set_result(None),
             lambda: failpoint.reach("publishing", publication.version),
         )
-        if snapshot.base:
+        if snapshot.on_gpu is not None and self._ranks.stage:
+            self._ranks.stage.copy_whole(snapshot.on_gpu)  # who maps it looks once the version is committed
+        if snapshot.base and self.latest:
             for index in range(len(snapshot.layout.spans)):
-                self._find_changes(snapshot, index)
+                changes.find(self.latest, snapshot, index)
         snapshot.buffer.filled(len(snapshot.layout.spans))
-        if outcome.broke:
-            self._broadcast.drop(outcome.broke, publication.version)
+        self._broadcast.drop(outcome.broke, publication.version)
         return outcome.digests
 
     def _routes(self, snapshot: Snapshot, epoch: Epoch) -> dict[Backend, CollectiveRoute]:
         return self._broadcast.routes(
-            epoch, snapshot.base, lambda identity: len(self._places[identity]), self._source.ranks
+            epoch, snapshot.base, lambda identity: len(self._ways.places[identity]), self._source.ranks
         )
 
     def _meet(self, snapshot: Snapshot, epoch: Epoch, routes: dict[Backend, CollectiveRoute]) -> list[BroadcastGroup]:
@@ -307,7 +305,10 @@ class Publisher:
 
     def _announce(self, snapshot: Snapshot, epoch: Epoch) -> None:
         """Proposes the version to the members that take it by themselves, by their routes."""
-        self._choose_base(snapshot, epoch.by("gloo"))
+        if self.latest and changes.are_sent(
+            self._config, self._sender.peers.values(), epoch, self.latest, snapshot, self._source.ranks
+        ):
+            snapshot.base = self.latest.digest
         if on_gpu := epoch.by("cuda_ipc"):
             snapshot.on_gpu = torch.empty(snapshot.layout.nbytes, dtype=torch.uint8, device=self._source.device)
             self._propose(on_gpu, epoch.number, snapshot, cuda_ipc.share(snapshot.on_gpu))
@@ -316,37 +317,9 @@ class Publisher:
         if asking := epoch.by("snapshot"):
             self._propose(asking, epoch.number, snapshot, SnapshotRoute())
 
-    def _choose_base(self, snapshot: Snapshot, collective: list[str]) -> None:
-        """Whether changes are sent: everybody who takes part must have what they are changes of."""
-        latest = self.latest
-        if latest is None or self._config.sparse == "off" or snapshot.version % self._config.full_every == 0:
-            return
-        needs = [p for p in self._sender.peers.values() if p.transport in ("gloo", "snapshot")]
-        served = (latest.version, latest.digest)
-        if not needs or any(self._sender.peers[identity].serves != served for identity in collective):
-            return
-        if collective and self._source.ranks > 1:  # no rank has both the whole and a group of its own to send it in
-            return
-        if snapshot.layout.weights[0].dtype != "float32":
-            snapshot.base = latest.digest
-
-    def _find_changes(self, snapshot: Snapshot, index: int) -> None:
-        assert self.latest
-        old, new = self.latest.bucket(index), snapshot.bucket(index)
-        changes = delta.encode(as_array(old), as_array(new))
-        if changes is not None:
-            snapshot.changes[index] = changes
-
     def _finish(self, snapshot: Snapshot) -> None:
         if snapshot.base:
-            elements = snapshot.layout.nbytes // 2
-            whole = sum(
-                (end - start) // 2
-                for index, (start, end) in enumerate(snapshot.layout.spans)
-                if index not in snapshot.changes
-            )
-            changed = sum(delta.changes_in(changes) for changes in snapshot.changes.values())
-            snapshot.cost.density = (changed + whole) / max(1, elements)
+            snapshot.cost.density = changes.density(snapshot)
         self._broadcast.finish(snapshot)
         if self._broadcast.broken:
             self._sender.broken()
@@ -405,39 +378,6 @@ class Publisher:
             return cuda_ipc.share(snapshot.on_gpu)
         return SnapshotRoute()
 
-    def _transport(self, reach: m.Reach) -> Transport:
-        """The best way to all processes that hold a rollout's weights, by where they are and what the configs name."""
-        gpus = [place.gpu for place in reach.places]
-        shares_memory = self._probe is not None and all(place.nonce == self._probe.nonce for place in reach.places)
-        on_hosts = not any(gpus)
-        possible: list[tuple[Transport, bool]] = [
-            ("cuda_ipc", bool(self._gpu) and all(gpu == self._gpu for gpu in gpus)),
-            ("shm", shares_memory and on_hosts),
-            ("nccl", bool(self._gpu) and all(gpus) and self._are_distinct(reach)),
-            ("shm", shares_memory),
-            ("gloo", True),
-        ]
-        named = reach.only or (None if self._config.transport == "auto" else self._config.transport)
-        if named is None:
-            return next(transport for transport, fits in possible if fits)
-        fits = named == "snapshot" or any(fits for transport, fits in possible if transport == named)
-        if not fits:
-            log.warning(
-                "weights.transport does not reach this rollout: snapshot", transport=named, **reach.model_dump()
-            )
-        return named if fits else "snapshot"
-
-    def _are_distinct(self, reach: m.Reach) -> bool:
-        """NCCL takes a GPU once: no two of the trainer, of ``reach`` and of who is served by NCCL already compute on
-        one."""
-        taken = {cuda_ipc.uuid_of(self._gpu)}
-        for identity, others in self._places.items():
-            peer = self._sender.peers.get(identity)
-            if identity != reach.receiver and peer and peer.transport == "nccl":
-                taken |= {cuda_ipc.uuid_of(place.gpu) for place in others}
-        mine = [cuda_ipc.uuid_of(place.gpu) for place in reach.places]
-        return len({*mine, *taken}) == len(mine) + len(taken)
-
     def _answer_fetch(self, fetch: m.Fetch) -> m.Message:
         """Called from the snapshot server's thread."""
         with self._lock:
@@ -448,5 +388,5 @@ class Publisher:
             return m.Refused(code="not_ready", reason=f"version {fetch.version} is gone; the snapshot is {has}")
         if not 0 <= fetch.index < len(snapshot.layout.spans):
             return m.Refused(code="bad_message", reason=f"there is no bucket {fetch.index}")
-        changes = snapshot.changes.get(fetch.index) if snapshot.base and fetch.held == snapshot.base else None
-        return bucket_reply(fetch.version, fetch.index, snapshot.bucket(fetch.index), changes)
+        known = snapshot.changes.get(fetch.index) if snapshot.base and fetch.held == snapshot.base else None
+        return bucket_reply(fetch.version, fetch.index, snapshot.bucket(fetch.index), known)

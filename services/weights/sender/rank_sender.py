@@ -1,17 +1,20 @@
-"""One version from a trainer of several ranks: each sends its own rows, and nothing is gathered but digests.
+"""One version from a trainer of several ranks, or on GPUs: each rank sends its own rows; only digests are gathered.
 
-    every rank  │ cast own rows into host memory │ hash them │ broadcast them, bucket by bucket, each its root │
-    rank 0      │ … one snapshot of all, in memory that the ranks of its host share …  │ put digests together   │
+    every rank  │ cast own rows, where they are │ broadcast them, bucket by bucket, each its root │ hash them │
+    rank 0      │ … one snapshot of all, in host memory that the ranks of its host share …  │ put digests together │
 
-The model is read in the first of these steps alone: it may change from then on, whoever stalls. Ranks on other hosts
+The model is read in the first of these steps alone: it may change from then on, whoever stalls. On a GPU the cast rows
+lie there (`device_stage`), NCCL sends them from there, and the snapshot is copied beside that. Ranks on other hosts
 send their rows to rank 0 at the end, for the snapshot. All of it runs in a thread beside training's, over groups of its
-own, on hosts: no collective of training waits for one of these, nor the other way round (docs/weights.md).
+own, on a queue of its own: no collective of training waits for one of these, nor the other way round (docs/weights.md).
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,8 @@ from penstock.protocols.versions import CollectiveRoute
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.byte_views import as_memory, from_memory
 from penstock.services.weights.parts import packed, runs_of, unpack
+from penstock.services.weights.queues import Event, HostQueue, make_queue
+from penstock.services.weights.sender.device_stage import DeviceStage
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError
 
@@ -43,8 +48,8 @@ class Outcome:
 
     digests: list[str]
     """Of each bucket; empty strings where nothing was hashed."""
-    broke: CollectiveError | None
-    """Why somebody's broadcast ended early."""
+    broke: dict[str, str]
+    """Why a backend's group ended early, with this rank or another."""
 
 
 class RankSender:
@@ -54,6 +59,13 @@ class RankSender:
         self._source, self._world, self._host = source, source.world, host
         self._runs = runs_of(source.layout, source.world.size)
         self._groups: dict[str, BroadcastGroup] = {}
+        self.stage: DeviceStage | None = None
+        """Where the model is on a GPU."""
+        if source.device.type == "cuda":
+            mine = [bucket[self._world.rank] for bucket in self._runs]
+            self.stage = DeviceStage(
+                source.layout, source.pieces, mine, source.device, make_queue(source.device), source.gmac
+            )
         self._own: torch.Tensor | None = None
         """Of a rank on another host than rank 0's."""
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
@@ -65,85 +77,121 @@ class RankSender:
         routes: Sequence[CollectiveRoute],
         meet: Callable[[], Sequence[BroadcastGroup]],
         hashed: bool,
+        trained: Event,
         read: Callable[[], None],
         bucket_sent: Callable[[], None],
     ) -> Outcome:
         """Rank 0: fills ``buffer``, which is a shared one, and broadcasts by ``routes``, in the groups that ``meet``
-        returns. ``read`` is called once no rank reads the model any more."""
+        returns. The model is read behind ``trained``; ``read`` is called once no rank reads it any more."""
         stat = Path(buffer.path).stat()
         order = {
             "boot": _boot(), "path": buffer.path, "offset": buffer.offset, "inode": [stat.st_dev, stat.st_ino],
             "hashed": hashed, "epoch": epoch, "routes": [route.model_dump() for route in routes],
         }  # fmt: skip
         self._world.share(wire.pack(order), self._world.publish_group)
-        self._source.write(buffer.tensor)
+        ready, copied = self._read(buffer.tensor, trained)
         self._world.gather(b"", self._world.publish_group)
         read()
-        broke = self._broadcast(meet() if routes else [], buffer.tensor, bucket_sent)
+        broke = self._broadcast(meet() if routes else [], buffer.tensor, ready, copied, bucket_sent)
         parts = self._world.gather(self._parts(buffer.tensor) if hashed else b"", self._world.publish_group)
+        copied.synchronize()
         self._receive_rows(buffer.tensor)
-        failures = self._world.gather(str(broke or "").encode(), self._world.publish_group)
-        said = [failure.decode() for failure in failures if failure]
-        return Outcome(self._put_together(parts, hashed), broke or (CollectiveError(said[0]) if said else None))
+        for said in self._world.gather(json.dumps(broke).encode(), self._world.publish_group):
+            broke = json.loads(said) | broke
+        return Outcome(self._put_together(parts, hashed), broke)
 
-    def follow(self, read: Callable[[], None]) -> None:
-        """The other ranks: as rank 0 says. ``read`` is called once this rank has read the model."""
+    def follow(self, trained: Event, read: Callable[[], None]) -> None:
+        """The other ranks: as rank 0 says. The model is read behind ``trained``; ``read`` is called once this rank has
+        read it."""
         order = wire.unpack(self._world.share(b"", self._world.publish_group))
         mapped = self._map(order)
         target = mapped if mapped is not None else self._private()
-        self._source.write(target)
+        ready, copied = self._read(target, trained)
         read()
         self._world.gather(b"", self._world.publish_group)
         groups, away = self._join(order)
-        broke = self._broadcast(groups, target, lambda: None) or away
-        if broke:
-            self._groups.clear()
-            log.warning("broadcast broke", error=str(broke))
+        broke = away | self._broadcast(groups, target, ready, copied, lambda: None)
+        for backend, error in broke.items():
+            self._groups.pop(backend, None)
+            log.warning("broadcast broke", error=error)
         self._world.gather(self._parts(target) if order["hashed"] else b"", self._world.publish_group)
+        copied.synchronize()
         if mapped is None:
             self._send_rows(target)
         else:
             self._world.gather(b"", self._world.publish_group)
-        self._world.gather(str(broke or "").encode(), self._world.publish_group)
+        self._world.gather(json.dumps(broke).encode(), self._world.publish_group)
+
+    def _read(self, target: torch.Tensor, trained: Event) -> tuple[Event, Event]:
+        """Casts this rank's rows. Returns when they are there, and when they are all in ``target``, on the host."""
+        if self.stage is None:
+            self._source.write(target)
+            done = HostQueue().mark()
+            return done, done
+        ready = self.stage.read(self._source.putter(), trained)
+        return ready, self.stage.copy_to(target)
 
     # --- the broadcast -----------------------------------------------------------------------------------------------
 
     def _broadcast(
-        self, groups: Sequence[BroadcastGroup], target: torch.Tensor, bucket_sent: Callable[[], None]
-    ) -> CollectiveError | None:
+        self,
+        groups: Sequence[BroadcastGroup],
+        target: torch.Tensor,
+        ready: Event,
+        copied: Event,
+        bucket_sent: Callable[[], None],
+    ) -> dict[str, str]:
+        """Returns what broke, by backend."""
         layout, rank = self._source.layout, self._world.rank
 
-        def mine(index: int) -> torch.Tensor:
+        def from_host(index: int) -> torch.Tensor:
             start, end = layout.spans[index]
             return packed(target[start:end], self._runs[index][rank])
 
-        broke = None
-        for group in groups:
+        broke: dict[str, str] = {}
+
+        def exchange(group: BroadcastGroup) -> None:
+            stage = self.stage if group.route.type == "nccl" else None
+            if stage is None:
+                copied.synchronize()
             try:
-                group.exchange(self._runs, mine, bucket_sent)
+                group.exchange(self._runs, stage.bucket if stage else from_host, ready, bucket_sent)
             except CollectiveError as error:
-                broke = error
+                broke[group.route.type] = str(error)
+
+        # At once: one that stalls does not hold up the others.
+        others = [threading.Thread(target=exchange, args=(group,), name="exchange") for group in groups[1:]]
+        for other in others:
+            other.start()
+        for group in groups[:1]:
+            exchange(group)
+        for other in others:
+            other.join()
         return broke
 
-    def _join(self, order: dict[str, Any]) -> tuple[list[BroadcastGroup], CollectiveError | None]:
-        before, self._groups, broke = self._groups, {}, None
+    def _join(self, order: dict[str, Any]) -> tuple[list[BroadcastGroup], dict[str, str]]:
+        before, self._groups = self._groups, {}
+        broke: dict[str, str] = {}
         for told in order["routes"]:
             route = CollectiveRoute.model_validate(told)
             group = before.get(route.type)
             try:
                 if group is None or group.epoch != order["epoch"]:
-                    device = self._source.device
-                    group = BroadcastGroup(route, order["epoch"], self._world.rank, self._host, device=device)
+                    rank = self._world.rank
+                    group = BroadcastGroup(route, order["epoch"], rank, self._host, device=self._source.device)
                 group.route = route
                 self._groups[route.type] = group
             except CollectiveError as error:
-                broke = error
+                broke[route.type] = str(error)
         return list(self._groups.values()), broke
 
     # --- digests -----------------------------------------------------------------------------------------------------
 
     def _parts(self, target: torch.Tensor) -> bytes:
         """What this rank's rows add to each bucket's digest."""
+        if self.stage is not None:
+            buckets = range(len(self._source.layout.spans))
+            return b"".join(self.stage.part(index).to_bytes(DIGEST_BYTES) for index in buckets)
         memory, gmac, found = as_memory(target), self._source.gmac, bytearray()
         for (begin, end), runs in zip(self._source.layout.spans, self._runs, strict=True):
             blocks, total = -(-(end - begin) // BLOCK), 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,7 @@ CACHED_BYTES = 1 << 19
 
 
 class ShardExporter:
-    """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for.
-
-    Besides the version's own buffer, which lies on the host, two buckets of memory are used where the model is on a
-    GPU, whatever its size.
-    """
+    """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for."""
 
     def __init__(
         self, named: Mapping[str, torch.Tensor], dtype: str, bucket_bytes: int, world: World, gmac: Gmac
@@ -38,48 +34,42 @@ class ShardExporter:
         self.device = self._weights[0].device
         """Of the model."""
         self.ranks = world.size
-        self._pieces = pieces_of(self.layout, world.rank, world.size)
-        self._on_host = self.device.type == "cpu"
-        self._staging: torch.Tensor | None = None
-        if not self._on_host:
-            self._staging = torch.zeros((2, self.layout.bucket_bytes), dtype=torch.uint8, device=self.device)
+        self.pieces = pieces_of(self.layout, world.rank, world.size)
 
-    def buckets(self, buffer: torch.Tensor, hashed: bool = False) -> Iterator[tuple[int, torch.Tensor, str | None]]:
-        """For a world of one: writes bucket after bucket to its place in ``buffer`` (uint8 ``[bytes]`` on the host).
-        Yields its number; its bytes on the model's device, which stay as they are until the next but one is asked for;
-        and with ``hashed`` its digest, where that could be had while writing."""
+    def buckets(self, buffer: torch.Tensor, hashed: bool = False) -> Iterator[tuple[int, str | None]]:
+        """For a world of one on a CPU: writes bucket after bucket to its place in ``buffer`` (uint8 ``[bytes]``), and
+        yields its number, and with ``hashed`` its digest, made while writing."""
         parts = [local(weight) for weight in self._weights]
         for index, (start, end) in enumerate(self.layout.spans):
-            target = buffer[start:end] if self._on_host else self._stage(index)[: end - start]
-            if not self._on_host:
-                target.zero_()  # between two weights lies padding, which the digest covers
-            digest = None
-            if hashed and self._on_host:
+            digest, target = None, buffer[start:end]
+            if hashed:
                 digest = self._write_hashed(parts, index, target)
             else:
-                for piece in self._pieces[index]:
+                for piece in self.pieces[index]:
                     self._put(self._elements(parts, piece), target, piece.start)
-            if not self._on_host:
-                buffer[start:end].copy_(target)
-            yield index, target, digest
+            yield index, digest
 
     def write(self, buffer: torch.Tensor) -> None:
         """Writes this rank's part of every bucket to its place in ``buffer`` (uint8 ``[bytes]`` on the host)."""
-        parts = [local(weight) for weight in self._weights]
-        for (start, end), pieces in zip(self.layout.spans, self._pieces, strict=True):
+        put = self.putter()
+        for (start, end), pieces in zip(self.layout.spans, self.pieces, strict=True):
             for piece in pieces:
-                self._put(self._elements(parts, piece), buffer[start:end], piece.start)
+                put(piece, buffer[start:end], piece.start)
+
+    def putter(self) -> Callable[[Piece, torch.Tensor, int], None]:
+        """What writes a piece, cast, to a target (uint8 ``[bytes]``) from a byte of it on."""
+        parts = [local(weight) for weight in self._weights]
+        return lambda piece, target, start: self._put(self._elements(parts, piece), target, start)
 
     def digest(self) -> str:
         """Of the version that the weights make as they are now; for a world of one."""
         buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
-        for _ in self.buckets(buffer):
-            pass
+        self.write(buffer)
         return digests_of(self.layout, as_memory(buffer), self.gmac).whole
 
     def _write_hashed(self, parts: list[torch.Tensor], index: int, target: torch.Tensor) -> str:
         hasher, written, hashed = self.gmac.hasher(), target.numpy(), 0
-        for piece in self._pieces[index]:
+        for piece in self.pieces[index]:
             elements, end = self._elements(parts, piece), piece.start
             cast = elements.dtype != self._dtype
             source: Any = elements if cast else elements.view(torch.uint8).numpy()  # views of numpy's cost far less
@@ -95,10 +85,6 @@ class ShardExporter:
                 hashed = end
         hasher.update(written[hashed:])
         return hasher.hexdigest()
-
-    def _stage(self, index: int) -> torch.Tensor:
-        assert self._staging is not None
-        return self._staging[index % 2]
 
     def _put(self, elements: torch.Tensor, target: torch.Tensor, start: int) -> None:
         """Writes them, cast, to ``target`` from byte ``start`` on."""

@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 
 from penstock.protocols.versions import CollectiveRoute, Layout
-from penstock.services.weights import delta
+from penstock.services.weights import delta, queues
 from penstock.services.weights.parts import Run, packed, runs_of, unpack
+from penstock.services.weights.queues import Event, HostQueue, Queue
 from penstock.services.weights.transports.nccl import NcclLane
 
 POLL_S = 0.0003
 CPU = torch.device("cpu")
 NAME = "name"
 """Where an NCCL group's name is left for its members."""
-AHEAD = 6
+AHEAD = {"gloo": 6, "nccl": 2}
 """Buckets that a receiver has room ready for: the next ones come in while it hashes one."""
 LANES = {"gloo": 3, "nccl": 1}
 """Process groups with connections of their own that buckets take turns on: one carries on while another's ends wait
@@ -66,7 +67,8 @@ class BroadcastGroup:
         store: dist.TCPStore | None = None,
         device: torch.device = CPU,
     ) -> None:
-        """``store`` is rank 0's own; ``device`` is where NCCL finds what it sends or receives."""
+        """``store`` is rank 0's own; NCCL finds what it sends or receives on ``device``, and has a queue there that no
+        other group shares: what stalls in it stands in nobody's way."""
         self.route, self.epoch, self.rank = route, epoch, rank
         stall = timedelta(seconds=route.stall_s)
         deadline = time.monotonic() + route.stall_s
@@ -78,10 +80,11 @@ class BroadcastGroup:
                 )
             self._progress = dist.PrefixStore(f"{route.type}-{epoch}-progress", store)
             self._progress.set(str(rank), "-1")
-            self._lanes = [
-                _meet(dist.PrefixStore(f"{route.type}-{epoch}-{lane}", store), route, rank, host, device, deadline)
-                for lane in range(LANES[route.type])
-            ]
+            self._queue = queues.make_queue(device) if route.type == "nccl" else HostQueue()
+            self._lanes = []
+            for lane in range(LANES[route.type]):
+                own = dist.PrefixStore(f"{route.type}-{epoch}-{lane}", store)
+                self._lanes.append(_meet(own, route, rank, host, self._queue, deadline))
         except RuntimeError as error:
             raise CollectiveError(
                 f"epoch {epoch}, rank {rank}: the group did not meet within {route.stall_s:g} s; members: "
@@ -106,20 +109,32 @@ class BroadcastGroup:
         self._sent.append(_Sent(index, works, tensors))
 
     def exchange(
-        self, runs: list[list[list[Run]]], mine: Callable[[int], torch.Tensor], sent: Callable[[], None]
+        self,
+        runs: list[list[list[Run]]],
+        mine: Callable[[int], torch.Tensor],
+        ready: Event,
+        sent: Callable[[], None],
     ) -> None:
-        """One of several trainer's ranks: sends its own part of every bucket, which ``mine`` makes (uint8 ``[bytes]``),
-        and takes part in the others'. ``sent`` is called after each bucket. Raises `CollectiveError`."""
-        others = [torch.empty(_longest(runs), dtype=torch.uint8) for _ in range(AHEAD)]
-        last = 0
+        """A rank of the trainer: sends its own part of every bucket, which ``mine`` makes (uint8 ``[bytes]``) and
+        which is there once ``ready`` has happened, and takes part in the others'. ``sent`` is called after each bucket.
+        Raises `CollectiveError`."""
+        self._queue.after(ready)
+        others: list[torch.Tensor] = []
+        last, ahead = 0, AHEAD[self.route.type]
         for number, (index, root, nbytes) in enumerate(_turns(runs)):
             if index != last:
                 sent()
                 last = index
-            tensor = mine(index) if root == self.rank else others[number % AHEAD][:nbytes]
+            if root == self.rank:
+                tensor = mine(index)
+            else:
+                if not others:
+                    device = mine(index).device
+                    others = [torch.empty(_longest(runs), dtype=torch.uint8, device=device) for _ in range(ahead)]
+                tensor = others[number % ahead][:nbytes]
             self.bytes_sent += nbytes
             self._sent.append(_Sent(index, [self._broadcast_part(number, index, root, tensor)], [tensor]))
-            self.finish(but=AHEAD - 1)
+            self.finish(but=ahead - 1)
         self.finish()
         sent()
 
@@ -131,25 +146,21 @@ class BroadcastGroup:
             for work in bucket.works:
                 self._wait(work, bucket.index)
 
-    def receive(
-        self,
-        layout: Layout,
-        shadow: torch.Tensor,
-        arrived: Callable[[int], None],
-    ) -> None:
-        """Receives every bucket into ``shadow`` (uint8 ``[bytes]``), which holds the version that buckets are changes
-        of, where the route says so. ``arrived`` is called with each bucket's number, while others come in."""
+    def receive(self, layout: Layout, bucket: Callable[[int], torch.Tensor], arrived: Callable[[int], None]) -> None:
+        """Receives every bucket into ``bucket`` of its number (uint8 ``[bytes]``), which holds the version that buckets
+        are changes of, where the route says so. ``arrived`` is called with each one's number, while `AHEAD` others come
+        in: their memory is asked for in their order, and may be used again by then."""
         if self.route.sparse_from:
-            self._receive_changes(layout, shadow, arrived)
+            self._receive_changes(layout, bucket, arrived)
             return
         if self.route.roots > 1:
-            self._receive_parts(layout, shadow, arrived)
+            self._receive_parts(layout, bucket, arrived)
             return
         coming: deque[tuple[int, Any]] = deque()
-        spans = enumerate(layout.spans)
+        numbers = iter(range(len(layout.spans)))
         while True:
-            for index, (start, end) in islice(spans, AHEAD - len(coming)):
-                coming.append((index, self._broadcast(index, shadow[start:end])))
+            for index in islice(numbers, AHEAD[self.route.type] - len(coming)):
+                coming.append((index, self._broadcast(index, bucket(index))))
             if not coming:
                 return
             index, work = coming.popleft()
@@ -157,50 +168,49 @@ class BroadcastGroup:
             arrived(index)
 
     def _receive_changes(
-        self,
-        layout: Layout,
-        shadow: torch.Tensor,
-        arrived: Callable[[int], None],
+        self, layout: Layout, bucket: Callable[[int], torch.Tensor], arrived: Callable[[int], None]
     ) -> None:
         for index, (start, end) in enumerate(layout.spans):
-            head = torch.zeros(2, dtype=torch.int64)
+            head, mine = torch.zeros(2, dtype=torch.int64), bucket(index)
             self._wait(self._broadcast(index, head), index)
             kind, nbytes = head.tolist()
             if kind == _WHOLE and nbytes == end - start:
-                self._wait(self._broadcast(index, shadow[start:end]), index)
+                self._wait(self._broadcast(index, mine), index)
             elif kind == _CHANGES and 0 < nbytes < end - start:
                 changes = torch.empty(nbytes, dtype=torch.uint8)
                 self._wait(self._broadcast(index, changes), index)
-                delta.apply(memoryview(changes.numpy()), _numpy(shadow[start:end]))
+                delta.apply(memoryview(changes.numpy()), _numpy(mine))
             else:
                 raise self._failure(index, f"{nbytes} bytes of kind {kind} were announced")
             arrived(index)
 
-    def _receive_parts(self, layout: Layout, shadow: torch.Tensor, arrived: Callable[[int], None]) -> None:
+    def _receive_parts(
+        self, layout: Layout, bucket: Callable[[int], torch.Tensor], arrived: Callable[[int], None]
+    ) -> None:
         """Each part of a bucket from the trainer's rank that holds it."""
         runs = runs_of(layout, self.route.roots)
-        coming: deque[tuple[int, int, torch.Tensor, Any]] = deque()
-        turns, missing = enumerate(_turns(runs)), [sum(1 for one in bucket if one) for bucket in runs]
-        for index, parts in enumerate(missing):
-            if not parts:  # padding alone
-                arrived(index)
+        ahead: deque[tuple[int, int, torch.Tensor, Any]] = deque()
+        missing = [sum(1 for one in parts if one) for parts in runs]
+        turns = enumerate(_turns(runs))
+        open_buckets: dict[int, torch.Tensor] = {}
         while True:
-            for number, (index, root, nbytes) in islice(turns, AHEAD - len(coming)):
-                start, end = layout.spans[index]
-                part = packed(shadow[start:end], runs[index][root])
+            for number, (index, root, nbytes) in islice(turns, AHEAD[self.route.type] - len(ahead)):
+                if index not in open_buckets:
+                    open_buckets[index] = bucket(index)
+                part = packed(open_buckets[index], runs[index][root])
                 in_place = len(runs[index][root]) == 1
-                tensor = part if in_place else torch.empty(nbytes, dtype=torch.uint8, device=shadow.device)
+                tensor = part if in_place else torch.empty(nbytes, dtype=torch.uint8, device=part.device)
                 self.bytes_received += nbytes
-                coming.append((index, root, tensor, self._broadcast_part(number, index, root, tensor)))
-            if not coming:
+                ahead.append((index, root, tensor, self._broadcast_part(number, index, root, tensor)))
+            if not ahead:
                 return
-            index, root, tensor, work = coming.popleft()
+            index, root, tensor, work = ahead.popleft()
             self._wait(work, index)
             if len(runs[index][root]) > 1:
-                start, end = layout.spans[index]
-                unpack(tensor, shadow[start:end], runs[index][root])
+                unpack(tensor, open_buckets[index], runs[index][root])
             missing[index] -= 1
             if not missing[index]:
+                del open_buckets[index]
                 arrived(index)
 
     def _broadcast(self, index: int, tensor: torch.Tensor) -> Any:
@@ -282,7 +292,7 @@ def _longest(runs: list[list[list[Run]]]) -> int:
 
 
 def _meet(
-    store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, device: torch.device, deadline: float
+    store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, device_queue: Queue, deadline: float
 ) -> Any:
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     store.set_timeout(timeout)
@@ -294,7 +304,7 @@ def _meet(
             found: bytes = store.get(NAME)
             return found
 
-        return NcclLane(name, rank, route.size, device, deadline)
+        return NcclLane(name, rank, route.size, device_queue, deadline)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout

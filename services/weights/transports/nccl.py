@@ -18,10 +18,12 @@ from concurrent.futures import Future
 from ctypes import c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import torch
+
+from penstock.services.weights.queues import Event, Queue
 
 log = structlog.get_logger()
 
@@ -37,47 +39,6 @@ ABORT_S = 5.0
 
 class NcclError(RuntimeError):
     """What NCCL says, or that it says nothing."""
-
-
-class Event(Protocol):
-    """A place in a queue."""
-
-    def query(self) -> bool:
-        """Everything before it is done."""
-
-
-class Queue(Protocol):
-    """What runs in order on a device: a CUDA stream of the group's own."""
-
-    handle: int
-
-    def after_current(self) -> None:
-        """What follows comes after all that the calling thread has put in line for the device until now."""
-
-    def mark(self) -> Event:
-        """The place behind everything so far."""
-
-
-class CudaQueue:
-    """A stream of high priority: its few blocks get their turn beside training's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self.handle: int = self._stream.cuda_stream
-
-    def after_current(self) -> None:
-        """See `Queue`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def mark(self) -> Event:
-        """See `Queue`."""
-        return self._stream.record_event()
-
-
-def make_queue(device: torch.device) -> Queue:
-    """The queue of a group on ``device``."""
-    return CudaQueue(device)
 
 
 class _UniqueId(ctypes.Structure):
@@ -165,12 +126,13 @@ class NcclLane:
         name: Callable[[Callable[[], bytes]], bytes],
         rank: int,
         size: int,
-        device: torch.device,
+        device_queue: Queue,
         deadline: float,
     ) -> None:
-        """``name`` is given what makes a name, which it calls on rank 0 alone, and returns the group's."""
+        """``name`` is given what makes a name, which it calls on rank 0 alone, and returns the group's. Broadcasts go
+        into ``device_queue``."""
         self._nccl = Nccl()
-        self._queue = make_queue(device)
+        self._queue = device_queue
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._communicator: c_void_p | None = None
         self._left = False
@@ -184,9 +146,8 @@ class NcclLane:
             raise
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> NcclWork:
-        """Puts it in line behind what the calling thread has put in line for the device."""
+        """Puts it in line."""
         (tensor,) = tensors
-        self._queue.after_current()
 
         def put() -> Event:
             assert self._communicator

@@ -78,8 +78,8 @@ static void *carry_out(void *argument) {
     if (comm->rank != task.root) memcpy(task.buffer, group->data, task.count);
     if (++group->taken == group->size) { free(group->data); group->turn++; broadcasts++; }
     comm->done++;
-    done_of[task.stream]++;
   }
+  done_of[task.stream]++; /* what is aborted leaves the stream, too */
   pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&lock);
   return NULL;

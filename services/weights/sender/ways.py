@@ -1,0 +1,57 @@
+"""Which transport reaches which rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import structlog
+
+from penstock.protocols import messages as m
+from penstock.protocols.versions import Transport
+from penstock.services.weights.transports import cuda_ipc
+
+log = structlog.get_logger()
+
+
+class Ways:
+    """Of a trainer whose config names ``transport`` (auto: none), that has left ``nonce`` in shared memory, computes
+    on ``gpu`` (empty: on a CPU) and has ``ranks`` ranks."""
+
+    def __init__(self, transport: str, nonce: str | None, gpu: str, ranks: int) -> None:
+        self._transport, self._nonce, self._gpu, self._ranks = transport, nonce, gpu, ranks
+        self.places: dict[str, list[m.Place]] = {}
+        """Where the processes are that hold a rollout's weights, by rollout."""
+
+    def keep(self, present: Collection[str]) -> None:
+        """Forgets who is not there any more."""
+        self.places = {identity: places for identity, places in self.places.items() if identity in present}
+
+    def choose(self, reach: m.Reach, nccl: Collection[str]) -> Transport:
+        """The best way to all processes that hold a rollout's weights, by where they are and what the configs name;
+        ``nccl`` are the rollouts that are served by that."""
+        gpus = [place.gpu for place in reach.places]
+        shares_memory = self._nonce is not None and all(place.nonce == self._nonce for place in reach.places)
+        possible: list[tuple[Transport, bool]] = [
+            ("cuda_ipc", bool(self._gpu) and self._ranks == 1 and all(gpu == self._gpu for gpu in gpus)),
+            ("shm", shares_memory and not any(gpus)),
+            ("nccl", bool(self._gpu) and all(gpus) and self._are_distinct(reach, nccl)),
+            ("shm", shares_memory),
+            ("gloo", True),
+        ]
+        named = reach.only or (None if self._transport == "auto" else self._transport)
+        if named is None:
+            return next(transport for transport, fits in possible if fits)
+        if named == "snapshot" or any(fits for transport, fits in possible if transport == named):
+            return named  # type: ignore[return-value]
+        log.warning("weights.transport does not reach this rollout: snapshot", transport=named, **reach.model_dump())
+        return "snapshot"
+
+    def _are_distinct(self, reach: m.Reach, nccl: Collection[str]) -> bool:
+        """NCCL takes a GPU once: no two of the trainer, of ``reach`` and of who is served by NCCL already compute on
+        one."""
+        taken = {cuda_ipc.uuid_of(self._gpu)}
+        for identity in nccl:
+            if identity != reach.receiver:
+                taken |= {cuda_ipc.uuid_of(place.gpu) for place in self.places.get(identity, ())}
+        mine = [cuda_ipc.uuid_of(place.gpu) for place in reach.places]
+        return len({*mine, *taken}) == len(mine) + len(taken)
