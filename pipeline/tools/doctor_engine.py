@@ -20,6 +20,7 @@ from penstock.services.data import open_source
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
 from penstock.services.rollout.service import make_engine
 from penstock.services.rollout.tokenizer import Tokenizer
@@ -97,7 +98,7 @@ def _examine(
 ) -> None:
     model = load_model(path, config.model.dtype, torch.device("cpu")).eval()
     random = np.random.default_rng(config.run.seed)
-    tolerance = config.weights.tolerance(config.model.dtype)
+    tolerance = config.weights.canary_tolerance or LOGPROBS[config.model.dtype]
     scored = random.integers(0, model.config.get_text_config().vocab_size, max(2, config.weights.canary_tokens)).astype(
         np.int32
     )

@@ -4,8 +4,8 @@ A point is due at the number asked for, or at the first after it: who is behind 
 Points of the trainer: taken, trained, committed, published, each of a step; publishing (a bucket is out), of a version.
 Points of the broker, each of a step: commit-applied (its commit will be durable with this turn), commit-durable (it is,
 and nobody has heard of it).
-Points of a rollout, each of a version: receiver-proposed, receiver-received, receiver-verified, receiver-swapped,
-receiver-acknowledged. The first rollout that comes by dies.
+Points of a rollout, or of a worker of its engine, each of a version: receiver-proposed, receiver-bucket,
+receiver-received, receiver-verified, receiver-swapped, receiver-acknowledged. The first one that comes by dies.
 """
 
 from __future__ import annotations

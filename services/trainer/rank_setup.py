@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import structlog
 import torch
 
@@ -21,6 +20,7 @@ from penstock.services.modeling.parallel.world import World, local_device
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer import checkpoint
 from penstock.services.trainer.batch import open_batch
+from penstock.services.trainer.canary import canary_tokens
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.config import WeightsConfig
@@ -44,11 +44,9 @@ class TrainerSettings:
     columns: ColumnTable
     deterministic: bool = False
 
-    def canary(self, model_config: Any) -> list[int]:
-        """The sequence that every version is checked with: the same for a run's life, of any ids."""
-        text = model_config.get_text_config()
-        length = min(self.weights.canary_tokens, getattr(text, "max_position_embeddings", None) or 1 << 20)
-        return np.random.default_rng(0).integers(0, text.vocab_size, length).tolist() if length > 1 else []
+    def canary(self, learner: Learner, tokenizer: Any) -> list[int]:
+        """The sequence that every version is checked with: the same for a run's life, and on every rank."""
+        return canary_tokens(tokenizer, learner.model.config, self.weights.canary_tokens)
 
 
 def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:

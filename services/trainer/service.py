@@ -29,10 +29,12 @@ from penstock.protocols.messages import (
     Take,
 )
 from penstock.services.modeling.parallel.world import Order
+from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer import checkpoint
+from penstock.services.trainer.canary import CanaryBound
 from penstock.services.trainer.config import CustomFunction
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
 from penstock.services.trainer.worker_rank import WorkerRank
@@ -69,7 +71,11 @@ class Trainer:
         """The last one."""
         self._stopped: str | None = None
         """Why the broker wants the trainer to end."""
-        self._canary = settings.canary(self._learner.model.config)
+        self._canary = settings.canary(self._learner, self._tokenizer)
+        table, own = LOGPROBS[settings.dtype], settings.weights.canary_tolerance
+        path = settings.checkpoints.parent / "canary.json"
+        self._bound = CanaryBound(path, settings.dtype, own or table, own is not None)
+        self._publisher.loaded = lambda loaded: self._bound.note(loaded.canary)
         self._said_at = time.monotonic()
         self._skipped = 0
         """Steps in a row, up to now, that changed no weight."""
@@ -259,8 +265,8 @@ class Trainer:
     def _score_canary(self) -> Canary | None:
         if not self._canary:
             return None
-        tolerance = self._settings.weights.tolerance(self._settings.dtype)
-        return Canary(tokens=self._canary, logprobs=self._learner.score(self._canary), tolerance=tolerance)
+        logprobs = self._learner.score(self._canary)
+        return Canary(tokens=self._canary, logprobs=logprobs, tolerance=self._bound.tolerance)
 
     def _ledger_tail(self) -> LedgerTail:
         return LedgerTail(version=self.actor.version, steps=list(self._tail))

@@ -22,7 +22,7 @@ class WorkerRank:
         self._sender = RankSender(make_exporter(self._learner, settings), settings.weights.host)
         self._read = threading.Event()
         self._read.set()
-        self._canary = settings.canary(self._learner.model.config)
+        self._canary = settings.canary(self._learner, tokenizer)
         self._sending: threading.Thread | None = None
         self._error: BaseException | None = None
 

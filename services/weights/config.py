@@ -9,9 +9,6 @@ from pydantic import Field, field_validator
 from penstock.protocols.versions import ALIGN
 from penstock.services.runtime.settings import Section
 
-CANARY_TOLERANCE: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
-"""Largest mean difference of the canary's log-probabilities, by the dtype that is published."""
-
 PATIENCE = 4
 """Times as long as the slowest transfer has taken, the next one may."""
 
@@ -46,8 +43,9 @@ class WeightsConfig(Section):
     """Length of the sequence that a rollout scores before it serves a version; its log-probabilities must be the
     trainer's. 0: no such check."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest mean difference of the canary's log-probabilities, e.g. ``0.05``; null: 1e-3 for float32, 0.1 for 16-bit
-    weights, which the trainer holds in float32."""
+    """Largest mean difference of the canary's log-probabilities, e.g. ``0.05``. null: 1e-3 for float32, 0.1 for 16-bit
+    weights, and after eight loads ten times the largest difference that they had, where that is less (``canary.json``
+    in the run's folder)."""
 
     @field_validator("sparse", mode="before")
     @classmethod
@@ -63,7 +61,3 @@ class WeightsConfig(Section):
         """How long a version of ``nbytes`` may take to be loaded; ``seen_s``: the longest that one has taken lately."""
         transfer = nbytes / (self.least_mb_s * 1e6)
         return self.deadline_s + (transfer if seen_s is None else min(transfer, PATIENCE * seen_s))
-
-    def tolerance(self, dtype: str) -> float:
-        """`canary_tolerance`, or the table's for ``dtype``."""
-        return self.canary_tolerance or CANARY_TOLERANCE[dtype]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import structlog
@@ -72,6 +73,8 @@ class Publisher:
     ) -> None:
         self._config, self._source, self._mailbox, self._verify = config, source, mailbox, verify
         self.error: BaseException | None = None
+        self.loaded: Callable[[m.Loaded], None] = lambda loaded: None
+        """Told of every version that a rollout serves, from the publisher's thread."""
         self._events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._publications: list[Publication] = []
         """Not committed yet."""
@@ -171,6 +174,8 @@ class Publisher:
                 log.info("receiver reached", receiver=event.receiver, transport=transport, hosts=hosts, workers=workers)
         elif isinstance(event, m.Loaded):
             took_s = sender.loaded(event.receiver, event.epoch, event.version, event.digest, now)
+            if took_s is not None:
+                self.loaded(event)
             self._slowest_s = max(self._slowest_s, took_s or 0.0)
             sender.deadline_s = self._config.patience_s(self._source.layout.nbytes, self._slowest_s)
             if event.buckets_again and event.transport in ("gloo", "nccl"):  # its end of the group broke

@@ -8,12 +8,11 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from penstock.services.modeling.precision import LOGITS
 from penstock.services.rollout.engines.torch.cache import SlotCache
 from penstock.services.rollout.engines.torch.transformers_model import TransformersModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Of the trial at the start: difference of logits, in their standard deviations."""
 
 
 class UnfitError(Exception):
@@ -167,5 +166,7 @@ class HostedModel(TransformersModel):
             self.weights = None
         for row, size in enumerate(lengths.tolist()):
             wanted = self.logits(model, tokens[row, : size + 1])[-1]
-            if not (found[row] - wanted).abs().max() <= TOLERANCE.get(dtype, 0.25) * wanted.std():  # NaN is unfit
+            if (
+                not (found[row] - wanted).abs().max() <= LOGITS[str(dtype).removeprefix("torch.")] * wanted.std()
+            ):  # NaN is unfit
                 raise UnfitError("its logits over our slots are not those of the whole sequence")

@@ -1,0 +1,147 @@
+"""On a GPU: the same numbers as on a CPU, and how long they take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from penstock.protocols.digests import Gmac
+from penstock.services.modeling import attention
+from penstock.services.modeling.attention import Segments
+from penstock.services.modeling.parallel.start import load_trainable
+from penstock.services.modeling.parallel.world import World
+from penstock.services.rollout.engines.torch.sampling import sample
+from penstock.services.trainer import checkpoint
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from penstock.services.weights.byte_views import as_memory
+from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.gpu_digest import GpuGmac
+from penstock.services.weights.sender.shard_exporter import ShardExporter
+from tests.conftest import TINY
+from tests.e2e.runs import Run, check_promises
+from tests.trainer.steps import Tokenizer, a_step
+from tests.weights.channel import Channel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+Note = Callable[[str, str], None]
+GIB = 1 << 30
+
+
+def a_learner(path: Path, device: torch.device) -> Learner:
+    world = World(device)
+    config = TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}})
+    return Learner(load_trainable(str(path), world, device, "bfloat16"), config, 1.0, world)
+
+
+def save_a_model(path: Path) -> None:
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**TINY)).save_pretrained(path)
+
+
+def test_the_digest_is_the_processors(cuda: torch.device, note: Note) -> None:
+    gmac = Gmac.of_run("gpu")
+    data = torch.randint(0, 256, (256 << 20,), dtype=torch.uint8)
+    on_gpu, digests = data.to(cuda), GpuGmac(gmac, cuda)
+    assert digests.bucket(on_gpu) == gmac.bucket(data.numpy())
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    digests.bucket(on_gpu)
+    torch.cuda.synchronize()
+    note("digest of 256 MiB on the GPU", f"{data.numel() / (time.monotonic() - started) / 1e9:.0f} GB/s")
+
+
+def test_flash_attention_over_packed_rows_is_the_loop(cuda: torch.device) -> None:
+    """Sequences of their own, and responses behind a prompt that they share."""
+    generator = torch.Generator(cuda).manual_seed(0)
+    q, k, v = (
+        torch.randn(40, heads, 64, dtype=torch.bfloat16, device=cuda, generator=generator).requires_grad_()
+        for heads in (8, 2, 2)
+    )
+    keys = torch.cat([torch.arange(20), torch.arange(10), torch.arange(20, 30), torch.arange(10), torch.arange(30, 40)])
+    for segments in (
+        Segments.of([0, 25, 40], [0, 25, 40], None, cuda),
+        Segments.of([0, 20, 30, 40], [0, 20, 40, 60], keys.to(cuda), cuda),
+    ):
+        own, values = (k, v) if segments.keys is None else (k[segments.keys], v[segments.keys])
+        results = []
+        for way in (attention._flash, attention._loop):
+            found = way(q, own, values, None, segments)
+            gradients = torch.autograd.grad(found.float().square().sum(), (q, k, v), retain_graph=True)
+            results.append((found, *gradients))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_a_trainer_resumes_on_a_gpu(tmp_path: Path, cuda: torch.device, note: Note) -> None:
+    save_a_model(tmp_path / "model")
+    learner = a_learner(tmp_path / "model", cuda)
+    for seed in range(3):
+        learner.train(a_step(seed))
+    saver = checkpoint.Saver(learner, Tokenizer(), tmp_path / "saved", keep=1)
+    path = saver.begin().result()
+    again = a_learner(path, cuda)
+    checkpoint.restore(again, path)
+    for one in (learner, again):
+        assert np.isfinite(one.train(a_step(9))["loss"])
+    for name, parameter in learner.parameters.items():
+        mine, other = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in (parameter, again.parameters[name]))
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+        assert all(value.device.type == "cuda" for value in again.optimizer.state[again.parameters[name]].values())
+    note("peak of the trainer's tests", f"{torch.cuda.max_memory_allocated(cuda) / GIB:.2f} GiB")
+
+
+def test_a_version_is_cast_hashed_and_copied_on_the_gpu(cuda: torch.device, note: Note) -> None:
+    """The model may change as soon as it was read; the snapshot is what it was."""
+    named = [("w", torch.randn(64 << 20, device=cuda)), ("b", torch.randn(7, device=cuda))]
+    wanted = {name: value.bfloat16().cpu() for name, value in named}
+    channel = Channel(named, "bfloat16", bucket_mb=64)
+    try:
+        rollout = channel.join()
+        started = time.monotonic()
+        publication = channel.publish(0)
+        read = time.monotonic() - started
+        for _, value in named:
+            value.add_(1)
+        publication.committed.result(60)
+        took = time.monotonic() - started
+        found = rollout.wait(0)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        nbytes = channel.source.layout.nbytes
+        note("publish of 128 MB to a host", f"{took:.3f} s, {nbytes / took / 1e9:.1f} GB/s; model read in {read:.3f} s")
+    finally:
+        channel.close()
+
+
+def test_the_exporters_digest_is_that_of_its_bytes(cuda: torch.device) -> None:
+    named = {"w": torch.randn(1000, 33, device=cuda)}
+    gmac = Gmac.of_run("gpu")
+    source = ShardExporter(named, "bfloat16", WeightsConfig().bucket_bytes, World(cuda), gmac)
+    buffer = torch.zeros(source.layout.nbytes, dtype=torch.uint8)
+    source.write(buffer)
+    assert source.digest() == gmac.whole(source.layout.digest, [gmac.bucket(as_memory(buffer))])
+
+
+def test_sampling_is_deterministic_where_it_is_asked_for(cuda: torch.device) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        logits = torch.randn(16, 1000, device=cuda)
+        ones = torch.ones(16, device=cuda)
+        draws = [sample(logits, ones, ones * 0.9, None, ones * 0.5)[0] for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(draws[0], draws[1]) and torch.equal(draws[0], draws[2])
+
+
+def test_the_quickstart_on_a_gpu(tmp_path: Path, note: Note) -> None:
+    run = Run(tmp_path, ["model.dtype=bfloat16"])
+    summary = run.wait(500)
+    check_promises(summary)
+    assert summary["reward_last"] > 0.9
+    note("quickstart in bf16, all on the GPUs", f"reward {summary['reward_last']:.3f} in {summary['train_s']:.0f} s")
