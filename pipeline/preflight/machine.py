@@ -19,8 +19,7 @@ from penstock.pipeline.run.redis_server import find_server
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.install import install
-from penstock.services.weights.buffers import SEGMENTS
-from penstock.services.weights.transports.shared_memory import directory
+from penstock.services.weights.transports.shared_memory import SEGMENTS, directory
 
 LEAST_MIB = 64
 FILES, FILES_EACH = 256, 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.memory import GIB, shape_of
 from penstock.protocols.versions import DTYPE_BYTES
-from penstock.services.weights.buffers import SEGMENTS
+from penstock.services.weights.transports.shared_memory import SEGMENTS
 
 SHM = "PENSTOCK_SHM"
 PROCESS_GIB = 4.0

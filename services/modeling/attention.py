@@ -16,8 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "penstock"
-"""By which transformers' models are told to use `attend` (``attn_implementation``)."""
+from penstock.services.modeling.families import OUR_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -94,5 +93,5 @@ def _loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | No
     return torch.cat(parts)
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(OUR_ATTENTION, attend)
+AttentionMaskInterface.register(OUR_ATTENTION, sdpa_mask)

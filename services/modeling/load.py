@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from penstock.services.modeling import attention
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.logprobs import PLAIN
+from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason
 from penstock.services.runtime.user_folders import may_be_on_hub
@@ -36,7 +35,7 @@ def attention_of(config: Any) -> str | None:
     """transformers' attention that computes what the model's authors did: ours for the families that it is right for;
     ``sdpa``, transformers' own choice (None) wherever the model has it, knows no soft cap (Gemma 2's)."""
     if config.model_type in PLAIN:
-        return attention.NAME
+        return OUR_ATTENTION
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 

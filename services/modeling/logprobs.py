@@ -9,13 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from penstock.services.modeling import attention
 from penstock.services.modeling.attention import Segments
+from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.modeling.packing import Rows
-
-PLAIN = {"llama", "qwen2", "qwen3"}
-"""Families that take positions, and a mask or `Segments` of ours, where no layer has a window; and whose logits are
-the output embedding of the hidden state, nothing more."""
 
 LOGIT_BYTES = 256 << 20
 """Logits are made in chunks of at most this size."""
@@ -26,7 +22,7 @@ def logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
     ``[trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
     inputs: dict[str, Any] = {"input_ids": rows.tokens, "position_ids": rows.positions}
     if isinstance(rows.attention, Segments):
-        assert model.config._attn_implementation == attention.NAME, "another attention would ignore the segments"
+        assert model.config._attn_implementation == OUR_ATTENTION, "another attention would ignore the segments"
         inputs["segments"] = rows.attention
         # transformers hands a mask of four dimensions on as it is, and makes none of its own then.
         inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.tokens.device)

@@ -21,15 +21,13 @@ import torch
 from penstock.protocols.versions import DigestError
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.byte_views import from_memory
-from penstock.services.weights.transports.shared_memory import directory, is_ours, new_name
+from penstock.services.weights.transports.shared_memory import SEGMENTS, directory, is_ours, new_name
 
 HEADER_BYTES = 4096
 _MAGIC = b"penstock-weights"
 _VERSION, _FILLED = 0, 1
 """Places of the header's two 64-bit numbers after the magic, each written in one store: a reader sees the old number or
 the new one, never something in between."""
-SEGMENTS = 4
-"""Segments that have a name at once; where all are in use, the oldest loses its name and lives on with its readers."""
 MAPPINGS = 4
 """Mappings that a process keeps: mapping a gigabyte anew costs more than reading it."""
 

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from penstock.services.modeling import attention, packing
 from penstock.services.modeling import logprobs as module
+from penstock.services.modeling import packing
+from penstock.services.modeling.families import OUR_ATTENTION
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import plan_rows
 from tests.conftest import TINY, make_group
@@ -20,7 +21,7 @@ from tests.conftest import TINY, make_group
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(OUR_ATTENTION)
     return model
 
 

@@ -19,12 +19,13 @@ from penstock.protocols import messages as m
 from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import DigestError, SnapshotRoute
-from penstock.services.weights.buffers import SEGMENTS, HostBuffer, Mappings
+from penstock.services.weights.buffers import HostBuffer, Mappings
 from penstock.services.weights.byte_views import as_array, from_memory
 from penstock.services.weights.layout import make_layout
 from penstock.services.weights.receiver.loader import MappedVersion
 from penstock.services.weights.sender import broadcast
 from penstock.services.weights.transports import shared_memory
+from penstock.services.weights.transports.shared_memory import SEGMENTS
 from tests.weights.channel import Channel, Holder, Named, score, until
 
 PLACE = m.Place(nonce="", host="127.0.0.1")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 PREFIX = "penstock-"
 NONCE_BYTES = 16
+SEGMENTS = 4
+"""Segments that have a name at once; where all are in use, the oldest loses its name and lives on with its readers."""
 
 
 def directory() -> Path:

@@ -1,0 +1,7 @@
+"""What families of models are known for. Imports nothing."""
+
+PLAIN = {"llama", "qwen2", "qwen3"}
+"""Families that take positions, and a mask or `attention.Segments` of ours, where no layer has a window; and whose
+logits are the output embedding of the hidden state, nothing more."""
+OUR_ATTENTION = "penstock"
+"""By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
