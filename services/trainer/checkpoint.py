@@ -23,7 +23,7 @@ from typing import Any
 import structlog
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.parallel.fsdp import of_local
@@ -31,6 +31,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.shard_writer import ShardWriter
 
 log = structlog.get_logger()
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # a world of one
@@ -95,10 +96,10 @@ class Saver:
         cut = world.size > 1
         together = {"process_group": world.save_group, "no_dist": not cut}
         files = _numbered(staged.weights)
-        weights = HuggingFaceStorageWriter(str(aside), files, save_distributed=cut, enable_consolidation=cut)
+        weights = ShardWriter(str(aside), files, save_distributed=cut, enable_consolidation=cut)
         dcp.save(staged.weights, storage_writer=weights, **together)
         if staged.optimizer:
-            optimizer = HuggingFaceStorageWriter(str(own / OPTIMIZER), save_distributed=True)
+            optimizer = ShardWriter(str(own / OPTIMIZER), save_distributed=True)
             dcp.save(staged.optimizer, storage_writer=optimizer, **together)
         if world.rank == 0:
             self._finish(staged, aside, target)
