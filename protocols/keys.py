@@ -25,6 +25,14 @@ class ClientKeys:
     client_public: str
     client_secret: str
 
+    def to_serve(self) -> BrokerKeys:
+        """For a port of an actor's own, which everybody of the run may speak to: they all hold the client pair."""
+        return BrokerKeys(self.client_public, self.client_secret, self.client_public)
+
+    def to_reach(self) -> ClientKeys:
+        """For who connects to such a port."""
+        return ClientKeys(self.client_public, self.client_public, self.client_secret)
+
 
 @dataclass(frozen=True)
 class BrokerKeys:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from penstock.pipeline.harness.fake_broker import FakeBroker
@@ -139,6 +140,23 @@ class Channel:
         self.publisher.close()
         self.box.close()
         self.broker.close()
+
+
+def flip(monkeypatch: pytest.MonkeyPatch, receivers: list[Receiver], times: int) -> list[int]:
+    """Flips a bit of what arrives at ``receivers``, ``times`` times; returns the list of buckets that were hit."""
+    hit: list[int] = []
+    original = Gmac.bucket
+
+    def digest(gmac: Gmac, data: memoryview) -> str:
+        if len(hit) < times and threading.current_thread() in {receiver._thread for receiver in receivers}:
+            hit.append(len(data))
+            damaged = bytearray(data)
+            damaged[0] ^= 1
+            return original(gmac, memoryview(damaged))
+        return original(gmac, data)
+
+    monkeypatch.setattr(Gmac, "bucket", digest)
+    return hit
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> None:

@@ -16,7 +16,6 @@ import structlog
 import torch
 
 from penstock.protocols import messages as m
-from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.versions import DigestError, SnapshotRoute
 from penstock.services.weights.buffers import HostBuffer, Mappings
@@ -26,7 +25,7 @@ from penstock.services.weights.receiver.loader import MappedVersion
 from penstock.services.weights.sender import broadcast
 from penstock.services.weights.transports import shared_memory
 from penstock.services.weights.transports.shared_memory import SEGMENTS
-from tests.weights.channel import Channel, Holder, Named, score, until
+from tests.weights.channel import Channel, Holder, Named, flip, score, until
 
 PLACE = m.Place(nonce="", host="127.0.0.1")
 
@@ -243,31 +242,11 @@ def test_changes_are_sent_where_that_is_less_and_the_result_is_the_same(transpor
     channel.close()
 
 
-def flip(channel: Channel, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
-    """Flips a bit of what arrives, ``times`` times; returns the list of buckets that were hit."""
-    from penstock.services.weights.receiver import receiver as module
-
-    hit: list[int] = []
-    original = module.Gmac.bucket
-
-    def digest(gmac: Gmac, data: memoryview) -> str:
-        mine = {rollout.receiver._thread for rollout in channel.rollouts}
-        if len(hit) < times and threading.current_thread() in mine:
-            hit.append(len(data))
-            damaged = bytearray(data)
-            damaged[0] ^= 1
-            return original(gmac, memoryview(damaged))
-        return original(gmac, data)
-
-    monkeypatch.setattr(module.Gmac, "bucket", digest)
-    return hit
-
-
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_corrupted_bucket_is_sent_again_and_never_served(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = Channel(weights(0), transport=transport)
     rollout = channel.join()
-    hit = flip(channel, monkeypatch, 2)
+    hit = flip(monkeypatch, [rollout.receiver], 2)
     channel.publish(0)
     assert same(rollout.wait(0), 0)
     assert len(hit) == 2 and rollout.loaded[0].buckets_again == 2

@@ -11,14 +11,13 @@ import torch
 
 from penstock.protocols import keys, wire
 from penstock.protocols import messages as m
-from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver import receiver as module
 from penstock.services.weights.receiver.receiver import Prepared
 from penstock.services.weights.receiver.worker_desk import ReceivedVersion, WorkerDesk
 from penstock.services.weights.receiver.worker_receiver import WorkerReceiver
-from tests.weights.channel import CPU, Channel, Named, until
+from tests.weights.channel import CPU, Channel, Named, flip, until
 
 ROWS = 301
 
@@ -129,18 +128,7 @@ def test_no_byte_passes_the_rollouts_process(channel: Channel, monkeypatch: pyte
 
 def test_one_workers_flipped_bucket_costs_that_bucket(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     two = fleet(channel)
-    hit: list[int] = []
-    original = module.Gmac.bucket
-
-    def digest(gmac: Gmac, data: memoryview) -> str:
-        if not hit and threading.current_thread() in {worker._receiver._thread for worker in two.workers}:
-            hit.append(len(data))
-            damaged = bytearray(data)
-            damaged[7] ^= 1
-            return original(gmac, memoryview(damaged))
-        return original(gmac, data)
-
-    monkeypatch.setattr(module.Gmac, "bucket", digest)
+    hit = flip(monkeypatch, [worker._receiver for worker in two.workers], 1)
     channel.publish(0)
     assert same(two.wait(0), 0) and hit
     if channel.config.transport != "snapshot":

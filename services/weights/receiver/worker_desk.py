@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.protocols.keys import BrokerKeys, ClientKeys
+from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox, RouterServer
 from penstock.protocols.versions import CollectiveRoute
 from penstock.services.weights.config import WeightsConfig
@@ -59,7 +59,7 @@ class WorkerDesk:
 
     def __init__(self, count: int, mailbox: Mailbox, config: WeightsConfig, keys: ClientKeys | None = None) -> None:
         self._count, self._mailbox, self._config = count, mailbox, config
-        own = BrokerKeys(keys.client_public, keys.client_secret, keys.client_public) if keys else None
+        own = keys.to_serve() if keys else None
         self._router = RouterServer(f"tcp://{config.host}:0", own, key="weights.host")
         self.address = self._router.address
         """Where workers connect to."""
@@ -69,7 +69,7 @@ class WorkerDesk:
         self._reached: dict[str, m.Reach] = {}
         self._coming: _Coming | None = None
         self._closing = threading.Event()
-        mine = ClientKeys(keys.client_public, keys.client_public, keys.client_secret) if keys else None
+        mine = keys.to_reach() if keys else None
         self._line = Mailbox(self.address, OWN, mine)
         for heard in (m.Invite, m.Propose, m.CommitVersion):
             mailbox.handlers[heard] = self._line.tell

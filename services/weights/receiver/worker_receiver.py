@@ -45,7 +45,7 @@ class WorkerReceiver:
     def __init__(
         self, address: str, name: str, config: WeightsConfig, keys: ClientKeys | None, device: torch.device
     ) -> None:
-        mine = ClientKeys(keys.client_public, keys.client_public, keys.client_secret) if keys else None
+        mine = keys.to_reach() if keys else None
         self._mailbox = Mailbox(address, incarnation_of(name), mine)
         self._config = config
         self._ready: Prepared | None = None

@@ -39,22 +39,18 @@ class ShardExporter:
     def buckets(self, buffer: torch.Tensor, hashed: bool = False) -> Iterator[tuple[int, str | None]]:
         """For a world of one on a CPU: writes bucket after bucket to its place in ``buffer`` (uint8 ``[bytes]``), and
         yields its number, and with ``hashed`` its digest, made while writing."""
-        parts = [local(weight) for weight in self._weights]
+        parts, put = [local(weight) for weight in self._weights], self.putter()
         for index, (start, end) in enumerate(self.layout.spans):
-            digest, target = None, buffer[start:end]
-            if hashed:
-                digest = self._write_hashed(parts, index, target)
-            else:
-                for piece in self.pieces[index]:
-                    self._put(self._elements(parts, piece), target, piece.start)
+            digest = self._write_hashed(parts, index, buffer[start:end]) if hashed else None
+            if not hashed:
+                self._write_bucket(put, index, buffer)
             yield index, digest
 
     def write(self, buffer: torch.Tensor) -> None:
         """Writes this rank's part of every bucket to its place in ``buffer`` (uint8 ``[bytes]`` on the host)."""
         put = self.putter()
-        for (start, end), pieces in zip(self.layout.spans, self.pieces, strict=True):
-            for piece in pieces:
-                put(piece, buffer[start:end], piece.start)
+        for index in range(len(self.layout.spans)):
+            self._write_bucket(put, index, buffer)
 
     def putter(self) -> Callable[[Piece, torch.Tensor, int], None]:
         """What writes a piece, cast, to a target (uint8 ``[bytes]``) from a byte of it on."""
@@ -66,6 +62,11 @@ class ShardExporter:
         buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
         self.write(buffer)
         return digests_of(self.layout, as_memory(buffer), self.gmac).whole
+
+    def _write_bucket(self, put: Callable[[Piece, torch.Tensor, int], None], index: int, buffer: torch.Tensor) -> None:
+        start, end = self.layout.spans[index]
+        for piece in self.pieces[index]:
+            put(piece, buffer[start:end], piece.start)
 
     def _write_hashed(self, parts: list[torch.Tensor], index: int, target: torch.Tensor) -> str:
         hasher, written, hashed = self.gmac.hasher(), target.numpy(), 0

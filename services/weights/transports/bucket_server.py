@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from penstock.protocols.experience import as_bytes
-from penstock.protocols.keys import BrokerKeys, ClientKeys
+from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox, RouterServer
 from penstock.protocols.messages import Bucket, Fetch, Message, Refused
 from penstock.protocols.versions import Layout
@@ -27,8 +27,7 @@ class BucketServer:
     """Answers `Fetch` from a thread of its own; ``answer`` makes the reply."""
 
     def __init__(self, host: str, keys: ClientKeys | None, answer: Callable[[Fetch], Message]) -> None:
-        # Everybody of the run holds the client pair: who has it may read the weights.
-        own = BrokerKeys(keys.client_public, keys.client_secret, keys.client_public) if keys else None
+        own = keys.to_serve() if keys else None
         self._exchange = RouterServer(f"tcp://{host}:0", own, key="weights.host")
         self.address = self._exchange.address
         self._answer = answer
@@ -62,7 +61,7 @@ class BucketClient:
     """A receiver's line to the trainer's `BucketServer`."""
 
     def __init__(self, address: str, identity: str, keys: ClientKeys | None) -> None:
-        mine = ClientKeys(keys.client_public, keys.client_public, keys.client_secret) if keys else None
+        mine = keys.to_reach() if keys else None
         self.address = address
         self._mailbox = Mailbox(address, identity, mine)
 
