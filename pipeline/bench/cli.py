@@ -134,6 +134,24 @@ def bench_weights(
     run_bench(Console(), asked, counts, transports.split(","), threads, set(parts.split(",")))
 
 
+@bench.command("memory")
+def bench_memory(
+    files: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Argument(help="Configs; by default configs/grpo-*.yaml.", show_default=False),
+    ] = None,
+) -> None:
+    """Peak GiB of trainer and reference by their own code on tensors without contents, beside the plan of --dry-run.
+
+    Needs no GPU, and half a GiB of memory.
+
+    For instance: penstock bench memory configs/grpo-8b.yaml
+    """
+    from penstock.pipeline.bench.memory import bench as bench_peaks
+
+    bench_peaks(Console(), files or sorted(Path("configs").glob("grpo-*.yaml")))
+
+
 @bench.command("soak")
 def bench_soak(
     steps: Annotated[int, typer.Option(help="Tiny training steps.")] = 5000,

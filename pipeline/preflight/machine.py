@@ -14,7 +14,7 @@ import redis
 from penstock.pipeline.config import Config, ConfigError, hide_password
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.memory import GIB
+from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.redis_server import find_server
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.memory import GIB, shape_of
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
@@ -29,11 +30,17 @@ class HostNeeds:
     checkpoints: float
     """On the disk: those that are kept, and the one that is being written."""
 
+    def trainer_node(self, config: Config, gpus: int = 8) -> float:
+        """Of the node of the trainer's first rank, where each has ``gpus``: processes, their part of a checkpoint, and
+        the versions that are served from there."""
+        ranks = min(gpus, config.trainer.ranks)
+        return ranks * PROCESS_GIB + self.staging * ranks / config.trainer.ranks + self.shared
+
     def compose(self, config: Config) -> dict[str, str]:
         """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
         uses = {
             SHM: self.shared,
-            "PENSTOCK_TRAINER_MEMORY": config.trainer.ranks * PROCESS_GIB + self.staging + self.shared,
+            "PENSTOCK_TRAINER_MEMORY": self.trainer_node(config, config.trainer.ranks),
             "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + 2 * self.version + self.shared,
             "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version,
         }

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.memory import GIB, OVERHEAD_GIB, shape_of, trainer_gib
+from penstock.pipeline.resources.memory import reference_gib
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
 
@@ -58,10 +60,10 @@ def _share(config: Config, actor: str, size: float) -> float:
     if kind == "rollout":
         return (2 * weights + OVERHEAD_GIB) / size  # the version that serves, and the next one
     if kind == "trainer" and shape:
-        trainer = config.trainer
-        needed = trainer_gib(shape, trainer.ranks, trainer.tokens_per_micro_batch, trainer.gradient_checkpointing)
-        return needed / size
-    return ((weights if kind == "reference" else 0.0) + OVERHEAD_GIB) / size
+        return trainer_gib(shape, config.trainer, size) / size
+    if kind == "reference" and shape:
+        return reference_gib(shape, config) / size
+    return OVERHEAD_GIB / size
 
 
 def _is_vllm(config: Config) -> bool:

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from penstock.services.runtime.settings import Section
 
+GRADIENT_SHARE = 0.2
+"""Of the memory that is free before the first step: so much may whole gradients take (`sum_gradients`: ``auto``)."""
+
 
 class GroupAdvantage(Section):
     """GRPO's: rewards standardised within the group (Shao et al. 2024); without `std`, Dr. GRPO's (Liu et al. 2025)."""

@@ -19,11 +19,8 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import health
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
 from penstock.services.trainer.batch import TrainingBatch
-from penstock.services.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.services.trainer.config import GRADIENT_SHARE, OptimizerConfig, TrainerConfig
 from penstock.services.trainer.mismatch import Mismatch
-
-GRADIENT_SHARE = 0.2
-"""Share of the memory that is free before the first step which whole gradients may take."""
 
 
 class Learner:

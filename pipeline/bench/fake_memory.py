@@ -1,0 +1,184 @@
+"""Peak memory of one process of a run, by its own code on tensors without contents: nothing is computed, no GPU is
+there, and every allocation is counted with its size and its life.
+
+Run as a program, it measures one process of one config and prints JSON: torch has one process group of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from penstock.pipeline.config import Config, load
+from penstock.pipeline.resources.model_files import config_file
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.trainer_memory import GIB, keeps_whole_gradients
+from penstock.protocols.digests import Gmac
+from penstock.services.modeling import attention
+from penstock.services.modeling.attention import Segments
+from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.load import attention_of, load_config
+from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.parallel import start
+from penstock.services.modeling.parallel.fsdp import forward, shard, sum_gradients
+from penstock.services.modeling.parallel.world import World
+from penstock.services.trainer.learner import Learner
+from penstock.services.weights.parts import runs_of
+from penstock.services.weights.queues import HostQueue
+from penstock.services.weights.sender.device_stage import DeviceStage
+from penstock.services.weights.sender.shard_exporter import ShardExporter
+
+ROUND = 512
+"""CUDA's allocator gives multiples of it."""
+CPU = torch.device("cpu")
+MICRO_BATCHES = 2
+"""Of a step: the second one has the gradient of the first beside it."""
+
+
+class Memory(TorchDispatchMode):
+    """Counts storages from the operation that makes them until nobody has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        """Bytes."""
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs ``func``; of a cut tensor the parts are counted, when their own turn comes."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                self._see(leaf.untyped_storage())
+        return result
+
+    def _see(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._resized(key, storage.nbytes())
+            weakref.finalize(storage, self._gone, key)
+
+    def _resized(self, key: int, nbytes: int) -> None:
+        size = -(-nbytes // ROUND) * ROUND
+        self.now += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """While it is open. FSDP gives gathered units their memory, and takes it, by resizing their storage."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: Any) -> Any:
+            found = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._resized(storage._cdata, storage.nbytes())
+            return found
+
+        torch.UntypedStorage.resize_ = resize_
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
+
+
+def trainer_peak(config: Config, gpu_gib: float | None) -> float:
+    """GiB of one rank in its second step: model, optimizer, gradients, gathered units, activations, logits, and the
+    version that is being published."""
+    trainer, folder = config.trainer, config_file(config).parent
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trainer.ranks)
+    world = World(CPU)
+    world.size = trainer.ranks
+    world.mesh = init_device_mesh("cpu", (trainer.ranks,))
+    shape = shape_of(config)
+    assert shape is not None
+    whole = keeps_whole_gradients(trainer, shape, gpu_gib)
+    # Decided above, for a GPU: the learner would look at this machine's memory.
+    trainer = trainer.model_copy(update={"sum_gradients": "step" if whole else "micro_batch"})
+    model = start._empty(str(folder))
+    memory = Memory()
+    with memory.counting():
+        shard(model, world, config.model.dtype)
+        start._materialize(model, CPU)
+        learner = Learner(model, trainer, 1.0, world)
+        rows = _rows(trainer.tokens_per_micro_batch)
+        source = ShardExporter(
+            learner.parameters, config.model.dtype, config.weights.bucket_bytes, world, Gmac.of_run("memory")
+        )
+        mine = [bucket[world.rank] for bucket in runs_of(source.layout, world.size)]
+        stage = DeviceStage(source.layout, source.pieces, mine, CPU, HostQueue(), source.gmac)
+        for _ in range(2):  # the first makes the optimizer's state, and counts how torch finds out cut shapes
+            learner.optimizer.zero_grad(set_to_none=True)
+            stage.read(source.putter(), HostQueue().mark())
+            memory.peak = memory.now
+            for turn in range(1, MICRO_BATCHES + 1):
+                loss = forward(model, rows, 1.0).sum()
+                sum_gradients(model, turn == MICRO_BATCHES or not whole)
+                loss.backward()
+                del loss
+            torch.nn.utils.clip_grad_norm_(learner.parameters.values(), 1.0)
+            learner.optimizer.step()
+    return memory.peak / GIB
+
+
+def reference_peak(config: Config) -> float:
+    """GiB of a reference while it scores: weights, activations, logits."""
+    from transformers import AutoModelForCausalLM
+
+    about = load_config(str(config_file(config).parent))
+    memory = Memory()
+    with memory.counting(), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(
+            about, dtype=DTYPES[config.model.dtype], attn_implementation=attention_of(about)
+        )
+        memory.peak = memory.now
+        logprobs(model, _rows(config.reference.tokens_per_batch), 1.0)
+    return memory.peak / GIB
+
+
+def _rows(tokens: int, longest: int = 2048) -> Rows:
+    """Sequences of ``longest`` tokens, ``tokens`` in all, one after the other; all of them sampled."""
+    starts = [*range(0, tokens, longest), tokens]
+    ids = torch.zeros((1, tokens), dtype=torch.int64)
+    mask = torch.ones((len(starts) - 1, longest - 1), dtype=torch.bool)
+    targets = torch.zeros(mask.numel(), dtype=torch.int64)[:tokens]
+    mask.view(-1)[tokens:] = False
+    return Rows(
+        tuple(range(len(mask))), ids, ids, Segments.of(starts, starts, None, CPU), mask,
+        torch.arange(len(targets)).clamp(max=tokens - 1), targets,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """``fake_memory trainer|reference FILE GIB``"""
+    what, path, gib = sys.argv[1:4]
+    attention._loop = attention._flash  # as on a GPU; its kernel's shapes are known without one
+    config = load(Path(path))
+    found = trainer_peak(config, float(gib) or None) if what == "trainer" else reference_peak(config)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
