@@ -12,7 +12,9 @@ from pathlib import Path
 
 def install(extra: str) -> str:
     """E.g. ``.venv/bin/pip install -e '.[data]'`` in a clone; ``pip install 'penstock[data]'`` where it was installed
-    as a package."""
+    as a package; in a container, what builds its image with it."""
+    if os.environ.get("PENSTOCK_ONE_PER_HOST"):
+        return f"PENSTOCK_EXTRAS={extra} docker compose build"
     pip = Path(sys.executable).with_name("pip")
     command = _short(pip) if sys.prefix != sys.base_prefix and pip.is_file() else f"{sys.executable} -m pip"
     return f"{command} install {_target(extra)}"

@@ -86,3 +86,12 @@ def test_gpus_are_reserved_where_they_are_used(name: str) -> None:
     if uses:
         assert service["image"] == "penstock:gpu" and service["environment"]["PENSTOCK_CLAIM_GPUS"] == "/dev/shm"
         assert "shm:/dev/shm" in service["volumes"]
+
+
+def test_every_key_and_variable_is_explained() -> None:
+    prose = re.sub(r"^```.*?^```", "", (ROOT / "docs" / "deploy.md").read_text(), flags=re.S | re.M)
+    told = {word for code in re.findall(r"`([^`\n]+)`", prose) for word in re.findall(r"\w+", code)}
+    keys = {key for service in SERVICES.values() for key in service}
+    variables = set(re.findall(r"\$\{(\w+)", (ROOT / "docker-compose.yml").read_text()))
+    variables |= {name for service in SERVICES.values() for name in service.get("environment", {})}
+    assert (keys | variables) - told == set()
