@@ -6,6 +6,7 @@ Points of the broker, each of a step: commit-applied (its commit will be durable
 and nobody has heard of it).
 Points of a rollout, or of a worker of its engine, each of a version: receiver-proposed, receiver-bucket,
 receiver-received, receiver-verified, receiver-swapped, receiver-acknowledged. The first one that comes by dies.
+receiver-flipped kills nobody: a bit of a bucket that has arrived is turned.
 """
 
 from __future__ import annotations
@@ -18,15 +19,22 @@ VARIABLE = "PENSTOCK_KILL_AT"
 
 
 def reach(point: str, number: int) -> None:
-    """Kills this process with SIGKILL where the environment asks for it, once for each point: a file beside the
-    variable ``PENSTOCK_KILL_LOG`` remembers those that were reached."""
+    """Kills this process with SIGKILL where `due`."""
+    if due(point, number):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def due(point: str, number: int) -> bool:
+    """Whether the environment asks for ``point`` now: once each, since the file that the variable ``PENSTOCK_KILL_LOG``
+    names remembers those that were reached."""
     asked = [entry for entry in os.environ.get(VARIABLE, "").split(",") if entry.startswith(f"{point}:")]
     if not asked:
-        return
+        return False
     done = Path(os.environ["PENSTOCK_KILL_LOG"])
     reached = done.read_text().split() if done.exists() else []
     for entry in asked:
         if entry not in reached and number >= int(entry.partition(":")[2]):
             with done.open("a") as file:
                 file.write(f"{entry}\n")
-            os.kill(os.getpid(), signal.SIGKILL)
+            return True
+    return False

@@ -117,9 +117,10 @@ def test_a_mixed_fleet_with_a_death_and_a_late_joiner(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_versions_go_straight_into_tensor_parallel_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two trainer ranks, two workers, gloo: every byte to each worker, none through the rollout's process; and a worker
-    that dies by SIGKILL between two buckets of version 6, under load."""
-    monkeypatch.setenv(failpoint.VARIABLE, "receiver-bucket:6")
+    """Two trainer ranks, two workers, gloo: every byte to each worker, none through the rollout's process. Under load: a
+    bucket of version 3 that was changed on its way, a worker that dies by SIGKILL between two buckets of version 6, and
+    the two that come in their place, late."""
+    monkeypatch.setenv(failpoint.VARIABLE, "receiver-flipped:3,receiver-bucket:6")
     monkeypatch.setenv("PENSTOCK_KILL_LOG", str(tmp_path / "killed"))
     parallel = ["rollout.engine.vllm.tensor_parallel_size=2", "trainer.ranks=2", "weights.transport=gloo"]
     more = ["weights.bucket_mb=0.1", "rollout.engine.kv_on_update=recompute", "trainer.steps=16"]
@@ -127,12 +128,13 @@ def test_versions_go_straight_into_tensor_parallel_workers(tmp_path: Path, monke
     summary = run.wait(400)
     check_promises(summary)
     assert summary["restarts"] == 1, "the rollout whose worker died"
-    assert "receiver-bucket" in (tmp_path / "killed").read_text()
+    assert (tmp_path / "killed").read_text().split() == ["receiver-flipped:3", "receiver-bucket:6"]
     loads = [json.loads(line) for line in (run.folder / "weights.jsonl").read_text().splitlines()]
     whole = [row for row in loads if row.get("bytes_sent")]
     whole = [row for row in whole if row["transport"] == "gloo"]  # who is behind is seeded from the snapshot
     assert len(whole) > 4
     assert all(row["bytes_received"] == 2 * row["bytes_sent"] for row in whole if not row["buckets_again"])
+    assert sum(row["buckets_again"] for row in loads if row["version"] <= 5) == 1, "the one that was changed"
     assert max(row["version"] for row in loads) == 16
     said = [json.loads(line) for line in (run.folder / "logs" / "trainer.jsonl").read_text().splitlines()]
     reached = [line for line in said if line["event"] == "receiver reached"]

@@ -218,6 +218,8 @@ class Receiver:
         def arrived(index: int, digest: str | None = None) -> None:
             started = time.monotonic()
             start, end = spans[index]
+            if failpoint.due("receiver-flipped", proposal.version):
+                memory[start] ^= 1
             if digest is None:
                 digest = intake.gmac.bucket(memory[start:end]) if self._verify else ""
             intake.bucket(proposal.epoch, proposal.version, index, memory[start:end], digest)
