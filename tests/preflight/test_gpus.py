@@ -53,6 +53,18 @@ def test_gpus_are_what_the_driver_lists(nvml: FakeNvml, monkeypatch: pytest.Monk
         visible_gpus()
 
 
+def test_a_vllm_for_gpus_without_one_is_an_error(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the GPU image it was "Device string must not be empty", and ten restarts."""
+    built = {"vllm": "0.32.0"}
+    monkeypatch.setattr(runtime, "version", built.__getitem__)
+    assert "rollout.engine.type" not in found(small("rollout.engine.vllm.gpu_memory_utilization=0.1"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "rollout.engine.type: vLLM 0.32.0 is installed as it is for NVIDIA GPUs" in found(small())
+    assert "rollout.engine.type" not in found(load(Path("configs/quickstart.yaml")))
+    built["vllm"] = "0.32.0+cpu"
+    assert "rollout.engine.type" not in found(small())
+
+
 def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: FakeNvml) -> None:
     """It counted as none: everybody shared GPU 0, or trained on the CPU."""
     nvml.error = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH

