@@ -117,9 +117,9 @@ def test_a_mixed_fleet_with_a_death_and_a_late_joiner(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_versions_go_straight_into_tensor_parallel_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two trainer ranks, two workers, gloo: every byte to each worker, none through the rollout's process. Under load: a
-    bucket of version 3 that was changed on its way, a worker that dies by SIGKILL between two buckets of version 6, and
-    the two that come in their place, late."""
+    """Two trainer ranks, two workers, gloo: every byte to each worker, none through the rollout's process. Under load:
+    a bucket of version 3 that was changed on its way, a worker that dies by SIGKILL between two buckets of version 6,
+    and the two that come in their place, late."""
     monkeypatch.setenv(failpoint.VARIABLE, "receiver-flipped:3,receiver-bucket:6")
     monkeypatch.setenv("PENSTOCK_KILL_LOG", str(tmp_path / "killed"))
     parallel = ["rollout.engine.vllm.tensor_parallel_size=2", "trainer.ranks=2", "weights.transport=gloo"]
