@@ -26,6 +26,7 @@ TORCH_ENGINE = "{type: torch, max_length: 128, max_sequences: 32, kv_on_update: 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", default=TORCH_ENGINE, help="rollout.engine of tests/engines, in YAML")
+    parser.addoption("--rehearse", action="store_true", help="tests/gpu on the CPU, to see that the tests work")
 
 
 TINY = {

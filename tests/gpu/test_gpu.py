@@ -25,13 +25,12 @@ from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.gpu_digest import GpuGmac
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.conftest import TINY
-from tests.e2e.runs import Run, check_promises
+from tests.gpu.machine import GIB
 from tests.trainer.steps import Tokenizer, a_step
 from tests.weights.channel import Channel
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu(cuda_only=True), pytest.mark.timeout(600)]
 Note = Callable[[str, str], None]
-GIB = 1 << 30
 
 
 def a_learner(path: Path, device: torch.device) -> Learner:
@@ -137,11 +136,3 @@ def test_sampling_is_deterministic_where_it_is_asked_for(cuda: torch.device) -> 
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(draws[0], draws[1]) and torch.equal(draws[0], draws[2])
-
-
-def test_the_quickstart_on_a_gpu(tmp_path: Path, note: Note) -> None:
-    run = Run(tmp_path, ["model.dtype=bfloat16"])
-    summary = run.wait(500)
-    check_promises(summary)
-    assert summary["reward_last"] > 0.9
-    note("quickstart in bf16, all on the GPUs", f"reward {summary['reward_last']:.3f} in {summary['train_s']:.0f} s")

@@ -27,6 +27,7 @@ class Broadcast:
 
     def __init__(self, config: WeightsConfig, device: torch.device) -> None:
         self.broken = False
+        self._began: float | None = None
         self._config, self._device = config, device
         self._store: Any = None
         self._store_address = ""
@@ -62,7 +63,7 @@ class Broadcast:
         propose: Callable[[list[str], Route], None],
     ) -> list[BroadcastGroup]:
         """Proposes ``version`` to the members of ``routes`` and meets them; a group of the same epoch is used again."""
-        self.broken = False
+        self.broken, self._began = False, None
         before, self._groups = self._groups, {}
         for backend, route in routes.items():
             propose(sorted(route.ranks), route)
@@ -86,6 +87,7 @@ class Broadcast:
     def send(self, index: int, snapshot: Snapshot) -> None:
         """Starts to send bucket ``index``, or its changes."""
         start, end = snapshot.layout.spans[index]
+        self._began = self._began or time.monotonic()
         for backend, group in list(self._groups.items()):
             try:
                 changes = snapshot.changes.get(index) if group.route.sparse_from else None
@@ -95,13 +97,13 @@ class Broadcast:
 
     def finish(self, snapshot: Snapshot) -> None:
         """Waits until everything is sent, or a group is broken."""
-        started = time.monotonic()
         for backend, group in list(self._groups.items()):
             try:
                 group.finish()
             except CollectiveError as error:
                 self._broke(backend, error, snapshot.version)
-            snapshot.cost.transfer_s = time.monotonic() - started
+            if self._began:  # by `send`; several ranks measure it themselves
+                snapshot.cost.transfer_s = time.monotonic() - self._began
             snapshot.cost.bytes_sent, group.bytes_sent = max(snapshot.cost.bytes_sent, group.bytes_sent), 0
 
     def close(self) -> None:

@@ -291,6 +291,7 @@ class Publisher:
                 changes.find(self.latest, snapshot, index)
         snapshot.buffer.filled(len(snapshot.layout.spans))
         self._broadcast.drop(outcome.broke, publication.version)
+        snapshot.cost.transfer_s = outcome.transfer_s
         return outcome.digests
 
     def _routes(self, snapshot: Snapshot, epoch: Epoch) -> dict[Backend, CollectiveRoute]:

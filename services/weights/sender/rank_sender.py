@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ class Outcome:
     """Of each bucket; empty strings where nothing was hashed."""
     broke: dict[str, str]
     """Why a backend's group ended early, with this rank or another."""
+    transfer_s: float
+    """From the first bucket until the last was sent."""
 
 
 class RankSender:
@@ -92,13 +95,16 @@ class RankSender:
         ready, copied = self._read(buffer.tensor, trained)
         self._world.gather(b"", self._world.publish_group)
         read()
-        broke = self._broadcast(meet() if routes else [], buffer.tensor, ready, copied, bucket_sent)
+        groups = meet() if routes else []
+        began = time.monotonic()
+        broke = self._broadcast(groups, buffer.tensor, ready, copied, bucket_sent)
+        transfer_s = time.monotonic() - began
         parts = self._world.gather(self._parts(buffer.tensor) if hashed else b"", self._world.publish_group)
         copied.synchronize()
         self._receive_rows(buffer.tensor)
         for said in self._world.gather(json.dumps(broke).encode(), self._world.publish_group):
             broke = json.loads(said) | broke
-        return Outcome(self._put_together(parts, hashed), broke)
+        return Outcome(self._put_together(parts, hashed), broke, transfer_s)
 
     def follow(self, trained: Event, read: Callable[[], None]) -> None:
         """The other ranks: as rank 0 says. The model is read behind ``trained``; ``read`` is called once this rank has
