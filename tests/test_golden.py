@@ -1,8 +1,10 @@
-"""The losses against reference numbers, to 1e-6 in float64."""
+"""The losses against reference numbers: every file of tests/golden, by its name, to its own tolerance in float64."""
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,101 +12,213 @@ import pytest
 import torch
 
 from penstock.services.modeling.parallel.world import World
+from penstock.services.trainer.algorithm_config import RejectRule
+from penstock.services.trainer.algorithms.advantages.gdpo import gdpo
+from penstock.services.trainer.algorithms.advantages.gpg import gpg
+from penstock.services.trainer.algorithms.advantages.grpo import grpo
+from penstock.services.trainer.algorithms.advantages.grpo_passk import grpo_passk
+from penstock.services.trainer.algorithms.advantages.opo import opo
+from penstock.services.trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline
+from penstock.services.trainer.algorithms.advantages.rloo import rloo
+from penstock.services.trainer.algorithms.advantages.token_returns import discounted, whiten
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
-from penstock.services.trainer.algorithms.grpo import grpo
+from penstock.services.trainer.algorithms.corrections.icepop import icepop
+from penstock.services.trainer.algorithms.corrections.rejection import rejection
+from penstock.services.trainer.algorithms.corrections.truncated import truncated
+from penstock.services.trainer.algorithms.corrections.weights import mean_terms
 from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
-from penstock.services.trainer.algorithms.ppo_clip import ppo_clip
-from penstock.services.trainer.algorithms.truncated import truncated
+from penstock.services.trainer.algorithms.losses.cispo import cispo
+from penstock.services.trainer.algorithms.losses.dppo import dppo_kl, dppo_tv
+from penstock.services.trainer.algorithms.losses.dro import dro
+from penstock.services.trainer.algorithms.losses.geo_mean import geo_mean
+from penstock.services.trainer.algorithms.losses.gspo import gspo
+from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
+from penstock.services.trainer.algorithms.losses.reinforce import reinforce
+from penstock.services.trainer.algorithms.losses.sapo import sapo
 from penstock.services.trainer.mismatch import Mismatch
 
 FOLDER = Path(__file__).parent / "golden"
+Check = Callable[[dict[str, Any], "Numbers"], None]
 
 
-def cases(name: str) -> list[Any]:
-    golden = json.loads((FOLDER / f"{name}.json").read_text())
-    return [pytest.param(case, id=f"{name}: {case['name']}") for case in golden["cases"]]
+class Numbers:
+    """Compares what a case gives, at its file's tolerance, and notes which of its outputs were looked at."""
+
+    def __init__(self, wanted: dict[str, Any], tolerance: dict[str, float]) -> None:
+        self.wanted, self._tolerance = wanted, tolerance
+        self.left = set(wanted)
+
+    def same(self, name: str, found: torch.Tensor | float) -> None:
+        self.left.discard(name)
+        torch.testing.assert_close(
+            torch.as_tensor(found, dtype=torch.float64).detach(), tensor(self.wanted[name]), **self._tolerance
+        )
 
 
 def tensor(value: Any, grad: bool = False) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64, requires_grad=grad)
 
 
-def same(found: torch.Tensor | float, expected: Any) -> None:
-    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64), tensor(expected), rtol=1e-6, atol=1e-9)
+def optional(value: Any) -> torch.Tensor | None:
+    return None if value is None else tensor(value)
 
 
-@pytest.mark.parametrize("case", cases("grpo") + cases("grpo_no_std"))
-def test_grpo(case: dict, request: pytest.FixtureRequest) -> None:
-    given = case["inputs"]
-    found = grpo(
-        tensor(given["scores"]), tensor(given["mask"]), torch.tensor(given["groups"]),
-        std="no_std" not in request.node.name,
-    )  # fmt: skip
-    same(found, case["outputs"]["advantages"])
+def advantage(function: Callable[..., torch.Tensor], **fixed: Any) -> Check:
+    def check(given: dict[str, Any], numbers: Numbers) -> None:
+        known = ("scores", "mask", "groups")
+        options = {name: value for name, value in given.items() if name not in known} | fixed
+        found = function(tensor(given["scores"]), tensor(given["mask"]), torch.tensor(given["groups"]), **options)
+        numbers.same("advantages", found)
+        numbers.left.discard("advantages_single_zero")  # the other common choice, which is not ours
+
+    return check
 
 
-@pytest.mark.parametrize("case", cases("ppo_clip"))
-def test_ppo_clip(case: dict) -> None:
-    given, wanted = case["inputs"], case["outputs"]
-    log_prob, mask = tensor(given["log_prob"], grad=True), tensor(given["mask"])
-    weights = given["importance_weights"]
-    losses, metrics = ppo_clip(
-        tensor(given["old_log_prob"]), log_prob, tensor(given["advantages"]), mask,
-        None if weights is None else tensor(weights), given["clip_low"], given["clip_high"], given["dual_clip"],
-    )  # fmt: skip
-    loss = agg_loss(losses, mask, given["agg"], given.get("length_scale"))
-    same(loss.detach(), wanted["loss"])
-    loss.backward()
-    same(log_prob.grad, wanted["grad_log_prob"])
-    for name in ("clip_fraction", "clip_fraction_dual", "approx_kl"):
-        same(metrics[name], wanted[name])
+def check_gdpo(given: dict[str, Any], numbers: Numbers) -> None:
+    parts, mask = [tensor(part) for part in given["components"]], tensor(given["mask"])
+    found = gdpo(parts[0] * 0, mask, torch.tensor(given["groups"]), *parts, weights=given["weights"])
+    numbers.same("advantages", found)
 
 
-@pytest.mark.parametrize("case", cases("is_token_truncated"))
-def test_truncated(case: dict) -> None:
-    given, wanted = case["inputs"], case["outputs"]
-    weights, metrics = truncated(
+def check_reinforce_plus_plus(given: dict[str, Any], numbers: Numbers) -> None:
+    mask = tensor(given["mask"])
+    returns = discounted(tensor(given["rewards"]), mask, given["gamma"])
+    numbers.same("returns", returns)
+    numbers.same("advantages", whiten(returns, mask))
+
+
+def loss(function: Callable[..., Any], agg: str | None = None) -> Check:
+    """``agg``: the reduction that the method has, where the file gives none."""
+
+    def check(given: dict[str, Any], numbers: Numbers) -> None:
+        log_prob, mask = tensor(given["log_prob"], grad=True), tensor(given["mask"])
+        names = inspect.signature(function).parameters
+        options = {name: value for name, value in given.items() if name in names and name.startswith(OPTIONS)}
+        losses, metrics = function(
+            tensor(given["old_log_prob"]), log_prob, tensor(given["advantages"]), mask,
+            optional(given["importance_weights"]), **options,
+        )  # fmt: skip
+        if agg == "rows":
+            found = losses.sum() / len(mask)
+        else:
+            found = agg_loss(losses, mask, agg or given["agg"], given.get("length_scale"))
+        numbers.same("loss", found)
+        found.backward()
+        numbers.same("grad_log_prob", log_prob.grad)
+        for name in metrics.keys() & numbers.wanted.keys():
+            numbers.same(name, metrics[name])
+
+    return check
+
+
+OPTIONS = ("clip", "dual", "tau", "threshold", "ratio_cap", "beta")
+
+
+def correction(function: Callable[..., Any], level: str) -> Check:
+    def check(given: dict[str, Any], numbers: Numbers) -> None:
+        mask = tensor(given["mask"])
+        bounds = {name: given[name] for name in ("lower", "upper") if given[name] is not None}
+        weights, metrics = function(
+            tensor(given["train_log_prob"]), tensor(given["rollout_log_prob"]), mask, level=level, **bounds
+        )
+        if given["normalize"]:
+            total, count = mean_terms(weights, mask, level)
+            weights = weights / (total / count)
+        numbers.same("weights", weights)
+        for name in metrics.keys() & numbers.wanted.keys():
+            numbers.same(name, metrics[name])
+
+    return check
+
+
+def check_rejection(given: dict[str, Any], numbers: Numbers) -> None:
+    kept, metrics = rejection(
         tensor(given["train_log_prob"]), tensor(given["rollout_log_prob"]), tensor(given["mask"]),
-        given["upper"], given["normalize"],
+        [RejectRule.model_validate(rule) for rule in given["rules"]],
     )  # fmt: skip
-    same(weights, wanted["weights"])
-    for name in metrics.keys() & wanted.keys():
-        same(metrics[name], wanted[name])
+    numbers.same("mask", kept.double())
+    for name in metrics.keys() & numbers.wanted.keys():
+        numbers.same(name, metrics[name])
 
 
-@pytest.mark.parametrize("case", cases("kl_penalty"))
-def test_kl_penalty(case: dict) -> None:
-    given, wanted = case["inputs"], case["outputs"]
+def check_kl_penalty(given: dict[str, Any], numbers: Numbers) -> None:
     log_prob = tensor(given["log_prob"], grad=True)
     kl = kl_penalty(log_prob, tensor(given["ref_log_prob"]), given["kind"], given["gradient"])
-    same(kl.detach(), wanted["kl"])
+    numbers.same("kl", kl)
     kl.sum().backward()
-    same(log_prob.grad, wanted["grad_log_prob"])
+    numbers.same("grad_log_prob", log_prob.grad)
 
 
-@pytest.mark.parametrize("case", cases("agg_loss"))
-def test_agg_loss(case: dict) -> None:
-    given, wanted = case["inputs"], case["outputs"]
+def check_agg_loss(given: dict[str, Any], numbers: Numbers) -> None:
     values = tensor(given["values"], grad=True)
-    loss = agg_loss(
+    found = given["workers"] * agg_loss(
         values, tensor(given["mask"]), given["mode"], given["length_scale"], given["global_tokens"],
         given["global_sequences"],
-    ) * given["workers"]  # fmt: skip
-    same(loss.detach(), wanted["loss"])
-    loss.backward()
-    same(values.grad, wanted["grad_values"])
+    )  # fmt: skip
+    numbers.same("loss", found)
+    found.backward()
+    numbers.same("grad_values", values.grad)
 
 
-@pytest.mark.parametrize("case", cases("offpolicy_metrics"))
-def test_mismatch(case: dict) -> None:
-    given, wanted = case["inputs"], case["outputs"]
+def check_mismatch(given: dict[str, Any], numbers: Numbers) -> None:
     mismatch, half = Mismatch(), len(given["mask"]) // 2
-    for rows in (slice(0, half), slice(half, None)):  # however a step is cut into micro-batches
+    for rows in (slice(0, half), slice(half, None), slice(0, 0)):  # however a step is cut, an empty part too
         train, rollout = tensor(given["train_log_prob"])[rows], tensor(given["rollout_log_prob"])[rows]
         mask = tensor(given["mask"])[rows].bool()
         mismatch.add(train, rollout, mask, torch.zeros_like(mask))
     found = mismatch.metrics(World(torch.device("cpu")))
-    for name in set(wanted) & {name.removeprefix("mismatch_") for name in found}:
-        same(found[f"mismatch_{name}"], wanted[name])
-    assert len(set(wanted) & {name.removeprefix("mismatch_") for name in found}) == 9
-    same(found["mismatch_train_log_ppl"] - found["mismatch_rollout_log_ppl"], wanted["log_ppl_diff"])
+    for name in set(numbers.wanted) & {name.removeprefix("mismatch_") for name in found}:
+        numbers.same(name, found[f"mismatch_{name}"])
+    numbers.same("log_ppl_diff", found["mismatch_train_log_ppl"] - found["mismatch_rollout_log_ppl"])
+    numbers.left -= {"log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"}  # are no metrics of ours
+
+
+CHECKS: dict[str, Check] = {
+    "agg_loss": check_agg_loss,
+    "cispo": loss(cispo),
+    "dppo_kl": loss(dppo_kl),
+    "dppo_tv": loss(dppo_tv),
+    "dro": loss(dro),
+    "gdpo": check_gdpo,
+    "geo_mean": loss(geo_mean, "rows"),
+    "gpg_advantage": advantage(gpg),
+    "gpg_loss": loss(reinforce),
+    "grpo": advantage(grpo),
+    "grpo_no_std": advantage(grpo, std=False),
+    "grpo_passk": advantage(grpo_passk),
+    "gspo": loss(gspo),
+    "is_sequence_icepop": correction(icepop, "sequence"),
+    "is_sequence_truncated": correction(truncated, "sequence"),
+    "is_token_icepop": correction(icepop, "token"),
+    "is_token_truncated": correction(truncated, "token"),
+    "kl_penalty": check_kl_penalty,
+    "offpolicy_metrics": check_mismatch,
+    "opo": advantage(opo),
+    "ppo_clip": loss(ppo_clip),
+    "reinforce": loss(reinforce),
+    "reinforce_plus_plus": check_reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": advantage(reinforce_plus_plus_baseline),
+    "rejection_masks": check_rejection,
+    "rloo": advantage(rloo),
+    "sapo": loss(sapo, "seq-mean-token-mean"),
+}
+
+
+def cases() -> list[Any]:
+    found = []
+    for path in sorted(FOLDER.glob("*.json")):
+        golden = json.loads(path.read_text())
+        tolerance = golden["tolerance"]["float64"]
+        found += [pytest.param(path.stem, case, tolerance, id=f"{path.stem}: {case['name']}") for case in golden["cases"]]
+    return found
+
+
+def test_every_file_has_its_check() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(CHECKS)
+
+
+@pytest.mark.parametrize(("name", "case", "tolerance"), cases())
+def test_golden(name: str, case: dict[str, Any], tolerance: dict[str, float]) -> None:
+    numbers = Numbers(case["outputs"], tolerance)
+    CHECKS[name](case["inputs"], numbers)
+    assert not numbers.left, "outputs that were not compared"

@@ -169,18 +169,23 @@ class Config(Section):
                 "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
                 f"other than 1 (it is {sampling.temperature:g}); set candidates=true, or leave top_p and top_k out"
             )
-        if algorithm.advantage.type == "grpo" and sampling.n < 2:
-            raise ValueError("rollout.sampling.n must be at least 2: GRPO compares the trajectories of a group")
-        if algorithm.correction.type == "truncated" and algorithm.ratio == "behaviour":
+        if sampling.n < getattr(algorithm.advantage, "least_n", 1):
             raise ValueError(
-                "trainer.algorithm.ratio: behaviour holds the ratio that correction=truncated weighs by, and both "
-                "together would count it twice; set trainer.algorithm.ratio=proximal, or correction={type: none}"
+                f"rollout.sampling.n must be at least 2: advantage={algorithm.advantage.type} compares the trajectories "
+                "of a group"
+            )
+        weighs = algorithm.correction.type not in ("none", "custom") and getattr(algorithm.loss, "has_ratio", True)
+        if weighs and algorithm.ratio == "behaviour":
+            raise ValueError(
+                f"trainer.algorithm.ratio: behaviour holds the ratio that correction={algorithm.correction.type} weighs "
+                "by, and both together would count it twice; set trainer.algorithm.ratio=proximal, or "
+                "correction={type: none}"
             )
         if sampling.temperature == 0:
             raise ValueError(
                 "rollout.sampling.temperature must be above 0: greedy groups have no variance to learn from"
             )
-        if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.length_scale is None:
+        if algorithm.aggregated == "seq-mean-token-sum-norm" and algorithm.length_scale is None:
             raise ValueError(
                 "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm; "
                 "rollout.sampling.max_new_tokens is a good value"

@@ -8,7 +8,7 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import UserCodeError
-from penstock.services.trainer.config import CustomFunction
+from penstock.services.trainer.algorithm_config import CustomFunction
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +47,12 @@ def _try(config: Config, own: list[str]) -> None:
     rows = GROUPS * config.rollout.sampling.n
     scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
     by_row = {name: torch.rand(rows) for name in algorithm.group_columns}
-    advantages = algorithm.advantages(scores, groups, by_row).float().to(device)
+    mask = torch.ones(rows, LENGTH, dtype=torch.bool)
+    mask[::2, -1] = False  # the last token of every second row does not count
+    advantages = algorithm.advantages(scores, mask, groups, by_row).float().to(device)
     if "advantage" in own:
         _finite(advantages, "advantage", chosen.advantage.function)  # type: ignore[union-attr]
-    log_prob, part = _part(config, algorithm.columns, advantages)
+    log_prob, part = _part(config, algorithm.columns, advantages, mask.to(device))
     weights, _ = algorithm.weights(part)
     if "correction" in own and weights is not None:
         _finite(weights, "correction", chosen.correction.function)  # type: ignore[union-attr]
@@ -70,9 +72,10 @@ def _try(config: Config, own: list[str]) -> None:
     _finite(log_prob.grad, "loss", name, "gives a gradient that is not finite")
 
 
-def _part(config: Config, columns: list[str], advantages: torch.Tensor) -> tuple[torch.Tensor, Part]:
-    """Log-probabilities that a gradient is wanted of, and the micro-batch that they make; the last token of every
-    second row does not count."""
+def _part(
+    config: Config, columns: list[str], advantages: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, Part]:
+    """Log-probabilities that a gradient is wanted of, and the micro-batch that they make."""
     import torch
 
     from penstock.services.trainer.algorithms.compose import Part
@@ -80,15 +83,13 @@ def _part(config: Config, columns: list[str], advantages: torch.Tensor) -> tuple
     rows = len(advantages)
     device = advantages.device
     log_prob = (-torch.rand(rows, LENGTH, device=device)).requires_grad_()
-    mask = torch.ones(rows, LENGTH, dtype=torch.bool, device=device)
-    mask[::2, -1] = False
     table = config.columns.by_name
     values = {
         name: -torch.rand(rows, LENGTH if name in table and table[name].per == "token" else 1, device=device)
         for name in columns
     }
     behaviour = (log_prob.detach() - 0.1 * torch.rand(rows, LENGTH, device=device)) * mask
-    return log_prob, Part(log_prob * 1.0, behaviour, advantages[:, None].expand(rows, LENGTH), mask, values)
+    return log_prob, Part(log_prob * 1.0, behaviour, advantages, mask, values)
 
 
 def _finite(values: torch.Tensor, choice: str, name: str, what: str = "gives numbers that are not finite") -> None:

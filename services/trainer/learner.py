@@ -100,7 +100,7 @@ class Learner:
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
                     for name in self.algorithm.columns
                 }
-                advantage = advantages[index][:, None].expand_as(log_prob)
+                advantage = advantages[list(rows.index), 1 : log_prob.shape[1] + 1].to(self.device)
                 yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns)
 
         counts = [count for _, count in plan]
@@ -140,19 +140,23 @@ class Learner:
         return found[0, : size - 1].float().cpu().tolist()
 
     def _advantages(self, step: TrainingBatch, rewarded: np.ndarray) -> torch.Tensor:
+        """float32 ``[rewarded trajectories, longest]`` on the host, by token."""
         scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
         groups = torch.from_numpy(step.groups[rewarded])
+        masks = [step.trajectories[i].loss_mask for i in rewarded]
+        mask = torch.zeros((len(masks), max(map(len, masks), default=0)), dtype=torch.bool)
+        for row, mine in enumerate(masks):
+            mask[row, : len(mine)] = torch.from_numpy(mine == 1)
         columns = {name: torch.from_numpy(step.values[name][rewarded]) for name in self.algorithm.group_columns}
-        return self.algorithm.advantages(scores, groups, columns).float().to(self.device)
+        return self.algorithm.advantages(scores, mask, groups, columns).float()
 
     @torch.no_grad()
     def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:
         total = count = 0.0
         for part, counts_once in zip(parts, counts, strict=True):
-            weights, _ = self.algorithm.weights(part)
-            if weights is not None:
-                total += counts_once * float(weights.sum())
-                count += counts_once * float(part.mask.sum())
+            of_weights, of_count = self.algorithm.mean_terms(part)
+            total += counts_once * float(of_weights)
+            count += counts_once * float(of_count)
         total, count = self.world.sum([total, count])
         return total / count if count else 1.0
 

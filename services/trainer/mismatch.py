@@ -31,6 +31,8 @@ class Mismatch:
     def add(self, train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, fresh: torch.Tensor) -> None:
         """Takes log-probabilities ``[trajectories, length]`` where the bool ``mask`` is set; ``fresh`` (bool) is set
         for tokens that the trainer's own version sampled."""
+        if not mask.numel():
+            return
         d = ((train - rollout) * mask).double()
         bounded = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         valid, length = mask.double(), mask.sum(-1).clamp(min=1)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.protocols.experience import Group
-from penstock.services.trainer.algorithms.ppo_clip import ppo_clip
+from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 
 
 class Surprise:

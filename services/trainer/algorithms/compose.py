@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +12,13 @@ import torch
 
 from penstock.protocols.columns import REFERENCE
 from penstock.services.runtime.plugins import UserCodeError
+from penstock.services.trainer.algorithm_config import AlgorithmConfig, Choice, CustomFunction
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
-from penstock.services.trainer.algorithms.custom import Choice, CustomChoice
-from penstock.services.trainer.algorithms.grpo import grpo
+from penstock.services.trainer.algorithms.corrections.rejection import rejection
+from penstock.services.trainer.algorithms.corrections.weights import mean_terms
+from penstock.services.trainer.algorithms.custom import CustomChoice, Place
 from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
 from penstock.services.trainer.algorithms.masked_mean import masked_mean
-from penstock.services.trainer.algorithms.ppo_clip import ppo_clip
-from penstock.services.trainer.algorithms.truncated import truncated
-from penstock.services.trainer.config import AlgorithmConfig, CustomFunction
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Algorithm:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
-        self._advantage = _resolve(config.advantage, grpo, "advantage")
-        self._loss = _resolve(config.loss, ppo_clip, "loss")
+        self._advantage = _resolve(config.advantage, "advantage")
+        self._loss = _resolve(config.loss, "loss")
         none = config.correction.type == "none"
-        self._correction = None if none else _resolve(config.correction, truncated, "correction")
-        self.group_columns = _columns(config.advantage)
+        self._correction = None if none else _resolve(config.correction, "correction")
+        self.group_columns = config.advantage.columns
         """Columns that the advantage reads, beside the reward."""
-        self.columns = [*_columns(config.loss), *_columns(config.correction)]
+        self.columns = [*config.loss.columns, *config.correction.columns]
         """Columns that loss and correction read."""
         if config.kl.coefficient:
             self.columns.append(REFERENCE)
@@ -60,16 +60,23 @@ class Algorithm:
         """The weights' mean over the step is needed before any loss: `weights` over all parts gives it."""
 
     def advantages(
-        self, scores: torch.Tensor, groups: torch.Tensor, columns: Mapping[str, torch.Tensor]
+        self, scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """One advantage a trajectory, ``[rows]``, from its reward, its group's number and its `group_columns`."""
-        return self._advantage(columns, scores, torch.ones_like(scores)[:, None], groups)[:, 0]
+        """An advantage a token, ``[rows, length]``, 0 where ``mask`` (bool, so shaped) is not set; from each row's
+        reward, its group's number and its `group_columns`."""
+        return self._advantage(columns, scores, mask.to(scores.dtype), groups)
 
     def weights(self, part: Part) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """The correction's importance weights of a part, not normalised; None where there is no correction."""
         if self._correction is None:
             return None, {}
         return self._correction(part.columns, part.log_prob.detach(), part.behaviour, part.mask)
+
+    def mean_terms(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a part adds to the sum and to the count of the weights' mean over the step."""
+        weights, _ = self.weights(part)
+        assert weights is not None
+        return mean_terms(weights, part.mask, getattr(self._config.correction, "level", "token"))
 
     def loss(
         self, part: Part, totals: Totals, mean_weight: float = 1.0
@@ -83,11 +90,15 @@ class Algorithm:
         old = part.behaviour if config.ratio == "behaviour" else part.log_prob.detach()
         losses, found = self._loss(part.columns, old, part.log_prob, part.advantages, part.mask, weights)
         metrics |= found
+        if config.reject:
+            kept, found = rejection(part.log_prob.detach(), part.behaviour, part.mask, config.reject)
+            losses = losses * kept
+            metrics |= found
         if config.kl.coefficient:
             kl = kl_penalty(part.log_prob, part.columns[REFERENCE], config.kl.kind, config.kl.gradient)
             losses = losses + config.kl.coefficient * kl
             metrics["reference_kl"] = masked_mean(kl.detach(), part.mask)
-        loss = agg_loss(losses, part.mask, config.aggregation, config.length_scale, totals.tokens, totals.sequences)
+        loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, totals.tokens, totals.sequences)
         return loss, metrics
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -103,13 +114,14 @@ class Algorithm:
             ) from error
 
 
-def _columns(choice: Any) -> list[str]:
-    return choice.columns if isinstance(choice, CustomFunction) else []
-
-
-def _resolve(config: Any, builtin: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
+def _resolve(config: Choice | CustomFunction, place: Place) -> Callable[..., Any]:
     """The function, to be called with the columns at hand before its own arguments."""
     if isinstance(config, CustomFunction):
-        return CustomChoice(config, choice)
-    options = config.model_dump(exclude={"type", "normalize"})
-    return lambda columns, *arguments: builtin(*arguments, **options)
+        return CustomChoice(config, place)
+    module, _, name = config.implementation.partition(":")
+    function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    options = config.options()
+    if place == "correction":  # is done by `Algorithm.loss`, with the mean over the whole step
+        options.pop("normalize")
+    names = config.columns
+    return lambda columns, *arguments: function(*arguments, *(columns[name] for name in names), **options)

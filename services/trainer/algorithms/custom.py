@@ -9,12 +9,12 @@ import torch
 
 from penstock.protocols.columns import METRICS, REWARD
 from penstock.services.runtime.plugins import UserCodeError, load_plugin, user_code
-from penstock.services.trainer.config import CustomFunction
+from penstock.services.trainer.algorithm_config import CustomFunction
 
-Choice = Literal["advantage", "loss", "correction"]
+Place = Literal["advantage", "loss", "correction"]
 
 WANTED = {
-    "advantage": "an advantage a trajectory, [rows]",
+    "advantage": "an advantage a trajectory, [rows], or one a token, [rows, length]",
     "loss": "a loss a token, [rows, length]; trainer.algorithm.aggregation makes one number of them",
     "correction": "a weight a token, [rows, length]",
 }
@@ -24,7 +24,7 @@ class CustomChoice:
     """Calls the function that ``choice`` of ``trainer.algorithm`` names: with the built-in ones' arguments, its columns
     and its options. Raises `UserCodeError` where it raises, or returns anything else than it must."""
 
-    def __init__(self, config: CustomFunction, choice: Choice) -> None:
+    def __init__(self, config: CustomFunction, choice: Place) -> None:
         self._config, self._choice = config, choice
         self._key = f"trainer.algorithm.{choice}.function"
         self._where = f"{self._key}: {config.function}"
@@ -35,8 +35,9 @@ class CustomChoice:
         with user_code(self._key, self._config.function):
             found = self._function(*arguments, **read, **self._config.options)
         if self._choice == "advantage":
-            rows = arguments[0].shape[0]
-            return self._checked(found, (rows, 1) if getattr(found, "ndim", 0) == 2 else (rows,)).reshape(rows, 1)
+            mask = arguments[1]
+            wanted = tuple(mask.shape) if getattr(found, "ndim", 0) == 2 else (len(mask),)
+            return self._checked(found, wanted).reshape(len(mask), -1) * mask
         values, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(metrics, dict):
             raise self._error(f"its metrics are a {type(metrics).__name__}, not a map of names to numbers")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from penstock.services.trainer.algorithms.masked_mean import LOG_RATIO_LIMIT, masked_mean
+from penstock.services.trainer.algorithms.losses.ratio import clamped_log_ratio, share, weighted
+from penstock.services.trainer.algorithms.masked_mean import masked_mean
 
 
 def ppo_clip(
@@ -21,7 +22,7 @@ def ppo_clip(
     """Token losses max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_prob - old_log_prob), capped at
     -A dual_clip for negative A, times the importance weights. All tensors ``[rows, length]``; the losses too.
     """
-    log_ratio = (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = clamped_log_ratio(log_prob, old_log_prob)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -29,11 +30,9 @@ def ppo_clip(
     cap = -advantages * dual_clip
     negative = advantages < 0
     losses = torch.where(negative, torch.minimum(worse, cap), worse)
-    if importance_weights is not None:
-        losses = losses * importance_weights
     metrics = {
-        "clip_fraction": masked_mean((clipped > plain).to(losses.dtype), mask),
-        "clip_fraction_dual": masked_mean(((worse > cap) & negative).to(losses.dtype), mask),
+        "clip_fraction": share(clipped > plain, mask),
+        "clip_fraction_dual": share((worse > cap) & negative, mask),
         "approx_kl": masked_mean(-log_ratio.detach(), mask),
     }
-    return losses, metrics
+    return weighted(losses, importance_weights), metrics

@@ -1,0 +1,1 @@
+"""Advantages: rewards of a step to ``[rows, length]``, one number a token."""

@@ -1,0 +1,40 @@
+"""Sums and means within groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows belong together."""
+
+    member: torch.Tensor
+    """int64 ``[rows]``: each row's group, from 0."""
+    count: torch.Tensor
+    """``[groups]``: rows in each, in the scores' dtype."""
+
+    @classmethod
+    def of(cls, groups: torch.Tensor, dtype: torch.dtype) -> Groups:
+        """``groups`` ``[rows]``: any integer that is the same within a group."""
+        _, member = torch.unique(groups, return_inverse=True)
+        return cls(member, torch.bincount(member).to(dtype))
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """``[groups]``, of ``[rows]``."""
+        return torch.zeros_like(self.count).index_add_(0, self.member, values)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """``[groups]``, of ``[rows]``; 0 of a group of one, which has nobody to be compared with."""
+        return torch.where(self.count > 1, self.sum(values) / self.count, 0.0)
+
+    def centred(self, values: torch.Tensor) -> torch.Tensor:
+        """``[rows]``: each less its group's mean."""
+        return values - self.mean(values)[self.member]
+
+    def deviation(self, values: torch.Tensor) -> torch.Tensor:
+        """``[groups]``: the unbiased standard deviation; 1 of a group of one."""
+        squares = self.sum(self.centred(values) ** 2)
+        return torch.where(self.count > 1, (squares / (self.count - 1).clamp(min=1)).sqrt(), 1.0)

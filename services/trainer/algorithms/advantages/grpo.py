@@ -1,0 +1,22 @@
+"""Group-relative advantages: Shao et al. 2024, arXiv:2402.03300; without the standard deviation Liu et al. 2025,
+arXiv:2503.20783."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.services.trainer.algorithms.advantages.group_stats import Groups
+
+
+def grpo(scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, std: bool = True) -> torch.Tensor:
+    """Each row's reward, less its group's mean, divided by (the group's unbiased standard deviation + 1e-6).
+
+    ``scores`` ``[rows]``: the whole reward of each row; ``mask`` ``[rows, length]``: 1 for sampled tokens; ``groups``
+    ``[rows]``: any integer that is the same within a group. Returns ``[rows, length]``: the row's advantage on valid
+    tokens, 0 elsewhere. A group of one has mean 0 and standard deviation 1.
+    """
+    among = Groups.of(groups, scores.dtype)
+    centred = among.centred(scores)
+    if std:
+        centred = centred / (among.deviation(scores)[among.member] + 1e-6)
+    return centred[:, None] * mask

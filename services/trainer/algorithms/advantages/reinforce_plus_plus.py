@@ -1,0 +1,22 @@
+"""REINFORCE++: Hu et al. 2025, arXiv:2501.03262."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.services.trainer.algorithms.advantages.group_stats import Groups
+from penstock.services.trainer.algorithms.advantages.token_returns import discounted, on_last_token, whiten
+
+
+def reinforce_plus_plus(
+    scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float = 1.0
+) -> torch.Tensor:
+    """Returns of each token, the reward lying on the row's last, whitened over all valid tokens of the step. Shapes as
+    for `grpo`; ``groups`` has no part in it."""
+    return whiten(discounted(on_last_token(scores, mask), mask, gamma), mask)
+
+
+def reinforce_plus_plus_baseline(scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Rewards less their group's mean, whitened over all valid tokens of the step: long rows weigh more. Shapes as for
+    `grpo`; a group of one keeps its score."""
+    return whiten(Groups.of(groups, scores.dtype).centred(scores)[:, None] * mask, mask)

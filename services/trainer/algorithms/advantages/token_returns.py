@@ -1,0 +1,32 @@
+"""Rewards on tokens: where they lie, their sums to the end, and their spread over a step."""
+
+from __future__ import annotations
+
+import torch
+
+
+def on_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``scores`` ``[rows]`` on each row's last valid token; ``[rows, length]``. A row without one has none."""
+    places = torch.arange(mask.shape[1], device=mask.device) * mask
+    rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
+    rewards[torch.arange(len(scores)), places.argmax(-1)] = scores
+    return rewards * mask
+
+
+def discounted(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Sums of ``rewards`` from each valid token to the row's end, discounted by ``gamma`` a valid token: other tokens
+    neither add nor discount. ``[rows, length]``, 0 where ``mask`` is."""
+    returns, running = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    for place in reversed(range(rewards.shape[1])):
+        valid = mask[:, place].bool()
+        running = torch.where(valid, rewards[:, place] + gamma * running, running)
+        returns[:, place] = torch.where(valid, running, 0.0)
+    return returns
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``values`` less their mean over all valid tokens, divided by the root of (their unbiased variance + 1e-8)."""
+    count = mask.sum()
+    mean = (values * mask).sum() / count.clamp(min=1)
+    centred = (values - mean) * mask
+    return centred / (centred.square().sum() / (count - 1).clamp(min=1) + 1e-8).sqrt()

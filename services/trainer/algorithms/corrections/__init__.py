@@ -1,0 +1,1 @@
+"""Corrections for tokens that another policy sampled: a weight a token, ``[rows, length]``."""

@@ -1,0 +1,1 @@
+"""Policy losses: one number a token, ``[rows, length]``."""

@@ -1,0 +1,40 @@
+"""Geometric-mean policy optimization (GMPO): Zhao et al. 2025, arXiv:2507.20673."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.services.trainer.algorithms.losses.ratio import share
+from penstock.services.trainer.algorithms.masked_mean import masked_mean
+
+
+def geo_mean(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    importance_weights: torch.Tensor | None = None,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A row's loss is -A exp(mean log-ratio), each log-ratio kept within [-clip_low, clip_high] on the side that the
+    advantage's sign makes pessimistic; the importance weights enter by their geometric mean. It is spread evenly over
+    the row's valid tokens, so that their sum is it. Advantages are constant along a row. All tensors
+    ``[rows, length]``."""
+    raw = log_prob - old_log_prob
+    sign, bounded = advantages.sign(), raw.clamp(-clip_low, clip_high)
+    kept = sign * torch.minimum(sign * raw, sign * bounded)
+    valid = mask.to(raw.dtype)
+    count = valid.sum(-1, keepdim=True) + 1e-8
+    ratio = ((kept * valid).sum(-1, keepdim=True) / count).exp()
+    advantage = (advantages * valid).sum(-1, keepdim=True) / count
+    losses = -advantage * ratio
+    if importance_weights is not None:
+        losses = losses * (((importance_weights + 1e-10).log() * valid).sum(-1, keepdim=True) / count).exp()
+    outside = bounded != raw
+    metrics = {
+        "clip_fraction_positive": share(outside & (advantages > 0), mask),
+        "clip_fraction_negative": share(outside & (advantages < 0), mask),
+        "approx_kl": masked_mean(-raw.detach(), mask),
+    }
+    return losses * valid / valid.sum(-1, keepdim=True).clamp(min=1), metrics

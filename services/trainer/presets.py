@@ -1,0 +1,41 @@
+"""Published methods as choices of `trainer.algorithm`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+PresetName = Literal[
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "opo",
+    "maxrl",
+]  # fmt: skip
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": {"type": "grpo", "std": False}, "aggregation": "seq-mean-token-sum-norm"},
+    "dapo": {"loss": {"type": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28}, "aggregation": "token-mean"},
+    "rloo": {"advantage": {"type": "rloo"}},
+    "reinforce_plus_plus": {"advantage": {"type": "reinforce_plus_plus"}},
+    "gspo": {"loss": {"type": "gspo"}},
+    "cispo": {"loss": {"type": "cispo"}},
+    "sapo": {"loss": {"type": "sapo"}},
+    "gmpo": {"loss": {"type": "geo_mean"}},
+    "dppo": {"loss": {"type": "dppo_tv"}},
+    "gpg": {"advantage": {"type": "gpg"}, "loss": {"type": "reinforce"}, "correction": {"type": "truncated"}},
+    "opo": {"advantage": {"type": "opo"}, "loss": {"type": "reinforce"}, "correction": {"type": "truncated"}},
+    "maxrl": {"advantage": {"type": "maxrl"}},
+}
+"""What each leaves as it is by default is not named."""
+assert set(PRESETS) == set(get_args(PresetName))
+
+
+def expand(given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` with its preset's choices, where it names none itself. Of one that both name by the same type, the
+    options that are not given are the preset's."""
+    found = dict(given)
+    for key, value in PRESETS[given["preset"]].items():
+        mine = found.get(key)
+        if mine is None:
+            found[key] = value
+        elif isinstance(mine, dict) and isinstance(value, dict) and mine.get("type", value["type"]) == value["type"]:
+            found[key] = value | mine
+    return found
