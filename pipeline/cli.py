@@ -314,6 +314,17 @@ def explain_config(
         show_sections(Console())
 
 
+@app.command("algorithms")
+def list_algorithms() -> None:
+    """List the built-in advantages, losses, corrections and presets, with their papers.
+
+    For instance: penstock algorithms; then penstock config trainer.algorithm.loss
+    """
+    from penstock.pipeline.tools.algorithms import show
+
+    show(Console())
+
+
 @app.command()
 def ledger(run: RUN, as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line.")] = False) -> None:
     """Print which groups each step of a run trained on, and the digest of the version that it yielded.

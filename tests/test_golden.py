@@ -209,7 +209,9 @@ def cases() -> list[Any]:
     for path in sorted(FOLDER.glob("*.json")):
         golden = json.loads(path.read_text())
         tolerance = golden["tolerance"]["float64"]
-        found += [pytest.param(path.stem, case, tolerance, id=f"{path.stem}: {case['name']}") for case in golden["cases"]]
+        found += [
+            pytest.param(path.stem, case, tolerance, id=f"{path.stem}: {case['name']}") for case in golden["cases"]
+        ]
     return found
 
 

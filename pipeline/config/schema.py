@@ -171,14 +171,14 @@ class Config(Section):
             )
         if sampling.n < getattr(algorithm.advantage, "least_n", 1):
             raise ValueError(
-                f"rollout.sampling.n must be at least 2: advantage={algorithm.advantage.type} compares the trajectories "
-                "of a group"
+                f"rollout.sampling.n must be at least 2: advantage={algorithm.advantage.type} compares the "
+                "trajectories of a group"
             )
         weighs = algorithm.correction.type not in ("none", "custom") and getattr(algorithm.loss, "has_ratio", True)
         if weighs and algorithm.ratio == "behaviour":
             raise ValueError(
-                f"trainer.algorithm.ratio: behaviour holds the ratio that correction={algorithm.correction.type} weighs "
-                "by, and both together would count it twice; set trainer.algorithm.ratio=proximal, or "
+                f"trainer.algorithm.ratio: behaviour holds the ratio that correction={algorithm.correction.type} "
+                "weighs by, and both together would count it twice; set trainer.algorithm.ratio=proximal, or "
                 "correction={type: none}"
             )
         if sampling.temperature == 0:

@@ -355,8 +355,8 @@ class AlgorithmConfig(Section):
     `penstock algorithms` lists them with their papers."""
 
     preset: PresetName | None = None
-    """A published method by its name, e.g. ``dapo``: the choices below that are not given are its own. `--dry-run`
-    shows them."""
+    """A published method by its name, e.g. ``dapo``: the choices below that are not given are its own, and another one
+    is an error. `--dry-run` shows them."""
     advantage: AdvantageConfig = GroupAdvantage()
     """How much better than expected a trajectory was."""
     loss: LossConfig = ClippedLoss()

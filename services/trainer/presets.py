@@ -29,13 +29,18 @@ assert set(PRESETS) == set(get_args(PresetName))
 
 
 def expand(given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` with its preset's choices, where it names none itself. Of one that both name by the same type, the
-    options that are not given are the preset's."""
-    found = dict(given)
-    for key, value in PRESETS[given["preset"]].items():
+    """``given`` with its preset's choices where it names none itself, and with the preset's options of those that both
+    name. Raises `ValueError` where the two name different ones: nobody should train one method under another's name."""
+    found, preset = dict(given), given["preset"]
+    for key, value in PRESETS[preset].items():
         mine = found.get(key)
         if mine is None:
             found[key] = value
-        elif isinstance(mine, dict) and isinstance(value, dict) and mine.get("type", value["type"]) == value["type"]:
+        elif isinstance(mine, dict) and isinstance(value, dict):
+            kind = mine.get("type", value["type"])
+            if kind != value["type"]:
+                raise ValueError(
+                    f"preset={preset} takes {key}={{type: {value['type']}}}, and {kind} is given; leave out one of them"
+                )
             found[key] = value | mine
     return found

@@ -34,8 +34,8 @@ from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer import checkpoint
-from penstock.services.trainer.canary import CanaryBound
 from penstock.services.trainer.algorithm_config import CustomFunction
+from penstock.services.trainer.canary import CanaryBound
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
 from penstock.services.trainer.worker_rank import WorkerRank
 from penstock.services.weights.sender.publication import Publication

@@ -17,8 +17,9 @@ def gdpo(
     *components: torch.Tensor,
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Each of ``components`` ``[rows]`` is standardised within its group as by `grpo`; their sum with ``weights`` lies on
-    the row's valid tokens and is whitened over all of the step's. ``scores`` has no part in it. Shapes as for `grpo`."""
+    """Each of ``components`` ``[rows]`` is standardised within its group as by `grpo`; their sum with ``weights`` lies
+    on the row's valid tokens and is whitened over all of the step's. ``scores`` has no part in it. Shapes as for
+    `grpo`."""
     among = Groups.of(groups, scores.dtype)
     total = torch.zeros_like(scores)
     for weight, component in zip(weights, components, strict=True):

@@ -1,0 +1,37 @@
+"""Every built-in method lifts the quickstart's reward. A minute each: `make learning`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Run, check_promises
+
+pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
+PLAIN = ["loss={type: reinforce}", "correction={type: truncated}"]
+METHODS = {
+    "dapo": ["loss={type: ppo_clip, clip_high: 0.28}"],
+    "dr_grpo": ["advantage={type: grpo, std: false}", "aggregation=seq-mean-token-sum-norm", "length_scale=12"],
+    "rloo": ["advantage={type: rloo}"],
+    "reinforce_plus_plus": ["advantage={type: reinforce_plus_plus}"],
+    "reinforce_plus_plus_baseline": ["advantage={type: reinforce_plus_plus_baseline}"],
+    "opo": ["advantage={type: opo}", *PLAIN],
+    "gpg": ["advantage={type: gpg}", *PLAIN],
+    "maxrl": ["advantage={type: maxrl}"],
+    "gspo": ["loss={type: gspo}"],
+    "cispo": ["loss={type: cispo}"],
+    "sapo": ["loss={type: sapo}"],
+    "gmpo": ["loss={type: geo_mean}"],
+    "dppo": ["loss={type: dppo_tv}"],
+    "dro": ["loss={type: dro}"],
+    "icepop": ["loss={type: reinforce}", "correction={type: icepop}"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_reward_rises(method: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, [f"trainer.algorithm.{choice}" for choice in METHODS[method]])
+    summary = run.wait(500)
+    check_promises(summary)
+    assert summary["reward_last"] >= 0.85

@@ -1,0 +1,164 @@
+"""What holds of every built-in advantage, loss and correction, whatever the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from penstock.pipeline.tools.algorithms import choices
+from penstock.services.trainer.algorithm_config import AlgorithmConfig
+from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
+from penstock.services.trainer.presets import PRESETS
+
+NEEDS: dict[str, dict[str, Any]] = {"gdpo": {"components": {"reward/a": 1.0, "reward/b": 0.5}}}
+ADVANTAGES, LOSSES, CORRECTIONS = (
+    [kind.model_fields["type"].default for kind in kinds] for kinds in choices().values()
+)
+CENTRED = ["grpo", "rloo", "gpg", "maxrl", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+"""Their advantages sum to zero: over each group's rows, or, of those that are whitened, over the step's tokens."""
+quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+seeds = st.integers(0, 2**31 - 1)
+
+
+def algorithm(**chosen: Any) -> Algorithm:
+    for key in ("advantage", "loss", "correction"):
+        if key in chosen:
+            chosen[key] = {"type": chosen[key], **NEEDS.get(chosen[key], {})}
+    return Algorithm(AlgorithmConfig.model_validate({"ratio": "proximal", **chosen}))
+
+
+def a_step(seed: int, rows: int = 12, length: int = 7) -> tuple[torch.Tensor, ...]:
+    """Scores, mask with holes, groups of four, log-probabilities of trainer and engine, advantages of each row."""
+    torch.manual_seed(seed)
+    mask = torch.rand(rows, length) < 0.7
+    mask[:, 0] = True
+    groups = torch.arange(rows) // 4
+    scores = torch.randint(0, 4, (rows,)).double() / 3
+    log_prob = -2 * torch.rand(rows, length, dtype=torch.float64)
+    behaviour = log_prob + 0.3 * torch.randn(rows, length, dtype=torch.float64)
+    return scores, mask, groups, log_prob, behaviour, torch.randn(rows, 1, dtype=torch.float64).expand(rows, length)
+
+
+def columns(scores: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"reward/a": scores, "reward/b": 1 - scores * scores}
+
+
+def loss_and_gradient(chosen: Algorithm, rows: list[int], numbers: tuple[torch.Tensor, ...]) -> tuple[float, Any]:
+    _, mask, _, log_prob, behaviour, advantages = numbers
+    leaf = log_prob[rows].clone().requires_grad_()
+    part = Part(leaf, behaviour[rows], advantages[rows], mask[rows])
+    loss, _ = chosen.loss(part, Totals(float(mask.sum()), float(len(mask))))
+    loss.backward()
+    return float(loss.detach()), leaf.grad
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@quick
+@given(seed=seeds)
+def test_an_advantage_does_not_depend_on_order_or_padding(name: str, seed: int) -> None:
+    chosen = algorithm(advantage=name)
+    scores, mask, groups, *_ = a_step(seed)
+    found = chosen.advantages(scores, mask, groups, columns(scores))
+    assert found.shape == mask.shape and not found[~mask].any()
+    order = torch.randperm(len(scores))
+    wide = torch.cat([mask, torch.zeros(len(mask), 3, dtype=torch.bool)], 1)[order]
+    again = chosen.advantages(scores[order], wide, groups[order], columns(scores[order]))
+    torch.testing.assert_close(again[:, : mask.shape[1]], found[order])
+
+
+@pytest.mark.parametrize("name", CENTRED)
+@quick
+@given(seed=seeds)
+def test_advantages_sum_to_zero(name: str, seed: int) -> None:
+    scores, mask, groups, *_ = a_step(seed)
+    found = algorithm(advantage=name).advantages(scores, mask, groups, columns(scores))
+    if name in ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        assert float(found.sum()) == pytest.approx(0, abs=1e-6)
+    else:
+        zeros = torch.zeros(3, dtype=torch.float64)
+        torch.testing.assert_close(zeros.index_add(0, groups, found.sum(-1) / mask.sum(-1)), zeros)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@quick
+@given(seed=seeds, cut=st.integers(1, 11))
+def test_a_loss_does_not_depend_on_the_cut_and_masked_tokens_have_no_gradient(name: str, seed: int, cut: int) -> None:
+    chosen, numbers = algorithm(loss=name), a_step(seed)
+    whole, gradient = loss_and_gradient(chosen, list(range(12)), numbers)
+    assert not gradient[~numbers[1]].any() and gradient.isfinite().all()
+    parts = [loss_and_gradient(chosen, rows, numbers) for rows in (list(range(cut)), list(range(cut, 12)))]
+    assert sum(value for value, _ in parts) == pytest.approx(whole, abs=1e-9)
+    torch.testing.assert_close(torch.cat([grad for _, grad in parts]), gradient, rtol=1e-6, atol=1e-9)
+
+
+@quick
+@given(seed=seeds)
+def test_the_clips_gradient_is_zero_where_the_papers_say(seed: int) -> None:
+    """Outside the clip in the advantage's direction (Schulman et al. 2017), beyond the dual clip (Ye et al. 2020)."""
+    numbers = a_step(seed)
+    _, mask, _, log_prob, behaviour, advantages = numbers
+    chosen = algorithm(loss="ppo_clip", ratio="behaviour")
+    _, gradient = loss_and_gradient(chosen, list(range(12)), numbers)
+    ratio = (log_prob - behaviour).exp()
+    flat = torch.where(advantages > 0, ratio > 1.2, (ratio < 0.8) | (ratio > 3.0))
+    assert torch.equal(gradient == 0, flat | ~mask)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "geo_mean"])
+@quick
+@given(seed=seeds)
+def test_at_lag_0_every_loss_is_the_policy_gradient(name: str, seed: int) -> None:
+    """Before the first update the ratio is 1: the gradient is -A / tokens, but for the reduction."""
+    numbers = a_step(seed)
+    chosen = algorithm(loss=name, ratio="behaviour", aggregation="token-mean")
+    scores, mask, groups, log_prob, _, advantages = numbers
+    _, gradient = loss_and_gradient(chosen, list(range(12)), (scores, mask, groups, log_prob, log_prob, advantages))
+    torch.testing.assert_close(gradient, -advantages * mask / mask.sum(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in CORRECTIONS if name != "none"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@quick
+@given(seed=seeds)
+def test_at_lag_0_every_correction_is_the_identity(name: str, level: str, seed: int) -> None:
+    _, mask, _, log_prob, _, advantages = a_step(seed)
+    config = {"correction": {"type": name, "level": level}, "ratio": "proximal"}
+    chosen = Algorithm(AlgorithmConfig.model_validate(config))
+    weights, _ = chosen.weights(Part(log_prob, log_prob, advantages, mask))
+    assert weights is not None
+    torch.testing.assert_close(weights, mask.double())
+
+
+@quick
+@given(seed=seeds)
+def test_what_is_rejected_has_no_gradient_and_at_lag_0_nothing_is(seed: int) -> None:
+    rules = [{"kind": "token_k1", "lower": 0.8, "upper": 1.25}, {"kind": "seq_mean_k3", "upper": 0.05}]
+    chosen, numbers = algorithm(reject=rules), a_step(seed)
+    scores, mask, groups, log_prob, behaviour, advantages = numbers
+    _, gradient = loss_and_gradient(chosen, list(range(12)), numbers)
+    ratio = (behaviour - log_prob).exp()
+    assert not gradient[(ratio < 0.8) | (ratio > 1.25)].any()
+    fresh = (scores, mask, groups, log_prob, log_prob, advantages)
+    plain = loss_and_gradient(algorithm(), list(range(12)), fresh)
+    torch.testing.assert_close(loss_and_gradient(chosen, list(range(12)), fresh)[1], plain[1])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_it_expands_to(name: str) -> None:
+    config = AlgorithmConfig.model_validate({"preset": name, "length_scale": 12})
+    for key, value in PRESETS[name].items():
+        found = getattr(config, key)
+        assert (found == value) if isinstance(value, str) else value.items() <= found.model_dump().items()
+    assert AlgorithmConfig.model_validate(config.model_dump()) == config
+
+
+def test_a_preset_and_another_choice_are_an_error() -> None:
+    with pytest.raises(ValidationError, match=r"preset=gspo takes loss=\{type: gspo\}, and ppo_clip is given"):
+        AlgorithmConfig.model_validate({"preset": "gspo", "loss": {"type": "ppo_clip"}})
+    mine = AlgorithmConfig.model_validate({"preset": "dapo", "loss": {"type": "ppo_clip", "clip_high": 0.3}})
+    assert mine.loss.model_dump()["clip_high"] == 0.3 and mine.loss.model_dump()["clip_low"] == 0.2
