@@ -66,6 +66,7 @@ class Saver:
         self._learner, self._tokenizer, self._folder, self._keep = learner, tokenizer, folder, keep
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._last: Future[Path] | None = None
+        self._pages: dict[str, torch.Tensor] = {}
 
     def begin(self, ledger_tail: Sequence[dict[str, Any]] = ()) -> Future[Path]:
         """Stages the learner's version, and writes it while training goes on. Waits for the save before, where that is
@@ -77,7 +78,7 @@ class Saver:
             done: Future[Path] = Future()
             done.set_result(target)
             return done
-        staged = _Staged(learner.version, *_stage(learner), list(ledger_tail))
+        staged = _Staged(learner.version, *_stage(learner, self._pages), list(ledger_tail))
         self._last = self._writer.submit(self._write, staged, target)
         return self._last
 
@@ -189,13 +190,24 @@ def empty_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
-def _stage(learner: Learner) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Copies of this rank's part, on its host: of the weights, and of the optimizer's state."""
+def _stage(
+    learner: Learner, pages: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Copies of this rank's part, on its host: of the weights, and of the optimizer's state. They lie in ``pages``, by
+    name, from one save to the next: fresh memory takes longer to get than to fill, registered memory far longer."""
     mesh = learner.world.host_mesh if learner.world.size > 1 else None
-    weights = {name: _on_host(parameter, mesh) for name, parameter in learner.parameters.items()}
-    weights |= {name: _on_host(buffer, mesh) for name, buffer in _buffers(learner)}
+
+    def on_host(name: str, value: torch.Tensor) -> torch.Tensor:
+        mine = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        if name not in pages:
+            pages[name] = torch.empty_like(mine, device="cpu", pin_memory=mine.is_cuda)
+        copied = pages[name].copy_(mine, non_blocking=True)
+        return of_local(value, copied, mesh) if isinstance(value, DTensor) and mesh is not None else copied
+
+    weights = {name: on_host(name, parameter) for name, parameter in learner.parameters.items()}
+    weights |= {name: on_host(name, buffer) for name, buffer in _buffers(learner)}
     optimizer = {
-        f"{name}/{key}": _on_host(value, mesh)
+        f"{name}/{key}": on_host(f"{name}/{key}", value)
         for name, parameter in learner.parameters.items()
         for key, value in learner.optimizer.state.get(parameter, {}).items()
     }
@@ -210,13 +222,6 @@ def _buffers(learner: Learner) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in learner.model.state_dict(keep_vars=True).items():
         if name not in known and id(value) not in tied:
             yield name, value
-
-
-def _on_host(value: torch.Tensor, mesh: Any) -> torch.Tensor:
-    mine = (value.to_local() if isinstance(value, DTensor) else value).detach()
-    copied = torch.empty_like(mine, device="cpu", pin_memory=mine.is_cuda)
-    copied.copy_(mine, non_blocking=True)
-    return of_local(value, copied, mesh) if isinstance(value, DTensor) and mesh is not None else copied
 
 
 def _numbered(weights: dict[str, torch.Tensor]) -> dict[str, int]:
