@@ -190,9 +190,7 @@ def empty_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
-def _stage(
-    learner: Learner, pages: dict[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _stage(learner: Learner, pages: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Copies of this rank's part, on its host: of the weights, and of the optimizer's state. They lie in ``pages``, by
     name, from one save to the next: fresh memory takes longer to get than to fill, registered memory far longer."""
     mesh = learner.world.host_mesh if learner.world.size > 1 else None
