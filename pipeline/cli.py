@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from penstock.pipeline.bench.cli import bench
-from penstock.pipeline.config import Config, ConfigError, TinyModel, load
+from penstock.pipeline.config import ConfigError, TinyModel, load
 from penstock.pipeline.config.origin import Origin
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
@@ -188,26 +188,10 @@ def prepare(
     for change in open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ()))):
         typer.echo(f"changed: {change}", err=True)
     if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():
+        from penstock.pipeline.models.make_tiny import make_tiny  # imports torch
+
         make_tiny(config, folder)
     typer.echo(f"ready: {folder}")
-
-
-def make_tiny(config: Config, folder: Path) -> None:
-    """Makes the config's tiny model in ``folder``/model, with a progress bar."""
-    from rich.progress import Progress
-
-    from penstock.pipeline.models.tiny import build
-    from penstock.services.data import open_source
-
-    assert isinstance(config.model, TinyModel)
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("warm start", total=config.model.warm_start.steps)
-
-        def advance(step: int, _steps: int, loss: float) -> None:
-            progress.update(task, completed=step, description=f"warm start, loss {loss:.3f}")
-
-        source = open_source(config.prompts.train)
-        build(config.model, source, folder / "model", config.run.seed, advance)
 
 
 RUN = Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)]

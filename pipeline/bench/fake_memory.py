@@ -162,13 +162,9 @@ def _rows(tokens: int, longest: int = 2048) -> Rows:
     """Sequences of ``longest`` tokens, ``tokens`` in all, one after the other; all of them sampled."""
     starts = [*range(0, tokens, longest), tokens]
     ids = torch.zeros((1, tokens), dtype=torch.int64)
-    mask = torch.ones((len(starts) - 1, longest - 1), dtype=torch.bool)
-    targets = torch.zeros(mask.numel(), dtype=torch.int64)[:tokens]
-    mask.view(-1)[tokens:] = False
-    return Rows(
-        tuple(range(len(mask))), ids, ids, Segments.of(starts, starts, None, CPU), mask,
-        torch.arange(len(targets)).clamp(max=tokens - 1), targets,
-    )  # fmt: skip
+    every = torch.arange(tokens)
+    mask = torch.ones((1, tokens), dtype=torch.bool)
+    return Rows((0,), ids, ids, Segments.of(starts, starts, None, CPU), mask, every, torch.zeros_like(every))
 
 
 def main() -> None:

@@ -169,12 +169,12 @@ class Config(Section):
                 "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
                 f"other than 1 (it is {sampling.temperature:g}); set candidates=true, or leave top_p and top_k out"
             )
-        if sampling.n < getattr(algorithm.advantage, "least_n", 1):
+        if sampling.n < algorithm.advantage.least_n:
             raise ValueError(
                 f"rollout.sampling.n must be at least 2: advantage={algorithm.advantage.type} compares the "
                 "trajectories of a group"
             )
-        weighs = algorithm.correction.type not in ("none", "custom") and getattr(algorithm.loss, "has_ratio", True)
+        weighs = algorithm.correction.type not in ("none", "custom") and algorithm.loss.has_ratio
         if weighs and algorithm.ratio == "behaviour":
             raise ValueError(
                 f"trainer.algorithm.ratio: behaviour holds the ratio that correction={algorithm.correction.type} "

@@ -15,18 +15,23 @@ from penstock.services.trainer.presets import PRESETS, PresetName, expand
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 
 
-class Choice(Section):
-    """One of the built-in ones."""
+class Traits(Section):
+    """What the rest of the config wants to know of a choice, built in or not."""
 
-    implementation: ClassVar[str] = ""
-    """``package.module:function`` below `services.trainer.algorithms`; empty: there is nothing to compute."""
-    paper: ClassVar[str] = ""
     least_n: ClassVar[int] = 1
     """Of an advantage: fewer trajectories in a group teach nothing."""
     aggregation: ClassVar[Aggregation] = "token-mean"
     """Of a loss: how its authors make one number of its tokens."""
     has_ratio: ClassVar[bool] = True
     """Of a loss: it holds the ratio of the policy to the one that sampled, or that the step starts from."""
+
+
+class Choice(Traits):
+    """One of the built-in ones."""
+
+    implementation: ClassVar[str] = ""
+    """``package.module:function`` below `services.trainer.algorithms`; empty: there is nothing to compute."""
+    paper: ClassVar[str] = ""
 
     @property
     def columns(self) -> list[str]:
@@ -312,7 +317,7 @@ class RejectRule(Section):
 # --- all of it -------------------------------------------------------------------------------------------------------
 
 
-class CustomFunction(Section):
+class CustomFunction(Traits):
     """A function of your own. Its arguments and what it returns: docs/extending.md."""
 
     type: Literal["custom"] = "custom"
@@ -387,5 +392,4 @@ class AlgorithmConfig(Section):
     @property
     def aggregated(self) -> Aggregation:
         """`aggregation`, or the loss's own."""
-        own: Aggregation = getattr(self.loss, "aggregation", "token-mean")
-        return self.aggregation or own
+        return self.aggregation or self.loss.aggregation

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.cli import make_tiny
 from penstock.pipeline.config import load
+from penstock.pipeline.models.make_tiny import make_tiny
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import HubData
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.cli import make_tiny
 from penstock.pipeline.config import load
+from penstock.pipeline.models.make_tiny import make_tiny
 from tests.e2e.runs import QUICKSTART, ROOT, Run, check_promises
 from tests.e2e.test_vllm import VLLM, check_versions
 from tests.gpu.machine import Machine

@@ -23,6 +23,5 @@ def gdpo(
     among = Groups.of(groups, scores.dtype)
     total = torch.zeros_like(scores)
     for weight, component in zip(weights, components, strict=True):
-        values = component.to(scores.dtype)
-        total = total + weight * among.centred(values) / (among.deviation(values)[among.member] + 1e-6)
+        total = total + weight * among.standardised(component.to(scores.dtype))
     return whiten(total[:, None] * mask, mask)

@@ -38,3 +38,7 @@ class Groups:
         """``[groups]``: the unbiased standard deviation; 1 of a group of one."""
         squares = self.sum(self.centred(values) ** 2)
         return torch.where(self.count > 1, (squares / (self.count - 1).clamp(min=1)).sqrt(), 1.0)
+
+    def standardised(self, values: torch.Tensor) -> torch.Tensor:
+        """``[rows]``: each less its group's mean, divided by (the group's `deviation` + 1e-6)."""
+        return self.centred(values) / (self.deviation(values)[self.member] + 1e-6)

@@ -16,7 +16,5 @@ def grpo(scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, std: bo
     tokens, 0 elsewhere. A group of one has mean 0 and standard deviation 1.
     """
     among = Groups.of(groups, scores.dtype)
-    centred = among.centred(scores)
-    if std:
-        centred = centred / (among.deviation(scores)[among.member] + 1e-6)
-    return centred[:, None] * mask
+    advantages = among.standardised(scores) if std else among.centred(scores)
+    return advantages[:, None] * mask

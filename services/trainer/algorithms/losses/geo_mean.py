@@ -25,12 +25,13 @@ def geo_mean(
     sign, bounded = advantages.sign(), raw.clamp(-clip_low, clip_high)
     kept = sign * torch.minimum(sign * raw, sign * bounded)
     valid = mask.to(raw.dtype)
-    count = valid.sum(-1, keepdim=True) + 1e-8
-    ratio = ((kept * valid).sum(-1, keepdim=True) / count).exp()
-    advantage = (advantages * valid).sum(-1, keepdim=True) / count
-    losses = -advantage * ratio
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return (values * valid).sum(-1, keepdim=True) / (valid.sum(-1, keepdim=True) + 1e-8)
+
+    losses = -mean(advantages) * mean(kept).exp()
     if importance_weights is not None:
-        losses = losses * (((importance_weights + 1e-10).log() * valid).sum(-1, keepdim=True) / count).exp()
+        losses = losses * mean((importance_weights + 1e-10).log()).exp()
     outside = bounded != raw
     metrics = {
         "clip_fraction_positive": share(outside & (advantages > 0), mask),
