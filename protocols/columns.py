@@ -22,6 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 REWARD = "reward"
 """The column that advantages are made of: float32, a value for each trajectory, NaN where there is none."""
+VALUES = "values"
+"""The critic's: what rewards are still to come where each token was chosen; float32, a value for each token, 0 where
+nothing was sampled."""
 REFERENCE = "reference"
 """Log-probabilities under a frozen model: float32, a value for each token, 0 where nothing was sampled."""
 
@@ -59,6 +62,8 @@ class Column(BaseModel):
     """Columns that its scorer is given with the group, and waits for."""
     evaluated: bool = False
     """Evaluation prompts have it too."""
+    of_step: bool = False
+    """A learner writes it once a step has taken the group, and the trainer waits for it; nobody waits for it before."""
     source: str = ""
     """What computes it, for people: ``reward my_rewards:judge``, say."""
 
@@ -71,6 +76,12 @@ class Column(BaseModel):
                 f"column {self.name}: expected {self.dtype} [{size}] (one a {self.per}), got {values.dtype.name} "
                 f"{list(values.shape)}"
             )
+        self.check_values(values)
+
+    def check_values(self, values: np.ndarray) -> None:
+        """Raises `ColumnError` where one of them is none that this column may have, or their dtype is another's."""
+        if values.dtype.name != self.dtype:
+            raise ColumnError(f"column {self.name}: expected {self.dtype}, got {values.dtype.name}")
         if values.dtype.kind == "f" and not np.isfinite(values[~np.isnan(values)] if self.nullable else values).all():
             raise ColumnError(f"column {self.name}: infinite values" + ("" if self.nullable else ", or NaN"))
 
@@ -102,8 +113,18 @@ class ColumnTable(BaseModel):
         return {column.name: column for column in self.columns}
 
     @property
+    def scored(self) -> list[Column]:
+        """What a group needs before a step may take it."""
+        return [column for column in self.columns if not column.of_step]
+
+    @property
+    def of_step(self) -> list[Column]:
+        """What the trainer waits for once a step has taken its groups."""
+        return [column for column in self.columns if column.of_step]
+
+    @property
     def names(self) -> list[str]:
-        """Every column that a ready group has, sums included."""
+        """Every column that the trainer is given, sums included."""
         return [*self.by_name, *(total.name for total in self.sums)]
 
     @property

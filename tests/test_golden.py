@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.services.critic.value_loss import value_loss
+from penstock.services.learning.token_returns import discounted, gae, whiten
 from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer.algorithm_config import RejectRule
 from penstock.services.trainer.algorithms.advantages.gdpo import gdpo
@@ -20,7 +22,6 @@ from penstock.services.trainer.algorithms.advantages.grpo_passk import grpo_pass
 from penstock.services.trainer.algorithms.advantages.opo import opo
 from penstock.services.trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline
 from penstock.services.trainer.algorithms.advantages.rloo import rloo
-from penstock.services.trainer.algorithms.advantages.token_returns import discounted, whiten
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.icepop import icepop
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
@@ -35,6 +36,7 @@ from penstock.services.trainer.algorithms.losses.gspo import gspo
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 from penstock.services.trainer.algorithms.losses.reinforce import reinforce
 from penstock.services.trainer.algorithms.losses.sapo import sapo
+from penstock.services.trainer.algorithms.masked_mean import masked_mean
 from penstock.services.trainer.mismatch import Mismatch
 
 FOLDER = Path(__file__).parent / "golden"
@@ -160,6 +162,24 @@ def check_agg_loss(given: dict[str, Any], numbers: Numbers) -> None:
     numbers.same("grad_values", values.grad)
 
 
+def check_gae(given: dict[str, Any], numbers: Numbers) -> None:
+    mask = tensor(given["mask"])
+    estimates, returns = gae(tensor(given["rewards"]), tensor(given["values"]), mask, given["gamma"], given["lam"])
+    numbers.same("raw_advantages", estimates)
+    numbers.same("returns", returns)
+    numbers.same("advantages", whiten(estimates, mask))
+
+
+def check_value_loss(given: dict[str, Any], numbers: Numbers) -> None:
+    values, mask = tensor(given["values"], grad=True), tensor(given["mask"])
+    losses, clipped = value_loss(values, tensor(given["old_values"]), tensor(given["returns"]), given["clip"])
+    found = agg_loss(losses, mask, given["agg"], given.get("length_scale"))
+    numbers.same("loss", found)
+    found.backward()
+    numbers.same("grad_values", values.grad)
+    numbers.same("clip_fraction", masked_mean(clipped.double(), mask))
+
+
 def check_mismatch(given: dict[str, Any], numbers: Numbers) -> None:
     mismatch, half = Mismatch(), len(given["mask"]) // 2
     for rows in (slice(0, half), slice(half, None), slice(0, 0)):  # however a step is cut, an empty part too
@@ -179,6 +199,7 @@ CHECKS: dict[str, Check] = {
     "dppo_kl": loss(dppo_kl),
     "dppo_tv": loss(dppo_tv),
     "dro": loss(dro),
+    "gae": check_gae,
     "gdpo": check_gdpo,
     "geo_mean": loss(geo_mean, "rows"),
     "gpg_advantage": advantage(gpg),
@@ -201,6 +222,7 @@ CHECKS: dict[str, Check] = {
     "rejection_masks": check_rejection,
     "rloo": advantage(rloo),
     "sapo": loss(sapo, "seq-mean-token-mean"),
+    "value_loss": check_value_loss,
 }
 
 

@@ -117,7 +117,7 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
     whole = keeps_whole_gradients(trainer, shape, gpu_gib)
     # Decided above, for a GPU: the learner would look at this machine's memory.
     trainer = trainer.model_copy(update={"sum_gradients": "step" if whole else "micro_batch"})
-    model = start._empty(str(folder))
+    model = start._empty(str(folder), "language")
     memory = Memory()
     with memory.counting():
         shard(model, world, config.model.dtype)

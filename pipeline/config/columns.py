@@ -53,6 +53,13 @@ def check_columns(config: Any) -> None:
 
 
 def _check_order(table: ColumnTable) -> None:
+    late = {column.name for column in table.of_step}
+    for column in table.scored:
+        if found := late.intersection(column.reads):
+            raise ValueError(
+                f"{column.name} reads {', '.join(found)}, which is written when a step has taken the group: only an "
+                "advantage, a loss or a correction may read it"
+            )
     known = {total.name for total in table.sums}
     left = dict(table.by_name)
     while ready := [name for name, column in left.items() if known.issuperset(column.reads)]:

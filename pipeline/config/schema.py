@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from penstock.pipeline.config.columns import check_columns, columns_read
-from penstock.protocols.columns import REFERENCE, ColumnTable
+from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.versions import Dtype
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
+from penstock.services.critic.config import CriticConfig
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reward.config import RewardConfig
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
@@ -113,6 +114,8 @@ class Config(Section):
     """The processes that say how good an answer is."""
     reference: ReferenceConfig = ReferenceConfig()
     """The processes that run a frozen model, for the KL penalty."""
+    critic: CriticConfig = CriticConfig()
+    """PPO's critic: the process that learns what is still to be won."""
     scorers: dict[str, ScorerConfig] = {}
     """Scorers of your own, by name. Each adds columns to finished groups, which a loss, an advantage or a reward
     function may read, e.g. ``{surprise: {scorer: "my_module:Surprise", columns: {surprise: token}}}``."""
@@ -131,6 +134,16 @@ class Config(Section):
     def with_reference(self) -> bool:
         """Somebody reads the reference's log-probabilities: the KL penalty, or something of the user's own."""
         return REFERENCE in columns_read(self)
+
+    @property
+    def with_critic(self) -> bool:
+        """Somebody reads the critic's values."""
+        return VALUES in columns_read(self)
+
+    @property
+    def critic_warmup(self) -> int:
+        """First steps in which the policy stands still."""
+        return self.critic.warmup_steps if self.with_critic else 0
 
     @cached_property
     def columns(self) -> ColumnTable:
@@ -180,6 +193,11 @@ class Config(Section):
                 f"trainer.algorithm.ratio: behaviour holds the ratio that correction={algorithm.correction.type} "
                 "weighs by, and both together would count it twice; set trainer.algorithm.ratio=proximal, or "
                 "correction={type: none}"
+            )
+        if sampling.n == 1 and self.replay.filter == "zero_variance":
+            raise ValueError(
+                "replay.filter=zero_variance drops every group of one answer; set it to none, or rollout.sampling.n "
+                "above 1"
             )
         if sampling.temperature == 0:
             raise ValueError(

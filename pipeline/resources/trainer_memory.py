@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.pipeline.resources.model_shape import Shape
-from penstock.services.trainer.config import GRADIENT_SHARE, TrainerConfig
+from penstock.services.learning.config import GRADIENT_SHARE
+from penstock.services.trainer.config import TrainerConfig
 
 GIB = float(1 << 30)
 OVERHEAD_GIB = 1.5

@@ -186,6 +186,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         sampling=config.rollout.sampling.training(),
         eval_sampling=config.rollout.sampling.greedy(),
         columns=config.columns,
+        learners=registry.learners(config),
         tensorboard=config.run.tensorboard,
         deterministic=config.run.deterministic,
         keys=keys.load_broker(folder / "broker.json") if exposed else None,

@@ -37,12 +37,12 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.pipeline.run.folder import run_key
     from penstock.protocols.digests import Gmac
     from penstock.services.broker.archive import read
+    from penstock.services.learning import checkpoint
+    from penstock.services.learning.batch import open_batch
     from penstock.services.modeling import determinism
     from penstock.services.modeling.load import device_of
     from penstock.services.modeling.parallel.start import load_trainable
     from penstock.services.modeling.parallel.world import World
-    from penstock.services.trainer import checkpoint
-    from penstock.services.trainer.batch import open_batch
     from penstock.services.trainer.learner import Learner
     from penstock.services.weights.sender.shard_exporter import ShardExporter
 
@@ -64,7 +64,9 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
         torch.manual_seed(batch.seed)
-        metrics = learner.train(open_batch(batch, config.gate.max_lag, config.columns))
+        metrics = learner.train(
+            open_batch(batch, config.gate.max_lag, config.columns), frozen=batch.step < config.critic_warmup
+        )
         digest = source.digest()
         if only is None or batch.step == only:
             yield Redone(batch.step, len(batch.groups), metrics["reward"], metrics["loss"], digest, recorded)

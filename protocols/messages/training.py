@@ -10,10 +10,12 @@ from penstock.protocols.messages.publishing import CommitVersion
 
 
 class Take(Message):
-    """trainer → broker: the groups of ``step``. Answered by `Batch`, by `Exhausted`, or by `Refused` (not_ready) that
-    names the wait; the same step is answered with the same groups however often it is asked."""
+    """learner → broker: the groups of ``step``. Answered by `Batch`, by `Exhausted`, or by `Refused` (not_ready) that
+    names the wait; the same step is answered with the same groups however often, and by whomever, it is asked."""
 
     step: int
+    after: list[int] = []
+    """The groups of the step before, as this learner has trained on them; empty where it does not know."""
 
 
 class TakenGroup(BaseModel):
@@ -26,8 +28,26 @@ class TakenGroup(BaseModel):
     """Every column of the run, by name (`columns.ColumnTable`)."""
 
 
+class StepColumn(Message):
+    """learner → broker: its column (`columns.Column.of_step`) of every group of ``step``, in the step's order. Answered
+    by `Ack` once durable; said again, it changes nothing."""
+
+    step: int
+    column: str
+    values: list[Values]
+
+
+class Learned(Message):
+    """learner → broker: one that publishes nothing, a critic, has trained ``step``. Answered by `Ack`."""
+
+    step: int
+    digest: str
+    """Of the version that the step yielded; empty where the run is not deterministic."""
+    metrics: dict[str, float]
+
+
 class Batch(Message):
-    """broker → trainer: what ``step`` trains on, lowest number first. Durable before it is sent."""
+    """broker → learner: what ``step`` trains on, lowest number first. Durable before it is sent."""
 
     step: int
     seed: int
@@ -37,7 +57,7 @@ class Batch(Message):
 
 
 class Exhausted(Message):
-    """broker → trainer: there is no such step; ``steps`` is where the run ends."""
+    """broker → learner: there is no such step; ``steps`` is where the run ends."""
 
     steps: int
     reason: str
@@ -79,7 +99,7 @@ class Commit(Message):
 
 
 class Checkpointed(Message):
-    """trainer → broker: a durable checkpoint of version ``version`` is at ``path``."""
+    """learner → broker: a durable checkpoint of version ``version`` is at ``path``."""
 
     version: int
     path: str

@@ -22,6 +22,8 @@ from penstock.services.broker.store import StoreError
 
 log = structlog.get_logger()
 
+LEARNER = "learner"
+"""In the place of a kind: every kind that trains on the ledger's steps."""
 SENDERS: dict[type[m.Message], str] = {
     m.Finished: "rollout",
     m.Failed: "rollout",
@@ -29,9 +31,11 @@ SENDERS: dict[type[m.Message], str] = {
     m.LoadFailed: "rollout",
     m.Reach: "rollout",
     m.LedgerTail: "trainer",
-    m.Take: "trainer",
+    m.Take: LEARNER,
+    m.StepColumn: LEARNER,
+    m.Learned: LEARNER,
     m.Commit: "trainer",
-    m.Checkpointed: "trainer",
+    m.Checkpointed: LEARNER,
     m.Invite: "trainer",
     m.Propose: "trainer",
     m.CommitVersion: "trainer",
@@ -55,6 +59,8 @@ class Handlers:
             m.Scores: self._on_scores,
             m.LedgerTail: self._on_ledger_tail,
             m.Take: self._on_take,
+            m.StepColumn: self._on_step_column,
+            m.Learned: self._on_learned,
             m.Commit: self._on_commit,
             m.Checkpointed: self._on_checkpointed,
             m.Invite: self._on_relay,
@@ -86,7 +92,7 @@ class Handlers:
             return
         member.heard_at = time.time()
         handler = self._handlers.get(type(message))
-        if handler is None or member.kind != SENDERS.get(type(message), member.kind):
+        if handler is None or not self._may_say(member, type(message)):
             reason = f"{type(message).__name__} is not for a {member.kind} to say to the broker"
             state.router.send(identity, m.Refused(code="not_allowed", reason=reason), request)
             return
@@ -101,6 +107,10 @@ class Handlers:
             log.exception("a message failed", sender=identity, type=type(message).__name__)
             state.router.send(identity, m.Refused(code="failed", reason=f"{type(error).__name__}: {error}"), request)
 
+    def _may_say(self, member: Member, kind: type[m.Message]) -> bool:
+        wanted = SENDERS.get(kind, member.kind)
+        return member.kind == wanted or (wanted == LEARNER and member.kind in self._state.settings.learners)
+
     def _ack(self, member: Member, request: int) -> None:
         self._state.router.send(member.identity, m.Ack(), request)
 
@@ -108,7 +118,7 @@ class Handlers:
 
     def _on_hello(self, identity: str, request: int, hello: m.Hello) -> None:
         state = self._state
-        kinds = {"rollout", "trainer", "observer", *state.scorers}
+        kinds = {"rollout", "observer", *state.settings.learners, *state.scorers}
         try:
             older = state.members.join(identity, hello, time.time(), kinds)
         except MembershipError as error:
@@ -216,9 +226,40 @@ class Handlers:
         self._state.router.send(member.identity, m.Resumed(committed=groups.ledger.committed), request)
 
     def _on_take(self, member: Member, request: int, take: m.Take) -> None:
-        waiting = self._scheduler.waiting
+        ledger = self._state.groups.ledger
+        before = ledger.taken(take.step - 1) if ledger.length > take.step - 1 >= ledger.first else None
+        if take.after and before and before.groups != take.after:
+            raise LedgerError(
+                f"step {take.step - 1} has other groups than this {member.kind} was given: start it again"
+            )
+        waiting = self._scheduler.waiting.get(member.kind)
         since = waiting.since if waiting and waiting.identity == member.identity else time.time()
-        self._scheduler.waiting = Waiting(member.identity, request, take.step, since)
+        self._scheduler.waiting[member.kind] = Waiting(member.identity, request, take.step, since)
+
+    def _on_step_column(self, member: Member, request: int, said: m.StepColumn) -> None:
+        """All of it in one turn: a step has a column whole, or not."""
+        state, ledger = self._state, self._state.groups.ledger
+        column = state.settings.columns.by_name.get(said.column)
+        if column is None or not column.of_step or column.scorer != member.kind:
+            raise ColumnError(f"{said.column!r} is no column of steps that a {member.kind} of this run writes")
+        step = ledger.taken(said.step)
+        if step is None:
+            raise LedgerError(f"step {said.step} was never taken")
+        if said.column not in step.columns:
+            if len(said.values) != len(step.groups):
+                raise ColumnError(f"step {said.step} has {len(step.groups)} groups, not {len(said.values)}")
+            for number, values in zip(step.groups, said.values, strict=True):
+                column.check_values(values)
+                state.payloads.add(("train", number), column.name, values)
+            ledger.describe(said.step, column.name)
+        self._ack(member, request)
+
+    def _on_learned(self, member: Member, request: int, learned: m.Learned) -> None:
+        """Nobody waits for it: what the next step needs of a learner are its columns."""
+        self._state.progress.learned = learned.metrics
+        row = {"step": learned.step, "time": time.time(), "digest": learned.digest, **learned.metrics}
+        self._state.recorder.learned(member.kind, row)
+        self._ack(member, request)
 
     def _on_commit(self, member: Member, request: int, commit: m.Commit) -> None:
         """Ledger, version and what the rollouts are told leave in one turn: nobody sees one without the others."""
@@ -250,6 +291,7 @@ class Handlers:
             "time": now,
             "max_lag": state.settings.gate.max_lag,
             "train_s": now - (progress.training_since or now),
+            **progress.learned,
             **metrics,
         }
         row |= {**queues(state), **progress.latency.read(), "groups_dropped": state.groups.drops}
@@ -260,10 +302,12 @@ class Handlers:
             state.evaluation.start(f"step {done}", done, exact=None)
 
     def _on_checkpointed(self, member: Member, request: int, checkpoint: m.Checkpointed) -> None:
-        self._state.groups.free(checkpoint.version)
+        progress = self._state.progress
+        progress.checkpoints[member.kind] = checkpoint.version
+        self._state.groups.free(self._state.covered())
         if checkpoint.final:
-            self._state.progress.final_checkpoint = checkpoint.version
-        log.info("checkpoint", version=checkpoint.version, path=checkpoint.path)
+            progress.final_checkpoints[member.kind] = checkpoint.version
+        log.info("checkpoint", learner=member.kind, version=checkpoint.version, path=checkpoint.path)
         self._ack(member, request)
 
     # --- weights -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from penstock.services.data import need
 
@@ -33,6 +33,8 @@ class Recorder:
     """Appends to the run's files, a line at a time."""
 
     def __init__(self, folder: Path, tensorboard: bool) -> None:
+        self._folder = folder
+        self._learners: dict[str, TextIO] = {}
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
         self._actors = (folder / "actors.jsonl").open("a", buffering=1)
         self._ledger = (folder / "ledger.jsonl").open("a", buffering=1)
@@ -67,6 +69,12 @@ class Recorder:
         """One line a commit; a step that was redone has several, of which the last counts."""
         self._write(self._ledger, row)
 
+    def learned(self, kind: str, row: dict[str, Any]) -> None:
+        """One line a step of a learner beside the trainer, in a file of its own: of several, the last counts."""
+        if kind not in self._learners:
+            self._learners[kind] = (self._folder / f"{kind}.jsonl").open("a", buffering=1)
+        self._write(self._learners[kind], row)
+
     def drop(self, number: int, reason: str, kind: str) -> None:
         """One line a dropped group."""
         self._write(self._drops, {"group": number, "kind": kind, "reason": reason})
@@ -87,7 +95,8 @@ class Recorder:
 
     def close(self) -> None:
         """Closes the files."""
-        for file in (self._metrics, self._actors, self._ledger, self._drops, self._weights, self._samples):
+        files = (self._metrics, self._actors, self._ledger, self._drops, self._weights, self._samples)
+        for file in (*files, *self._learners.values()):
             file.close()
         if self._tensorboard:
             self._tensorboard.close()

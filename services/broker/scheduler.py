@@ -19,7 +19,7 @@ from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.replay_buffer import Entry
 from penstock.services.broker.scoring import replay_of
 from penstock.services.broker.state import BrokerState
-from penstock.services.broker.status import stall_reason
+from penstock.services.broker.status import lacking, stall_reason
 from penstock.services.data import DataError
 
 log = structlog.get_logger()
@@ -32,7 +32,7 @@ NOT_READY_AFTER_S = 15.0
 
 @dataclass(slots=True)
 class Waiting:
-    """A trainer that has asked for a step."""
+    """A learner that has asked for a step."""
 
     identity: str
     request: int
@@ -70,8 +70,8 @@ class Scheduler:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self.waiting: Waiting | None = None
-        """The trainer's take that is not served yet."""
+        self.waiting: dict[str, Waiting] = {}
+        """By kind of learner: the take that is not served yet."""
 
     # --- leases ------------------------------------------------------------------------------------------------------
 
@@ -200,26 +200,28 @@ class Scheduler:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     def serve_take(self, now: float) -> None:
-        """Answers the trainer's take once there is a batch, once there never will be one, or with what holds it up."""
-        state, waiting = self._state, self.waiting
-        if waiting is None or state.members.get(waiting.identity) is None:
-            self.waiting = None
-            return
-        reply = self._answer_take(waiting, now)
-        if reply:
-            self.waiting = None
-            state.router.send(waiting.identity, reply, waiting.request)
-
-    def _answer_take(self, waiting: Waiting, now: float) -> m.Message | None:
+        """Answers learners' takes once there is a batch, once there never will be one, or with what holds it up."""
         state = self._state
-        if state.progress.phase in ("training", "evaluating_after"):
+        for kind, waiting in list(self.waiting.items()):
+            here = state.members.get(waiting.identity) is not None
+            reply = self._answer_take(kind, waiting, now) if here else None
+            if reply or not here:
+                del self.waiting[kind]
+            if reply:
+                state.router.send(waiting.identity, reply, waiting.request)
+
+    def _answer_take(self, kind: str, waiting: Waiting, now: float) -> m.Message | None:
+        state, ledger = self._state, self._state.groups.ledger
+        # Who only follows the trainer may be ahead of it, and waits.
+        early = kind != "trainer" and waiting.step == ledger.length and not ledger.may_take
+        if state.progress.phase in ("training", "evaluating_after") and not early:
             try:
                 step = state.groups.take(waiting.step, self._step_seed(waiting.step))
             except LedgerError as error:
                 return m.Refused(code="bad_message", reason=str(error))
-            if step:
-                return state.batch(step)
-            if state.groups.ended(waiting.step):
+            if step and (kind != "trainer" or not lacking(state, step)):
+                return state.batch(step, kind)
+            if not step and state.groups.ended(waiting.step):
                 reason = "the run's last step is done" if waiting.step >= state.settings.steps else "the prompts ended"
                 return m.Exhausted(steps=waiting.step, reason=reason)
         if now - waiting.since > NOT_READY_AFTER_S:

@@ -53,7 +53,10 @@ class Broker:
         progress.tallies = {name: Tally(**said) for name, said in row.get("tallies", {}).items()}
         state.evaluation.steps |= row["evaluated"]
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
-        progress.started_at, progress.final_checkpoint = row["started_at"], row["final_checkpoint"]
+        progress.started_at = row["started_at"]
+        progress.checkpoints |= row.get("checkpoints", {})
+        progress.final_checkpoints |= row.get("final_checkpoints", {})
+        progress.learned |= row.get("learned", {})
         now = time.time()
         if progress.training_since:  # the time that no broker was there is not training time
             away = now - row["at"]
@@ -75,7 +78,9 @@ class Broker:
             "training_since": progress.training_since,
             "trained_until": progress.trained_until,
             "started_at": progress.started_at,
-            "final_checkpoint": progress.final_checkpoint,
+            "checkpoints": dict(progress.checkpoints),
+            "final_checkpoints": dict(progress.final_checkpoints),
+            "learned": dict(progress.learned),
         }
         if row != self._written:
             self._written = row
@@ -220,11 +225,7 @@ class Broker:
             if exact and state.evaluation.steps.get("after") != committed:
                 state.evaluation.start("after", committed, exact=committed)
             self._enter("evaluating_after")
-        elif (
-            progress.phase == "evaluating_after"
-            and not state.evaluation.round
-            and progress.final_checkpoint >= committed
-        ):
+        elif progress.phase == "evaluating_after" and not state.evaluation.round and state.ended_with() >= committed:
             self._enter("done")
         filtered = state.groups.consecutive_filtered
         if filtered >= state.settings.replay.max_consecutive_filtered and not progress.error:
@@ -245,7 +246,7 @@ class Broker:
         state = self._state
         evaluated = not exact or state.evaluation.steps.get("after") == committed
         ended = committed > 0 and state.groups.ended(committed)
-        return ended and evaluated and state.progress.final_checkpoint >= committed
+        return ended and evaluated and state.ended_with() >= committed
 
     def _enter(self, phase: Phase) -> None:
         progress = self._state.progress

@@ -61,6 +61,8 @@ class BrokerSettings:
     columns: ColumnTable
     """What a group needs before it may be trained on."""
     tensorboard: bool
+    learners: tuple[str, ...] = ("trainer",)
+    """Kinds of actors that train on every step; the trainer, which publishes, is one of them."""
     deterministic: bool = False
     keys: BrokerKeys | None = None
     """Needed where ``broker.bind`` is not on the loopback."""
@@ -78,8 +80,10 @@ class Progress:
     trained_until: float | None = None
     at: float = field(default_factory=time.time)
     """When a step was committed last."""
-    final_checkpoint: int = 0
-    """The version of the checkpoint that ended the run."""
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    """Learner to the version of its newest durable checkpoint."""
+    final_checkpoints: dict[str, int] = field(default_factory=dict)
+    """Learner to the version of the checkpoint that ended the run for it."""
     stop_reason: str | None = None
     error: str | None = None
     stall: str | None = None
@@ -87,6 +91,8 @@ class Progress:
     """The trainer came with an older version than the last one committed."""
     observed_end: bool = False
     """An observer has read all it wants."""
+    learned: dict[str, float] = field(default_factory=dict)
+    """What learners beside the trainer last said of a step."""
     last_metrics: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
@@ -125,7 +131,7 @@ class BrokerState:
         stream = open_source(settings.prompts.train)
         self.prompts = PromptStream(stream, settings.seed, settings.prompts.shuffle, settings.prompts.epochs)
         self.held_out = HeldOut.open(settings.prompts.eval, settings.prompts.eval_size)
-        columns = settings.columns.columns
+        columns = settings.columns.scored
         self.evaluation = Evaluation(len(self.held_out), settings.columns.evaluated, self.held_out.name_of)
         self.recorder = Recorder(settings.folder, settings.tensorboard)
         self.archive = Archive(settings.folder, settings.replay.archive)
@@ -220,9 +226,19 @@ class BrokerState:
             }
         )
 
-    def batch(self, step: Step) -> m.Batch:
-        """What the trainer gets for ``step``."""
+    def covered(self) -> int:
+        """The version that durable checkpoints of all learners cover."""
+        return min(self.progress.checkpoints.get(kind, 0) for kind in self.settings.learners)
+
+    def ended_with(self) -> int:
+        """The version that all learners have ended the run with; 0 while one has not."""
+        return min(self.progress.final_checkpoints.get(kind, 0) for kind in self.settings.learners)
+
+    def batch(self, step: Step, learner: str) -> m.Batch:
+        """What ``learner`` gets for ``step``."""
         batch = self._read_batch(step)
+        if learner != "trainer":
+            return batch
         for number in step.groups:
             self.payloads.forget(("train", number))
         self._record_samples(step.step, batch.groups)
@@ -247,7 +263,9 @@ class BrokerState:
         self.recorder.samples(step, kept)
 
     def _read_batch(self, step: Step) -> m.Batch:
-        groups = self.payloads.taken(step.groups, self.settings.columns.names)
+        late = {column.name for column in self.settings.columns.of_step} - set(step.columns)
+        names = [name for name in self.settings.columns.names if name not in late]
+        groups = self.payloads.taken(step.groups, names)
         return m.Batch(step=step.step, seed=step.seed, groups=groups, committed=self.groups.ledger.committed)
 
     def _archive_step(self, step: Step) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -39,15 +39,27 @@ def attention_of(config: Any) -> str | None:
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
-def load_model(path: str, dtype: str, device: torch.device, key: str = "model.path") -> Any:
-    """A causal language model of transformers, from a folder or a hub name, which the config's ``key`` gives. Raises
-    `ModelError`."""
-    from transformers import AutoModelForCausalLM
+Head = Literal["language", "value"]
+"""What a model's hidden states become: logits, or one number a token."""
 
+
+def with_head(config: Any, head: Head) -> Any:
+    """transformers' class for models with that head; ``config`` is told of it."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    if head == "language":
+        return AutoModelForCausalLM
+    config.num_labels = 1
+    return AutoModelForTokenClassification
+
+
+def load_model(path: str, dtype: str, device: torch.device, key: str = "model.path", head: Head = "language") -> Any:
+    """A causal language model of transformers, from a folder or a hub name, which the config's ``key`` gives; or that
+    model with another ``head``: one that the files lack is random. Raises `ModelError`."""
     config = load_config(path, key)
     config._attn_implementation = attention_of(config)  # what the file names may be missing, or not take our masks
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=DTYPES[dtype])
+        model = with_head(config, head).from_pretrained(path, config=config, dtype=DTYPES[dtype])
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(not_loaded(path, "model", error, key)) from error
     return model.to(device)

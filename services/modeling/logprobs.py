@@ -20,6 +20,22 @@ LOGIT_BYTES = 256 << 20
 def logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
     """Log-probability of every sampled token under ``model`` at ``temperature``: float32
     ``[trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
+    base = getattr(model, model.base_model_prefix, None)
+    if base is None:
+        logits = model(**model_inputs(model, rows), use_cache=False).logits
+        flat = _pick(logits.flatten(0, 1)[rows.source], rows.target, temperature, rows.candidates)
+    else:
+        flat = _chunked(model, hidden_states(base, model_inputs(model, rows), rows), rows, temperature)
+    return rows.scatter(flat)
+
+
+def hidden_states(base: Any, inputs: dict[str, Any], rows: Rows) -> torch.Tensor:
+    """``[sampled tokens, size]``: what the base model makes of the place where each is predicted."""
+    return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[rows.source]
+
+
+def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
+    """What ``model`` is called with for ``rows``."""
     inputs: dict[str, Any] = {"input_ids": rows.tokens, "position_ids": rows.positions}
     if isinstance(rows.attention, Segments):
         assert model.config._attn_implementation == OUR_ATTENTION, "another attention would ignore the segments"
@@ -28,15 +44,7 @@ def logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
         inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.tokens.device)
     else:
         inputs["attention_mask"] = rows.attention
-    base = getattr(model, model.base_model_prefix, None)
-    if base is None:
-        logits = model(**inputs, use_cache=False).logits
-        flat = _pick(logits.flatten(0, 1)[rows.source], rows.target, temperature, rows.candidates)
-    else:
-        hidden = base(**inputs, use_cache=False).last_hidden_state
-        flat = _chunked(model, hidden.flatten(0, 1)[rows.source], rows, temperature)
-    padded = torch.zeros(rows.mask.shape, dtype=torch.float32, device=flat.device)
-    return padded.masked_scatter(rows.mask, flat)
+    return inputs
 
 
 def shares_prompts(model: Any) -> bool:

@@ -46,6 +46,11 @@ class Rows:
     """int64 ``[sampled tokens, most candidates]``: what the sampler chose each from, padded with -1; a row of -1 alone:
     from all. None where nothing was recorded."""
 
+    def scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        """``flat`` float32 ``[sampled tokens]``, in `mask`'s order, as ``[trajectories, longest - 1]``; 0 elsewhere."""
+        padded = torch.zeros(self.mask.shape, dtype=torch.float32, device=flat.device)
+        return padded.masked_scatter(self.mask, flat)
+
     def column(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
         """Per-token ``arrays`` (one ``[tokens]`` for each trajectory of the list) as ``[trajectories, longest - 1]``,
         aligned with `mask`; 0 where padded."""

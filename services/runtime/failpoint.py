@@ -2,6 +2,8 @@
 
 A point is due at the number asked for, or at the first after it: who is behind leaves versions out.
 Points of the trainer: taken, trained, committed, published, each of a step; publishing (a bucket is out), of a version.
+Points of the critic, each of a step: critic-taken, critic-valued (its values are durable), critic-trained (nobody has
+heard of it).
 Points of the broker, each of a step: commit-applied (its commit will be durable with this turn), commit-durable (it is,
 and nobody has heard of it).
 Points of a rollout, or of a worker of its engine, each of a version: receiver-proposed, receiver-bucket,

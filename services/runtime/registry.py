@@ -20,6 +20,7 @@ SPECS = (
     "penstock.services.rollout.spec:SPEC",
     "penstock.services.reward.spec:SPEC",
     "penstock.services.reference.spec:SPEC",
+    "penstock.services.critic.spec:SPEC",
 )
 CUSTOM = "penstock.services.runtime.custom_scorer:make"
 
@@ -42,6 +43,8 @@ class ActorSpec:
     """What it adds to finished groups, where it is a scorer."""
     sums: Callable[[Any], list[WeightedSum]] = lambda config: []
     """Columns that the broker makes of its columns."""
+    learns: bool = False
+    """It trains on the ledger's steps, and saves checkpoints: a step is done with when every learner's covers it."""
     unneeded: str = ""
     """Why a run may have none, for people."""
     grace_s: float = STOP_GRACE_S
@@ -51,7 +54,9 @@ class ActorSpec:
 
     def names(self, config: Any) -> list[str]:
         """Of its processes in a run."""
-        return [self.kind] if self.single else [f"{self.kind}-{index}" for index in range(self.count(config))]
+        if self.single:
+            return [self.kind] * self.count(config)
+        return [f"{self.kind}-{index}" for index in range(self.count(config))]
 
     def create(self, context: Any, config: Any) -> Any:
         """The actor, in this process."""
@@ -64,6 +69,11 @@ def actors(config: Any) -> dict[str, ActorSpec]:
     for kind in config.scorers:
         table[kind] = _custom(kind)
     return table
+
+
+def learners(config: Any) -> tuple[str, ...]:
+    """Kinds of the actors that train on the steps of a run of ``config``."""
+    return tuple(spec.kind for spec in actors(config).values() if spec.learns and spec.count(config))
 
 
 def columns(config: Any) -> ColumnTable:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.protocols.columns import VALUES
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.presets import PRESETS, PresetName, expand
 
@@ -20,6 +21,8 @@ class Traits(Section):
 
     least_n: ClassVar[int] = 1
     """Of an advantage: fewer trajectories in a group teach nothing."""
+    compares: ClassVar[bool] = True
+    """Of an advantage: a group whose rewards are all equal teaches nothing."""
     aggregation: ClassVar[Aggregation] = "token-mean"
     """Of a loss: how its authors make one number of its tokens."""
     has_ratio: ClassVar[bool] = True
@@ -66,11 +69,31 @@ class LeaveOneOutAdvantage(Choice):
     type: Literal["rloo"] = "rloo"
 
 
+class GaeAdvantage(Choice):
+    """PPO's: generalized advantage estimates from a critic's values, whitened over all tokens of the step. Needs no
+    group; starts a critic process (`critic`)."""
+
+    implementation = "advantages.gae:gae"
+    paper = "Schulman et al. 2015, arXiv:1506.02438; Schulman et al. 2017, arXiv:1707.06347"
+    compares = False
+    type: Literal["gae"] = "gae"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount a token: how much less a reward counts for a token the further off it is, e.g. ``0.99``."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """λ: 1 trusts the reward alone, 0 the critic's value of the next token alone, e.g. ``0.95``."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The critic's values."""
+        return [VALUES]
+
+
 class ReinforcePlusPlusAdvantage(Choice):
     """REINFORCE++: returns, whitened over all tokens of the step. Needs no group."""
 
     implementation = "advantages.reinforce_plus_plus:reinforce_plus_plus"
     paper = "Hu et al. 2025, arXiv:2501.03262"
+    compares = False
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount a token: how much less the reward counts for a token the further it is from the end."""
@@ -343,8 +366,9 @@ class KLConfig(Section):
 
 
 BuiltInAdvantage = (
-    GroupAdvantage | LeaveOneOutAdvantage | ReinforcePlusPlusAdvantage | ReinforcePlusPlusBaselineAdvantage
-    | OpoAdvantage | GpgAdvantage | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage
+    GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReinforcePlusPlusAdvantage
+    | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | GpgAdvantage | PassAtKAdvantage | MaxRlAdvantage
+    | GdpoAdvantage
 )  # fmt: skip
 BuiltInLoss = (
     ClippedLoss | ReinforceLoss | GspoLoss | CispoLoss | SapoLoss | GeoMeanLoss | DppoTvLoss | DppoKlLoss | DroLoss

@@ -2,74 +2,44 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from penstock.protocols.columns import REFERENCE, REWARD
 from penstock.protocols.experience import UNSAMPLED, Trajectory
+from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.packing import Rows, plan_rows
-from penstock.services.modeling.parallel.fsdp import forward, full, reshard, sum_gradients
+from penstock.services.modeling.parallel.fsdp import forward, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import health
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
-from penstock.services.trainer.batch import TrainingBatch
-from penstock.services.trainer.config import GRADIENT_SHARE, OptimizerConfig, TrainerConfig
+from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.mismatch import Mismatch
 
 
-class Learner:
-    """Model, optimizer and algorithm. ``version`` is the number of steps trained.
-
-    Where ``world`` has several ranks, each of them calls every method with the same arguments.
-    """
+class Learner(ModelLearner):
+    """The policy: a `ModelLearner` with an algorithm."""
 
     def __init__(self, model: Any, config: TrainerConfig, temperature: float, world: World | None = None) -> None:
-        self.model, self._config, self._temperature = model, config, temperature
-        # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
-        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
-        self.version = 0
+        super().__init__(model, config, config.steps, world)
+        self._temperature, self._compares = temperature, config.algorithm.advantage.compares
         self.algorithm = Algorithm(config.algorithm)
-        self.device = next(model.parameters()).device
-        self.world = world or World(self.device)
-        optimizer = config.optimizer
-        decayed = [p for p in self.parameters.values() if p.ndim > 1]
-        plain = [p for p in self.parameters.values() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
-        )
-        model.train()
-        for module in model.modules():  # what the rollout sampled without dropout is not judged with it
-            for name in ("p", "attention_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-        self._sums_once = self._has_room_for_gradients()
 
-    def train(self, step: TrainingBatch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def train(
+        self, step: TrainingBatch, before_update: Callable[[], None] = lambda: None, frozen: bool = False
+    ) -> dict[str, float]:
         """One optimizer step on ``step``; the model then is `version` + 1. ``before_update`` is called once the
-        gradient is there, before a parameter changes. Returns the step's metrics."""
-        rate = learning_rate(self._config.optimizer, self.version, self._config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
+        gradient is there, before a parameter changes; none does where it is ``frozen``. Returns the step's metrics."""
+        rate = self.begin_step()
         loss, metrics = self.accumulate(step)
-        bound = self._config.optimizer.max_grad_norm
-        norm = float(full(torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)))
-        before_update()
-        if math.isfinite(norm) and math.isfinite(loss):
-            self.optimizer.step()
-        metrics |= {"skipped": float(not (math.isfinite(norm) and math.isfinite(loss)))}
-        metrics |= {"loss": loss, "grad_norm": norm, "lr": rate, **self._describe(step)}
-        self.version += 1
-        return metrics
+        described = self._describe(step)
+        metrics |= self.end_step(loss, before_update, frozen)
+        return metrics | {"loss": loss, "lr": rate, **described}
 
     def accumulate(self, step: TrainingBatch) -> tuple[float, dict[str, float]]:
         """Adds the gradient of the whole step to the parameters, a micro-batch at a time. The result does not depend
@@ -84,12 +54,7 @@ class Learner:
         totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)))
         if not totals.tokens:
             return 0.0, {}
-        budget, shared = self._config.tokens_per_micro_batch, shares_prompts(self.model)
-        everyone = list(plan_rows(trajectories, step.groups[rewarded], budget, self.device, shared))
-        # Each rank has its share; where that is one short, another's counts nothing, since all must take part.
-        rounds = -(-len(everyone) // self.world.size)
-        mine = [self.world.rank + turn * self.world.size for turn in range(rounds)]
-        plan = [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
+        plan = self.plan(trajectories, step.groups[rewarded])
 
         def parts() -> Iterator[Part]:
             for rows, _ in plan:
@@ -111,7 +76,7 @@ class Learner:
         versions = [t.versions for t in trajectories]
         for turn, ((rows, counts_once), part) in enumerate(zip(plan, parts(), strict=True), 1):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
-            sum_gradients(self.model, turn == rounds or not self._sums_once)
+            sum_gradients(self.model, turn == len(plan) or not self.sums_once)
             self.algorithm.backward(loss * counts_once)
             total += counts_once * float(loss.detach())
             share: float = counts_once * _share(rows, totals)
@@ -143,11 +108,13 @@ class Learner:
         """float32 ``[rewarded trajectories, longest]`` on the host, by token."""
         scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
         groups = torch.from_numpy(step.groups[rewarded])
-        masks = [step.trajectories[i].loss_mask for i in rewarded]
-        mask = torch.zeros((len(masks), max(map(len, masks), default=0)), dtype=torch.bool)
-        for row, mine in enumerate(masks):
-            mask[row, : len(mine)] = torch.from_numpy(mine == 1)
-        columns = {name: torch.from_numpy(step.values[name][rewarded]) for name in self.algorithm.group_columns}
+        mask = step.padded([t.loss_mask for t in step.trajectories], rewarded).bool()
+        columns = {}
+        for name in self.algorithm.group_columns:
+            if name in step.token_values:
+                columns[name] = step.padded(step.token_values[name], rewarded)
+            else:
+                columns[name] = torch.from_numpy(step.values[name][rewarded])
         return self.algorithm.advantages(scores, mask, groups, columns).float()
 
     @torch.no_grad()
@@ -160,28 +127,17 @@ class Learner:
         total, count = self.world.sum([total, count])
         return total / count if count else 1.0
 
-    def _has_room_for_gradients(self) -> bool:
-        """Of the whole model, in fp32, on every rank: then they are summed over the ranks once a step."""
-        if self.world.size == 1:
-            return False
-        if self._config.sum_gradients != "auto":
-            return self._config.sum_gradients == "step"
-        needed = 4 * sum(parameter.numel() for parameter in self.parameters.values())
-        here = self.device.type == "cuda"
-        free = torch.cuda.mem_get_info(self.device)[0] if here else psutil.virtual_memory().available // self.world.size
-        return not self.world.max(float(needed > GRADIENT_SHARE * free))
-
     def _describe(self, step: TrainingBatch) -> dict[str, float]:
         lags = step.lags(self.version)
         lengths = np.array([t.sampled for t in step.trajectories])
         rewards = step.rewards[step.rewarded]
         finished = [t.finish == "stop" for t in step.trajectories]
-        solved = [step.rewards[step.groups == number] for number in np.unique(step.groups)]
+        compared = [step.rewards[step.groups == number] for number in np.unique(step.groups)] if self._compares else []
         return {
             "reward": float(rewards.mean()) if rewards.size else float("nan"),
             "reward_std": float(rewards.std()) if rewards.size else float("nan"),
             "reward_missing": float((~step.rewarded).sum()),
-            "groups_without_variance": float(sum(float(np.nanstd(group)) == 0 for group in solved)),
+            "groups_without_variance": float(sum(float(np.nanstd(group)) == 0 for group in compared)),
             "tokens": float(lags.size),
             "tokens_lagging": float((lags >= 1).sum()),
             "lag_mean": float(lags.mean()) if lags.size else 0.0,
@@ -204,17 +160,6 @@ def _means(step: TrainingBatch) -> dict[str, float]:
             sampled = [v[t.loss_mask == 1] for v, t in zip(parts, step.trajectories, strict=True)]
             found[name] = float(np.concatenate(sampled).mean())
     return found
-
-
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of ``step`` (from 0) of ``steps``."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    fall = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.final_lr_share + (1 - config.final_lr_share) * fall)
 
 
 def _share(rows: Rows, totals: Totals) -> float:

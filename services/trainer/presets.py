@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 PresetName = Literal[
-    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "opo",
-    "maxrl",
+    "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
+    "opo", "maxrl",
 ]  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "ppo": {"advantage": {"type": "gae"}},
     "grpo": {},
     "dr_grpo": {"advantage": {"type": "grpo", "std": False}, "aggregation": "seq-mean-token-sum-norm"},
     "dapo": {"loss": {"type": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28}, "aggregation": "token-mean"},

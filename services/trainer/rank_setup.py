@@ -13,13 +13,13 @@ import torch
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.digests import Gmac
 from penstock.protocols.messages import Batch
+from penstock.services.learning import checkpoint
+from penstock.services.learning.batch import open_batch
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_tokenizer
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World, local_device
 from penstock.services.runtime.actor import ActorContext
-from penstock.services.trainer import checkpoint
-from penstock.services.trainer.batch import open_batch
 from penstock.services.trainer.canary import canary_tokens
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -42,6 +42,8 @@ class TrainerSettings:
     run_key: str
     checkpoints: Path
     columns: ColumnTable
+    critic_warmup: int = 0
+    """First steps in which a critic learns, and the policy does not."""
     deterministic: bool = False
 
     def canary(self, learner: Learner, tokenizer: Any) -> list[int]:
@@ -80,4 +82,5 @@ def train(
 ) -> dict[str, float]:
     """One step on ``batch``, the same on every rank."""
     torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
-    return learner.train(open_batch(batch, settings.max_lag, settings.columns), before_update)
+    step = open_batch(batch, settings.max_lag, settings.columns)
+    return learner.train(step, before_update, frozen=batch.step < settings.critic_warmup)

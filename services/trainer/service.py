@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import os
-import queue
 import time
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
-from pathlib import Path
 from typing import Any
 
 import structlog
 
-from penstock.protocols.mailbox import DeadlineError, FencedError, RefusedError
 from penstock.protocols.messages import (
     Batch,
     Canary,
-    Checkpointed,
     Commit,
     CommitVersion,
-    Exhausted,
-    HelloNeeded,
     LedgerRow,
     LedgerTail,
     Message,
     Resumed,
-    Stop,
-    Take,
 )
+from penstock.services.learning import checkpoint
+from penstock.services.learning.saving import Saving
+from penstock.services.learning.step_desk import StepDesk
 from penstock.services.modeling.parallel.world import Order
 from penstock.services.modeling.precision import LOGPROBS
-from penstock.services.runtime import failpoint, health
+from penstock.services.runtime import failpoint
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
-from penstock.services.trainer import checkpoint
 from penstock.services.trainer.algorithm_config import CustomFunction
 from penstock.services.trainer.canary import CanaryBound
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
@@ -45,9 +38,7 @@ from penstock.services.weights.sender.snapshot import Snapshot
 log = structlog.get_logger()
 
 TAIL_STEPS = 200
-TAKE_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 120.0
-POLL_S = 0.2
 IDLE_S = 20.0
 """The other ranks hear from this one at least this often."""
 
@@ -62,15 +53,13 @@ class Trainer:
         self._tail = [LedgerRow(**row) for row in tail]
         """The last committed steps, for a broker whose store has lost them."""
         keep = settings.trainer.checkpoint.keep
-        self._saver = checkpoint.Saver(self._learner, self._tokenizer, settings.checkpoints, keep)
-        self._saving: Future[Path] | None = None
-        """A checkpoint that is being written."""
+        saver = checkpoint.Saver(self._learner, self._tokenizer, settings.checkpoints, keep)
+        self._saving = Saving(self._learner, saver, self.actor.mailbox, self._keep_awake)
+        self._desk = StepDesk(self.actor, self._turn, self._keep_awake)
         exporter = make_exporter(self._learner, settings)
         self._publisher = Publisher(settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys)
         self._publication: Publication | None = None
         """The last one."""
-        self._stopped: str | None = None
-        """Why the broker wants the trainer to end."""
         self._canary = settings.canary(self._learner, self._tokenizer)
         table, own = LOGPROBS[settings.dtype], settings.weights.canary_tolerance
         path = settings.checkpoints.parent / "canary.json"
@@ -96,86 +85,32 @@ class Trainer:
         while (batch := self._take()) is not None:
             self._train(batch)
         self._settle()
-        if self._stopped is None:
+        if self._desk.stopped is None:
             self._save()
-            self._finish_saving(final=True)
-            while self._stopped is None:
-                self._hear(POLL_S)
-                self._keep_awake()
+            self._saving.finish(final=True)
+            self._desk.until_stopped()
         elif self._learner.version and not self._publisher.error:
             self._save()
-        self._finish_saving(final=False)
+        self._saving.finish(final=False)
         self._order("end")
-        self._saver.close()
+        self._saving.close()
         self._publisher.close()
         self._world.close()
         if self._publisher.error:
             raise self._publisher.error
-        self.actor.leave(self._stopped)
-        return self._stopped
+        assert self._desk.stopped
+        self.actor.leave(self._desk.stopped)
+        return self._desk.stopped
 
-    def _hear(self, patience_s: float = 0.0) -> None:
-        """What the broker says unasked. Raises what has ended the publisher, without which there is no use in going
+    def _turn(self) -> None:
+        """Beside whatever is waited for. Raises what has ended the publisher, without which there is no use in going
         on."""
-        try:
-            event: object = self.actor.mailbox.inbox.get(timeout=patience_s) if patience_s else None
-            while True:
-                if isinstance(event, Stop):
-                    self._stopped = self._stopped or event.reason
-                elif isinstance(event, FencedError):
-                    raise event
-                elif event is not None and not isinstance(event, HelloNeeded):
-                    log.warning("unexpected message", type=type(event).__name__)
-                event = self.actor.mailbox.inbox.get_nowait()
-        except queue.Empty:
-            pass
         if self._publisher.error:
             raise self._publisher.error
-        if self._saving is not None and self._saving.done():
-            self._say_saved(final=False)
-        health.beat()
-
-    def _wait(self, future: Future[Any]) -> Any:
-        """The future's result. Raises what it holds."""
-        while not wait_for([future], POLL_S).done:
-            self._hear()
-        return future.result()
+        self._saving.poll()
 
     def _take(self) -> Batch | None:
-        """The next batch; None when the run is over, or the trainer is to stop. A wait that lasts is logged with its
-        reason."""
-        step = self._learner.version
-        waited = time.monotonic()
-        while True:
-            try:
-                reply = self._answer(self.actor.mailbox.ask_later(Take(step=step), TAKE_DEADLINE_S))
-            except RefusedError as refusal:
-                if refusal.code != "not_ready":
-                    raise
-                log.warning(
-                    "waiting for a batch", step=step, waited_s=round(time.monotonic() - waited), reason=str(refusal)
-                )
-                continue
-            except DeadlineError as late:
-                log.warning("waiting for the broker", step=step, error=str(late))
-                continue
-            self.actor.gauges["wait_s"] = self._waited_s = time.monotonic() - waited
-            if isinstance(reply, Exhausted):
-                log.info("no more steps", steps=reply.steps, reason=reply.reason)
-                return None
-            assert reply is None or isinstance(reply, Batch)
-            failpoint.reach("taken", step)
-            return reply
-
-    def _answer(self, future: Future[Message]) -> Message | None:
-        """The future's result; None as soon as the trainer is to stop."""
-        while not wait_for([future], POLL_S).done:
-            self._hear()
-            self._keep_awake()
-            if self._stopped is not None:
-                return None
-        self._hear()
-        return None if self._stopped is not None else future.result()
+        return self._desk.take(self._learner.version)
 
     def _train(self, batch: Batch) -> None:
         started = time.monotonic()
@@ -185,7 +120,7 @@ class Trainer:
             nonlocal waited
             begun = time.monotonic()
             assert self._publication
-            self._wait(self._publication.read)
+            self._desk.wait(self._publication.read)
             waited = time.monotonic() - begun
 
         with self.actor.busy():
@@ -194,7 +129,7 @@ class Trainer:
             self._count_skips(batch.step, metrics)
             canary = self._score_canary()
         metrics |= {
-            "wait_s": self._waited_s,
+            "wait_s": self._desk.waited_s,
             "train_step_s": time.monotonic() - started,
             "publish_wait_s": waited,
         }
@@ -260,7 +195,7 @@ class Trainer:
     def _settle(self) -> None:
         """Until the last version is committed."""
         if self._publication and not self._publisher.error:
-            self._wait(self._publication.committed)
+            self._desk.wait(self._publication.committed)
 
     def _score_canary(self) -> Canary | None:
         if not self._canary:
@@ -284,26 +219,9 @@ class Trainer:
 
     def _save(self) -> None:
         """Begins to write a checkpoint beside the next steps; one that is not done yet is waited for."""
-        self._finish_saving(final=False)
+        self._saving.finish(final=False)
         self._order("save")
-        begun = time.monotonic()
-        self._saving = self._saver.begin([row.model_dump() for row in self._tail])
-        self._saving_version = self._learner.version
-        log.info("saving", version=self._saving_version, staged_s=round(time.monotonic() - begun, 3))
-
-    def _finish_saving(self, final: bool) -> None:
-        if self._saving is not None:
-            while not wait_for([self._saving], POLL_S).done:
-                health.beat()
-                self._keep_awake()
-            self._say_saved(final)
-
-    def _say_saved(self, final: bool) -> None:
-        """The broker may forget what the checkpoint covers."""
-        assert self._saving is not None
-        path, self._saving = self._saving.result(), None
-        message = Checkpointed(version=self._saving_version, path=str(path), final=final)
-        self.actor.mailbox.ask(message, ANSWER_DEADLINE_S)
+        self._saving.begin([row.model_dump() for row in self._tail])
 
 
 def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
@@ -313,6 +231,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         weights=config.weights,
         model_path=context.model_path,
         dtype=config.model.dtype,
+        critic_warmup=config.critic_warmup,
         temperature=config.rollout.sampling.temperature,
         max_lag=config.gate.max_lag,
         run_key=context.run_key,

@@ -9,4 +9,5 @@ SPEC = ActorSpec(
     gpus=lambda config: config.trainer.ranks * (config.trainer.device != "cpu"),
     grace_s=120.0,  # the step in hand, and a checkpoint
     single=True,
+    learns=True,
 )

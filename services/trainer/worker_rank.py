@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from penstock.services.learning import checkpoint
 from penstock.services.runtime.actor import ActorContext
-from penstock.services.trainer import checkpoint
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
 from penstock.services.weights.queues import Event, mark_training
 from penstock.services.weights.sender.rank_sender import RankSender

@@ -18,6 +18,7 @@ from penstock.protocols.digests import Gmac
 from penstock.protocols.experience import Trajectory
 from penstock.services.data import open_source
 from penstock.services.data.prompts import PromptStream
+from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import plan_rows
@@ -27,7 +28,6 @@ from penstock.services.rollout.engines.base import Request
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.rollout.tokenizer import Tokenizer
 from penstock.services.runtime.failpoint import VARIABLE
-from penstock.services.trainer.batch import TrainingBatch
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.chaos.harness import SMALL

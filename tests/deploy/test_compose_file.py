@@ -29,7 +29,8 @@ def kind(service: str) -> str:
 def test_both_profiles_have_every_service() -> None:
     for profile, suffix in (("cpu", ""), ("gpu", "-gpu")):
         found = {name for name, service in SERVICES.items() if service["profiles"] == [profile]}
-        assert found == {f"{name}{suffix}" for name in ("prepare", "redis", *ACTORS)}
+        assert found == {f"{name}{suffix}" for name in ("prepare", "redis", *ACTORS) if name != "critic"}
+        assert SERVICES[f"critic{suffix}"]["profiles"] == [f"critic{suffix}"]  # where a config has one
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -46,7 +47,13 @@ def test_every_container_is_confined(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_networks_are_as_the_docs_say(name: str) -> None:
     expected = {"rollout": {"control", "weights"}, "trainer": {"control", "weights"}}
-    expected |= {"broker": {"control"}, "reward": {"control"}, "reference": {"control"}, "prepare": {"control"}}
+    expected |= {
+        "broker": {"control"},
+        "reward": {"control"},
+        "reference": {"control"},
+        "critic": {"control"},
+        "prepare": {"control"},
+    }
     service = SERVICES[name]
     assert set(service.get("networks", [])) == expected.get(kind(name), set())
     assert (service.get("network_mode") == "none") == (kind(name) == "redis")
@@ -58,7 +65,7 @@ def test_networks_are_as_the_docs_say(name: str) -> None:
 def test_every_actor_is_watched_and_given_time(name: str) -> None:
     service = SERVICES[name]
     assert "PENSTOCK_HEALTH_FILE" in service["healthcheck"]["test"][1] and service["restart"].startswith("on-failure")
-    assert int(service["stop_grace_period"].removesuffix("s")) >= (150 if kind(name) == "trainer" else 60)
+    assert int(service["stop_grace_period"].removesuffix("s")) >= (150 if kind(name) in ("trainer", "critic") else 60)
     assert all(at["condition"] == "service_healthy" for at in service["depends_on"].values())
     suffix = name.removeprefix(kind(name))
     assert all(f"{kind(other)}{suffix}" == other for other in service["depends_on"]), "its own profile's"
@@ -81,7 +88,7 @@ def test_every_command_is_one_of_ours(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SERVICES if name.endswith("-gpu")])
 def test_gpus_are_reserved_where_they_are_used(name: str) -> None:
     service = SERVICES[name]
-    uses = kind(name) in ("rollout", "trainer", "reference")
+    uses = kind(name) in ("rollout", "trainer", "critic", "reference")
     assert ("deploy" in service) == uses
     if uses:
         assert service["image"] == "penstock:gpu" and service["environment"]["PENSTOCK_CLAIM_GPUS"] == "/dev/shm"

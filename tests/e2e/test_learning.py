@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run, check_promises
+from tests.e2e.runs import ROOT, Run, check_promises
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
 PLAIN = ["loss={type: reinforce}", "correction={type: truncated}"]
@@ -27,6 +27,12 @@ METHODS = {
     "dro": ["loss={type: dro}"],
     "icepop": ["loss={type: reinforce}", "correction={type: icepop}"],
 }
+
+
+def test_ppo_with_a_critic_lifts_the_reward(tmp_path: Path) -> None:
+    summary = Run(tmp_path, [], ROOT / "configs" / "ppo.yaml").wait(500)
+    check_promises(summary)
+    assert summary["reward_last"] >= 0.85 and summary["eval_after"] >= 0.95
 
 
 @pytest.mark.parametrize("method", METHODS)

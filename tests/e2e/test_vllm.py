@@ -17,9 +17,9 @@ import torch
 
 from penstock.pipeline.config import load
 from penstock.services.broker.archive import read
+from penstock.services.learning.batch import open_batch
 from penstock.services.modeling.load import load_model
 from penstock.services.runtime import failpoint
-from penstock.services.trainer.batch import open_batch
 from penstock.services.trainer.learner import Learner
 from tests.e2e.runs import ROOT, Run, check_promises
 

@@ -12,12 +12,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.digests import Gmac
+from penstock.services.learning import checkpoint
 from penstock.services.modeling import attention
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.rollout.engines.torch.sampling import sample
-from penstock.services.trainer import checkpoint
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.byte_views import as_memory

@@ -18,9 +18,9 @@ from penstock.pipeline.resources.model_files import config_file
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.protocols.experience import Trajectory
+from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
-from penstock.services.trainer.batch import TrainingBatch
 from penstock.services.trainer.learner import Learner
 from tests.e2e.runs import ROOT
 from tests.gpu.machine import GIB, Machine

@@ -14,10 +14,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Hello
+from penstock.services.learning import checkpoint
 from penstock.services.modeling.parallel.fsdp import full, shard
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
-from penstock.services.trainer import checkpoint
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.config import WeightsConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from penstock.services.learning import checkpoint
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
-from penstock.services.trainer import checkpoint
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.trainer.steps import Tokenizer, a_step

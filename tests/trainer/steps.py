@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.services.trainer.batch import TrainingBatch
+from penstock.services.learning.batch import TrainingBatch
 from tests.conftest import make_group
 
 

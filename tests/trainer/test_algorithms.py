@@ -21,6 +21,7 @@ ADVANTAGES, LOSSES, CORRECTIONS = (
 )
 CENTRED = ["grpo", "rloo", "gpg", "maxrl", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 """Their advantages sum to zero: over each group's rows, or, of those that are whitened, over the step's tokens."""
+LENGTH = 7
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 seeds = st.integers(0, 2**31 - 1)
 
@@ -32,7 +33,7 @@ def algorithm(**chosen: Any) -> Algorithm:
     return Algorithm(AlgorithmConfig.model_validate({"ratio": "proximal", **chosen}))
 
 
-def a_step(seed: int, rows: int = 12, length: int = 7) -> tuple[torch.Tensor, ...]:
+def a_step(seed: int, rows: int = 12, length: int = LENGTH) -> tuple[torch.Tensor, ...]:
     """Scores, mask with holes, groups of four, log-probabilities of trainer and engine, advantages of each row."""
     torch.manual_seed(seed)
     mask = torch.rand(rows, length) < 0.7
@@ -45,7 +46,8 @@ def a_step(seed: int, rows: int = 12, length: int = 7) -> tuple[torch.Tensor, ..
 
 
 def columns(scores: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"reward/a": scores, "reward/b": 1 - scores * scores}
+    values = scores[:, None] * torch.arange(LENGTH + 3) / LENGTH  # of any width: what is beyond the mask is left out
+    return {"reward/a": scores, "reward/b": 1 - scores * scores, "values": values}
 
 
 def loss_and_gradient(chosen: Algorithm, rows: list[int], numbers: tuple[torch.Tensor, ...]) -> tuple[float, Any]:
@@ -63,12 +65,13 @@ def loss_and_gradient(chosen: Algorithm, rows: list[int], numbers: tuple[torch.T
 def test_an_advantage_does_not_depend_on_order_or_padding(name: str, seed: int) -> None:
     chosen = algorithm(advantage=name)
     scores, mask, groups, *_ = a_step(seed)
-    found = chosen.advantages(scores, mask, groups, columns(scores))
+    given, width = columns(scores), mask.shape[1]
+    found = chosen.advantages(scores, mask, groups, given | {"values": given["values"][:, :width]})
     assert found.shape == mask.shape and not found[~mask].any()
     order = torch.randperm(len(scores))
     wide = torch.cat([mask, torch.zeros(len(mask), 3, dtype=torch.bool)], 1)[order]
     again = chosen.advantages(scores[order], wide, groups[order], columns(scores[order]))
-    torch.testing.assert_close(again[:, : mask.shape[1]], found[order])
+    torch.testing.assert_close(again[:, :width], found[order])
 
 
 @pytest.mark.parametrize("name", CENTRED)

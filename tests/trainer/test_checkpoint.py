@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import as_bytes, pack_group
 from penstock.protocols.messages import Batch, TakenGroup
+from penstock.services.learning import checkpoint
+from penstock.services.learning.batch import BatchError, open_batch
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
-from penstock.services.trainer import checkpoint
-from penstock.services.trainer.batch import BatchError, open_batch
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.conftest import TINY, make_group

@@ -10,10 +10,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.experience import Trajectory
+from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.model_learner import learning_rate
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
-from penstock.services.trainer.batch import TrainingBatch
 from penstock.services.trainer.config import TrainerConfig
-from penstock.services.trainer.learner import Learner, learning_rate
+from penstock.services.trainer.learner import Learner
 from tests.conftest import TINY, make_group
 
 GROUPS, N = 6, 4

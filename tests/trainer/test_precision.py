@@ -55,7 +55,7 @@ def test_the_master_copy_its_gradient_and_moments_are_fp32(learner: Learner) -> 
 
 def test_the_step_is_that_of_fp32_up_to_rounding(learner: Learner, tmp_path: Path) -> None:
     world = World(CPU)
-    exact = Learner(load_trainable(str(tmp_path), world, CPU, "float32"), learner._config, 1.0, world)
+    exact = Learner(load_trainable(str(tmp_path), world, CPU, "float32"), learner._learning, 1.0, world)
     one, other = learner.train(a_step(2)), exact.train(a_step(2))
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.05)
     assert one["entropy"] == pytest.approx(other["entropy"], rel=0.01)

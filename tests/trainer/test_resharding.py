@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from penstock.services.learning.checkpoint import MOMENTS, _numbered, empty_state, remove_partial
 from penstock.services.modeling import weight_files
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
-from penstock.services.trainer.checkpoint import MOMENTS, _numbered, empty_state, remove_partial
 from tests.conftest import TINY
 from tests.e2e.runs import ROOT
 from tests.trainer.resharding_program import CPU, main

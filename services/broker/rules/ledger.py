@@ -6,7 +6,7 @@ their number and how many groups they had.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from penstock.services.broker.rules.journal import Journal
 
@@ -26,6 +26,8 @@ class Step:
     """Wall-clock seconds."""
     digest: str | None = None
     """Of the version that the step yielded; None until it is committed."""
+    columns: list[str] = field(default_factory=list)
+    """Columns that a learner has written of it since it was taken."""
 
 
 class Ledger:
@@ -39,6 +41,11 @@ class Ledger:
         self._forgotten, self._groups_forgotten = base["steps"], base["groups"]
         rows = sorted(journal.rows(self.TABLE).values(), key=lambda row: row["step"])
         self.steps = [Step(**row) for row in rows]
+
+    @property
+    def first(self) -> int:
+        """The first step that no durable checkpoint covers."""
+        return self._forgotten
 
     @property
     def length(self) -> int:
@@ -63,12 +70,17 @@ class Ledger:
             )
         return self.steps[step - self._forgotten] if step < self.length else None
 
+    @property
+    def may_take(self) -> bool:
+        """The next step may be taken now."""
+        # One step ahead: its gradient is computed while the version before it is gathered, committed and published.
+        return len(self.steps) < 2 or self.steps[-2].digest is not None
+
     def take(self, step: int, groups: list[int], seed: int, now: float) -> Step:
         """``step`` trains on ``groups``, from now on and for good."""
         if step != self.length:
             raise LedgerError(f"step {step} cannot be taken: {self.length} is next")
-        # One step ahead: its gradient is computed while the version before it is gathered, committed and published.
-        if len(self.steps) > 1 and self.steps[-2].digest is None:
+        if not self.may_take:
             raise LedgerError(f"step {step} cannot be taken before step {step - 2} is committed")
         taken = Step(step, groups, seed, now)
         self.steps.append(taken)
@@ -88,6 +100,15 @@ class Ledger:
             taken.digest = digest
             self._write(taken)
         return first
+
+    def describe(self, step: int, column: str) -> None:
+        """A learner has written ``column`` of the step."""
+        taken = self.taken(step)
+        if taken is None:
+            raise LedgerError(f"step {step} was never taken")
+        if column not in taken.columns:
+            taken.columns.append(column)
+            self._write(taken)
 
     def merge(self, step: int, groups: list[int], seed: int, digest: str, now: float) -> bool:
         """The trainer remembers committing ``step``. True where the ledger did not have it: the store has lost it."""

@@ -14,6 +14,7 @@ from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.rows import rows_of
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.values import values
 from penstock.services.runtime.errors import SetupError
 
 
@@ -38,18 +39,21 @@ def shard(model: Any, world: World, dtype: str) -> None:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
     # FSDP gathers a unit's parameters before its forward: the log-probabilities go around `forward`.
-    model.penstock_logprobs = types.MethodType(_logprobs, model)
-    register_fsdp_forward_method(model, "penstock_logprobs")
-
-
-def _logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
-    return logprobs(model, rows, temperature)
+    for name, function in (("penstock_logprobs", logprobs), ("penstock_values", values)):
+        setattr(model, name, types.MethodType(function, model))
+        register_fsdp_forward_method(model, name)
 
 
 def forward(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
     """`services.modeling.logprobs.logprobs`, for a model that may be cut."""
     own = getattr(model, "penstock_logprobs", None)
     return own(rows, temperature) if own else logprobs(model, rows, temperature)
+
+
+def forward_values(model: Any, rows: Rows) -> torch.Tensor:
+    """`services.modeling.values.values`, for a model that may be cut."""
+    own = getattr(model, "penstock_values", None)
+    return own(rows) if own else values(model, rows)
 
 
 def reshard(model: Any) -> None:

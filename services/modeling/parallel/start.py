@@ -15,7 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from penstock.services.modeling.load import ModelError, attention_of, load_config, load_model, not_loaded
+from penstock.services.modeling.load import (
+    Head,
+    ModelError,
+    attention_of,
+    load_config,
+    load_model,
+    not_loaded,
+    with_head,
+)
 from penstock.services.modeling.parallel.fsdp import of_local, shard
 from penstock.services.modeling.parallel.rows import rows_of
 from penstock.services.modeling.parallel.world import World
@@ -27,20 +35,23 @@ MASTER = torch.float32
 """What is trained is fp32 whatever is computed with and published: small updates would vanish in 16 bits."""
 
 
-def load_trainable(path: str, world: World, device: torch.device, dtype: str) -> Any:
+def load_trainable(path: str, world: World, device: torch.device, dtype: str, head: Head = "language") -> Any:
     """The causal language model at ``path``, a folder or a hub name, in fp32, cut over ``world``, on ``device``;
-    computes in ``dtype``. Raises `ModelError`."""
+    computes in ``dtype``. With a "value" ``head``: that model with one output a token instead, which begins at 0 where
+    the files have none. Raises `ModelError`."""
     folder = _folder(path)
-    model = _empty(path)
+    model = _empty(path, head)
+    new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+    new = new if head == "value" else set()
     with WeightFiles(folder) as files:
-        missing = [name for name, _ in model.named_parameters() if name not in files]
+        missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and _buffers_are_known(model, files):
             shard(model, world, dtype)
             _materialize(model, device)
             _fill(model, files, world, path)
             return model
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
-    model = load_model(path, "float32", torch.device("cpu"))
+    model = load_model(path, "float32", torch.device("cpu"), head=head)
     shard(model, world, dtype)
     return model.to(device)
 
@@ -57,16 +68,18 @@ def _folder(path: str) -> Path:
         raise ModelError(not_loaded(path, "model", error)) from error
 
 
-def _empty(path: str) -> Any:
+def _empty(path: str, head: Head) -> Any:
     """The model without memory for its parameters and buffers."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     config = load_config(path)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=MASTER, attn_implementation=attention_of(config))
+            model = with_head(config, head).from_config(config, dtype=MASTER, attn_implementation=attention_of(config))
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(not_loaded(path, "model", error)) from error
+    if head == "value":
+        return model
     try:
         model.generation_config = GenerationConfig.from_pretrained(path)
     except OSError:
@@ -113,6 +126,9 @@ def _like(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
 @torch.no_grad()
 def _fill(model: Any, files: WeightFiles, world: World, path: str) -> None:
     for name, parameter in model.named_parameters():
+        if name not in files:  # a value head: no state is worth more than another yet
+            parameter.zero_()
+            continue
         if files.shape(name) != tuple(parameter.shape):
             raise ModelError(
                 f"model.path: {path}: {name} has shape {files.shape(name)}, the config.json makes it "

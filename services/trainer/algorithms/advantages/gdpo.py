@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.services.learning.token_returns import whiten
 from penstock.services.trainer.algorithms.advantages.group_stats import Groups
-from penstock.services.trainer.algorithms.advantages.token_returns import whiten
 
 
 def gdpo(

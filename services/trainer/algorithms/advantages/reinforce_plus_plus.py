@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from penstock.services.learning.token_returns import discounted, on_last_token, whiten
 from penstock.services.trainer.algorithms.advantages.group_stats import Groups
-from penstock.services.trainer.algorithms.advantages.token_returns import discounted, on_last_token, whiten
 
 
 def reinforce_plus_plus(

@@ -1,4 +1,4 @@
-"""Rewards on tokens: where they lie, their sums to the end, and their spread over a step."""
+"""Rewards on tokens: where they lie, what is still to come at each, and how that is spread over a step."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ def discounted(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch
         running = torch.where(valid, rewards[:, place] + gamma * running, running)
         returns[:, place] = torch.where(valid, running, 0.0)
     return returns
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized advantage estimates (Schulman et al. 2015, arXiv:1506.02438, eq. 16), and returns: estimates plus
+    ``values``. All ``[rows, length]``, 0 where ``mask`` is. The recursion goes from one valid token to the next: what
+    lies between, an environment's answer say, neither adds nor discounts. The value after the last is 0."""
+    estimates = torch.zeros_like(rewards)
+    running, following = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for place in reversed(range(rewards.shape[1])):
+        valid = mask[:, place].bool()
+        error = rewards[:, place] + gamma * following - values[:, place]
+        running = torch.where(valid, error + gamma * lam * running, running)
+        following = torch.where(valid, values[:, place], following)
+        estimates[:, place] = torch.where(valid, running, 0.0)
+    return estimates, (estimates + values) * mask
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.parallel.fsdp import of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.errors import SetupError
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.shard_writer import ShardWriter
 
 log = structlog.get_logger()
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # a world of one
@@ -62,7 +62,7 @@ class Saver:
     """Saves versions of ``learner`` below ``folder``, one at a time, and keeps the newest ``keep``. All ranks have one
     and call it alike."""
 
-    def __init__(self, learner: Learner, tokenizer: Any, folder: Path, keep: int) -> None:
+    def __init__(self, learner: ModelLearner, tokenizer: Any, folder: Path, keep: int) -> None:
         self._learner, self._tokenizer, self._folder, self._keep = learner, tokenizer, folder, keep
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._last: Future[Path] | None = None
@@ -158,7 +158,7 @@ def latest(folder: Path) -> Path | None:
     return folder / f"step-{found[-1]:06d}" if found else None
 
 
-def restore(learner: Learner, path: Path) -> list[dict[str, Any]]:
+def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
     """Loads the trainer's own state; the model's weights were loaded from ``path`` already. Returns the ledger tail.
     Raises `CheckpointError` where it is another model's."""
     state = json.loads((path / "trainer" / STATE).read_text())
@@ -190,7 +190,9 @@ def empty_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
-def _stage(learner: Learner, pages: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _stage(
+    learner: ModelLearner, pages: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Copies of this rank's part, on its host: of the weights, and of the optimizer's state. They lie in ``pages``, by
     name, from one save to the next: fresh memory takes longer to get than to fill, registered memory far longer."""
     mesh = learner.world.host_mesh if learner.world.size > 1 else None
@@ -214,7 +216,7 @@ def _stage(learner: Learner, pages: dict[str, torch.Tensor]) -> tuple[dict[str, 
     return weights, optimizer
 
 
-def _buffers(learner: Learner) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(learner: ModelLearner) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that a checkpoint has: not what is computed from the config, nor what is tied."""
     known, tied = learner.parameters, {id(parameter) for parameter in learner.parameters.values()}
     for name, value in learner.model.state_dict(keep_vars=True).items():

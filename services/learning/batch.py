@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
+import torch
 
 from penstock.protocols.columns import REWARD, ColumnError, ColumnTable
 from penstock.protocols.experience import ExperienceError, Group, Trajectory, unpack_group
@@ -43,6 +45,19 @@ class TrainingBatch:
         """bool ``[trajectories]``"""
         return ~np.isnan(self.rewards)
 
+    def padded(self, parts: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """``parts``, an array ``[tokens]`` for each trajectory, as ``[rows, longest]`` on the host, padded with 0."""
+        mine = [parts[row] for row in rows]
+        dtype = mine[0].dtype if mine else np.dtype(np.float32)
+        found = np.zeros((len(mine), max(map(len, mine), default=0)), dtype)
+        for row, values in enumerate(mine):
+            found[row, : len(values)] = values
+        return torch.from_numpy(found)
+
+    def with_tokens(self, name: str, parts: list[np.ndarray]) -> TrainingBatch:
+        """With one more column, an array ``[tokens]`` for each trajectory."""
+        return replace(self, token_values={**self.token_values, name: parts})
+
     def lags(self, version: int) -> np.ndarray:
         """int32 ``[sampled tokens]``: how many versions each sampled token is behind ``version``."""
         sampled = [t.versions[t.loss_mask == 1] for t in self.trajectories]
@@ -52,18 +67,20 @@ class TrainingBatch:
 def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
     """Unpacks and checks ``batch``. A group that cannot be read costs itself alone. Raises `BatchError`."""
     groups: list[tuple[TakenGroup, Group]] = []
+    late = _unwritten(batch, table)
     for taken in batch.groups:
         try:
-            groups.append((taken, _open_group(taken, table)))
+            groups.append((taken, _open_group(taken, table, late)))
         except (ExperienceError, WireError, ColumnError) as error:
             log.error("a group is left out of its step", step=batch.step, group=taken.number, error=str(error))
+    names = [name for name in table.names if name not in late]
     trajectories = [trajectory for _, group in groups for trajectory in group.trajectories]
     per = {name: column.per for name, column in table.by_name.items()} | {s.name: "trajectory" for s in table.sums}
     step = TrainingBatch(
         trajectories,
         np.array([taken.number for taken, group in groups for _ in group.trajectories], np.int64),
-        {name: _joined(name, groups) for name in table.names if per[name] == "trajectory"},
-        {name: _split(name, groups) for name in table.names if per[name] == "token"},
+        {name: _joined(name, groups) for name in names if per[name] == "trajectory"},
+        {name: _split(name, groups) for name in names if per[name] == "token"},
         len(batch.groups) - len(groups),
     )
     lags = step.lags(batch.step)
@@ -72,12 +89,19 @@ def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
     return step
 
 
-def _open_group(taken: TakenGroup, table: ColumnTable) -> Group:
+def _unwritten(batch: Batch, table: ColumnTable) -> set[str]:
+    """Columns of steps that no group of ``batch`` has yet."""
+    return {c.name for c in table.of_step if not any(c.name in taken.columns for taken in batch.groups)}
+
+
+def _open_group(taken: TakenGroup, table: ColumnTable, late: set[str]) -> Group:
     group = unpack_group(taken.experience.data)
-    if missing := [name for name in table.names if name not in taken.columns]:
+    if missing := [name for name in table.names if name not in taken.columns and name not in late]:
         raise ColumnError(f"group {taken.number} came without {', '.join(missing)}")
     tokens = sum(len(t.tokens) for t in group.trajectories)
     for name, column in table.by_name.items():
+        if name in late:
+            continue
         column.check(taken.columns[name], len(group.trajectories), tokens)
     return group
 

@@ -1,0 +1,81 @@
+"""The value model: values of a batch, and one optimizer step towards its returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.protocols.columns import VALUES
+from penstock.services.critic.config import CriticConfig
+from penstock.services.critic.value_loss import value_loss
+from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.learning.token_returns import gae, on_last_token
+from penstock.services.modeling.parallel.fsdp import forward_values, reshard
+from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime import health
+
+
+class CriticLearner(ModelLearner):
+    """A `ModelLearner` whose model gives one number a token; ``gamma`` and ``lam`` are those of the returns that it
+    learns."""
+
+    def __init__(
+        self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, world: World | None = None
+    ) -> None:
+        super().__init__(model, config, steps, world)
+        self._config, self._gamma, self._lam = config, gamma, lam
+
+    @torch.no_grad()
+    def values(self, step: TrainingBatch) -> list[np.ndarray]:
+        """float32 ``[tokens]`` of each trajectory: the value of the state in which each token was chosen, 0 where
+        nothing was sampled."""
+        found = [np.zeros(len(t.tokens), np.float32) for t in step.trajectories]
+        for rows, counts_once in self.plan(step.trajectories, step.groups) if found else []:
+            health.beat()
+            values = forward_values(self.model, rows).cpu().numpy()
+            for k, index in enumerate(rows.index if counts_once else ()):
+                found[index][1:] = values[k, : len(found[index]) - 1]
+        reshard(self.model)
+        return found
+
+    def train(self, step: TrainingBatch) -> dict[str, float]:
+        """One optimizer step on ``step``, whose column ``values`` holds what this model said of it; the model then is
+        `version` + 1. Trajectories without a reward have no part in it. Returns the step's metrics."""
+        rate = self.begin_step()
+        rewarded = np.flatnonzero(step.rewarded)
+        loss, metrics = self._accumulate(step, rewarded) if rewarded.size else (0.0, {})
+        ended = self.end_step(loss)
+        metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
+        return metrics | {"critic_loss": loss, "critic_lr": rate}
+
+    def _accumulate(self, step: TrainingBatch, rewarded: np.ndarray) -> tuple[float, dict[str, float]]:
+        mask = step.padded([t.loss_mask for t in step.trajectories], rewarded).double()
+        old = step.padded(step.token_values[VALUES], rewarded).double() * mask
+        scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
+        _, returns = gae(on_last_token(scores, mask), old, mask, self._gamma, self._lam)
+        tokens = float(mask.sum())
+        if not tokens:
+            return 0.0, {}
+        total, clipped_tokens = 0.0, 0.0
+        for rows, counts_once in self.plan([step.trajectories[i] for i in rewarded], step.groups[rewarded]):
+            health.beat()
+            values = forward_values(self.model, rows)
+            index, width = list(rows.index), values.shape[1]
+            wanted, before = (x[index, 1 : width + 1].to(values) for x in (returns, old))
+            losses, clipped = value_loss(values, before, wanted, self._config.clip)
+            loss = counts_once * (losses * rows.mask).sum() / tokens
+            loss.backward()
+            total += float(loss.detach())
+            clipped_tokens += counts_once * float((clipped & rows.mask).sum())
+        chosen = mask.bool()
+        spread = returns[chosen].var(correction=0)
+        unexplained = (returns - old)[chosen].var(correction=0)
+        return total, {
+            "critic_value_mean": float(old[chosen].mean()),
+            "critic_return_mean": float(returns[chosen].mean()),
+            "critic_explained_variance": float(1 - unexplained / spread) if spread > 0 else 0.0,
+            "critic_clip_fraction": clipped_tokens / tokens,
+        }

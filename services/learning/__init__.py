@@ -1,0 +1,1 @@
+"""What processes that learn share: batches of the ledger's steps, an optimizer, checkpoints, returns."""

@@ -1,0 +1,122 @@
+"""A model that learns: its optimizer, its place among the ranks, and its version."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import psutil
+import torch
+
+from penstock.protocols.experience import Trajectory
+from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
+from penstock.services.modeling.logprobs import shares_prompts
+from penstock.services.modeling.packing import Rows, plan_rows
+from penstock.services.modeling.parallel.fsdp import full
+from penstock.services.modeling.parallel.world import World
+
+
+class LearnerConfig(Protocol):
+    """What the sections of all learners have."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """AdamW, its schedule, and the bound of the gradient."""
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Of one forward and backward pass."""
+
+    @property
+    def sum_gradients(self) -> str:
+        """When ranks sum them: ``auto``, ``micro_batch`` or ``step``."""
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Activations are computed again."""
+
+
+class ModelLearner:
+    """Model and optimizer. ``version`` is the number of steps trained, ``steps`` how many the run has.
+
+    Where ``world`` has several ranks, each of them calls every method with the same arguments.
+    """
+
+    def __init__(self, model: Any, config: LearnerConfig, steps: int, world: World | None = None) -> None:
+        self.model, self._learning, self._steps = model, config, steps
+        # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
+        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        self.version = 0
+        self.device = next(model.parameters()).device
+        self.world = world or World(self.device)
+        optimizer = config.optimizer
+        decayed = [p for p in self.parameters.values() if p.ndim > 1]
+        plain = [p for p in self.parameters.values() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
+        )
+        model.train()
+        for module in model.modules():  # what the rollout sampled without dropout is not judged with it
+            for name in ("p", "attention_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        self.sums_once = self._has_room_for_gradients()
+        """Gradients are summed over the ranks once a step, not after each micro-batch."""
+
+    def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:
+        """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0
+        times, since all must take part."""
+        budget, shared = self._learning.tokens_per_micro_batch, shares_prompts(self.model)
+        everyone = list(plan_rows(trajectories, groups, budget, self.device, shared))
+        rounds = -(-len(everyone) // self.world.size)
+        mine = [self.world.rank + turn * self.world.size for turn in range(rounds)]
+        return [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
+
+    def begin_step(self) -> float:
+        """Forgets the last gradient. Returns the learning rate of this step."""
+        rate = learning_rate(self._learning.optimizer, self.version, self._steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        return rate
+
+    def end_step(
+        self, loss: float, before_update: Callable[[], None] = lambda: None, frozen: bool = False
+    ) -> dict[str, float]:
+        """Clips the gradient and changes the weights by it, unless it or ``loss`` is not finite, or the weights are
+        ``frozen`` in this step. ``before_update`` is called before a parameter changes."""
+        bound = self._learning.optimizer.max_grad_norm
+        norm = float(full(torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)))
+        before_update()
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if finite and not frozen:
+            self.optimizer.step()
+        self.version += 1
+        return {"grad_norm": norm, "skipped": float(not finite)}
+
+    def _has_room_for_gradients(self) -> bool:
+        """Of the whole model, in fp32, on every rank: then they are summed over the ranks once a step."""
+        if self.world.size == 1:
+            return False
+        if self._learning.sum_gradients != "auto":
+            return self._learning.sum_gradients == "step"
+        needed = 4 * sum(parameter.numel() for parameter in self.parameters.values())
+        here = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if here else psutil.virtual_memory().available // self.world.size
+        return not self.world.max(float(needed > GRADIENT_SHARE * free))
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The rate of ``step`` (from 0) of ``steps``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    fall = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.final_lr_share + (1 - config.final_lr_share) * fall)

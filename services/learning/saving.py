@@ -1,0 +1,65 @@
+"""Checkpoints of a learner beside its next steps, and what the broker is told of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.protocols.mailbox import Mailbox
+from penstock.protocols.messages import Checkpointed
+from penstock.services.learning.checkpoint import Saver
+from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.runtime import health
+
+log = structlog.get_logger()
+
+ANSWER_DEADLINE_S = 120.0
+POLL_S = 0.2
+
+
+class Saving:
+    """One checkpoint at a time; ``keep_awake`` is called while one is waited for."""
+
+    def __init__(
+        self, learner: ModelLearner, saver: Saver, mailbox: Mailbox, keep_awake: Callable[[], None] = lambda: None
+    ) -> None:
+        self._learner, self._saver, self._mailbox, self._keep_awake = learner, saver, mailbox, keep_awake
+        self._written: Future[Path] | None = None
+        self._version = 0
+
+    def begin(self, ledger_tail: Sequence[dict[str, Any]] = ()) -> None:
+        """Begins to write the learner's version; none may be being written."""
+        assert self._written is None
+        begun = time.monotonic()
+        self._written, self._version = self._saver.begin(ledger_tail), self._learner.version
+        log.info("saving", version=self._version, staged_s=round(time.monotonic() - begun, 3))
+
+    def poll(self) -> None:
+        """Tells the broker of one that is done."""
+        if self._written is not None and self._written.done():
+            self._say(final=False)
+
+    def finish(self, final: bool) -> None:
+        """Waits for the one that is being written, if any; ``final``: the run ends with it."""
+        if self._written is not None:
+            while not wait_for([self._written], POLL_S).done:
+                health.beat()
+                self._keep_awake()
+            self._say(final)
+
+    def close(self) -> None:
+        """Until nothing is being written."""
+        self._saver.close()
+
+    def _say(self, final: bool) -> None:
+        """The broker may forget what the checkpoints of all learners cover."""
+        assert self._written is not None
+        path, self._written = self._written.result(), None
+        message = Checkpointed(version=self._version, path=str(path), final=final)
+        self._mailbox.ask(message, ANSWER_DEADLINE_S)

@@ -1,0 +1,26 @@
+"""Values of states under a model with a value head: what rewards are still to come, before each sampled token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.services.modeling.logprobs import hidden_states, model_inputs
+from penstock.services.modeling.packing import Rows
+
+
+def values(model: Any, rows: Rows) -> torch.Tensor:
+    """The value of the state in which each sampled token was chosen: of all tokens before it. float32
+    ``[trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
+    base = getattr(model, model.base_model_prefix)
+    hidden = hidden_states(base, model_inputs(model, rows), rows)
+    return rows.scatter(value_head(model)(hidden).squeeze(-1).float())
+
+
+def value_head(model: Any) -> nn.Linear:
+    """The one linear layer behind the base model, with one output."""
+    heads = [module for module in model.children() if isinstance(module, nn.Linear)]
+    assert len(heads) == 1 and heads[0].out_features == 1, "a model for the classification of tokens, with one label"
+    return heads[0]
