@@ -20,6 +20,7 @@ def columns_read(config: Any) -> dict[str, str]:
         found[REFERENCE] = "trainer.algorithm.kl.coefficient"
     for index, function in enumerate(config.reward.functions):
         found |= dict.fromkeys(function.columns, f"reward.functions.{index}.columns")
+    found |= dict.fromkeys(config.reward.columns, "reward.columns")
     for kind, scorer in config.scorers.items():
         found |= dict.fromkeys(scorer.reads, f"scorers.{kind}.reads")
     return found

@@ -62,11 +62,13 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
 
 def _with_folders(config: Config) -> Config:
     """A model's folder is found where files are, and known by its whole path from then on."""
-    model, reference = config.model, config.reference
+    model = config.model
     if isinstance(model, PretrainedModel) and (folder := find_folder(model.path)):
         config = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
-    if reference.path and (folder := find_folder(reference.path)):
-        config = config.model_copy(update={"reference": reference.model_copy(update={"path": str(folder)})})
+    for name in ("reference", "critic"):
+        section = getattr(config, name)
+        if section.path and (folder := find_folder(section.path)):
+            config = config.model_copy(update={name: section.model_copy(update={"path": str(folder)})})
     return config
 
 

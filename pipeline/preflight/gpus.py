@@ -48,4 +48,6 @@ def _devices(config: Config) -> dict[str, str]:
         devices["rollout.engine.type"] = "auto"
     if config.with_reference:
         devices["reference.device"] = config.reference.device
+    if config.with_critic:
+        devices["critic.device"] = config.critic.device
     return devices

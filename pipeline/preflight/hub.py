@@ -25,6 +25,8 @@ def keys(config: Config) -> set[str]:
         found.add("model.path")
     if config.reference.path and may_be_on_hub(config.reference.path):
         found.add("reference.path")
+    if config.critic.path and may_be_on_hub(config.critic.path):
+        found.add("critic.path")
     sources = {"prompts.train": config.prompts.train}
     sources |= {f"prompts.eval.{name}": source for name, source in config.prompts.eval.items()}
     for key, source in sources.items():

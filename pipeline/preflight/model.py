@@ -19,6 +19,13 @@ def look(config: Config, report: Report) -> None:
     if config.reference.path and config.with_reference:
         with report.collect():
             _find(config.reference.path, "reference.path")
+    if config.critic.path and config.with_critic:
+        with report.collect():
+            _find(config.critic.path, "critic.path")
+    for kind, scorer in config.scorers.items():
+        if scorer.scorer == "reward_model" and "path" in scorer.options:
+            with report.collect():
+                _find(str(scorer.options["path"]), f"scorers.{kind}.options.path")
     if isinstance(config.model, PretrainedModel):
         with report.collect():
             _find(config.model.path, "model.path")

@@ -71,6 +71,7 @@ def _offered(function: FunctionConfig, table: ColumnTable, row: Prompt, answer: 
     read = {name.replace("/", "_"): np.zeros(4, np.float32) if name in token else 0.0 for name in function.columns}
     return {
         "response": answer,
+        "response_tokens": len(answer),
         "truth": row.truth,
         "prompt": row.as_text(),
         "messages": row.messages or [{"role": "user", "content": row.as_text()}],

@@ -26,7 +26,7 @@ def look(config: Config, report: Report) -> None:
 
 
 def _look_at(scorer: ScorerConfig, key: str) -> None:
-    made = load_plugin(scorer.scorer, f"{key}.scorer")
+    made = load_plugin(scorer.implementation, f"{key}.scorer")
     if not callable(made):
         raise SetupError(f"{key}.scorer: {scorer.scorer} is a {type(made).__name__}, not a class")
     try:

@@ -44,6 +44,8 @@ class HostNeeds:
             "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + 2 * self.version + self.shared,
             "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version,
         }
+        if config.with_critic:
+            uses["PENSTOCK_CRITIC_MEMORY"] = PROCESS_GIB + self.staging
         return {name: f"{max(8, round(SPARE * gib + 0.5))}g" for name, gib in uses.items()}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import Shape, shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib
+from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, critic_gib, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
@@ -47,6 +47,14 @@ def plan(config: Config) -> Plan:
             found.problems.append(
                 f"trainer.algorithm.kl.coefficient: the reference's {need:.1f} GiB do not fit a GPU of {room:g} "
                 "GiB, and it is not cut; set it to 0"
+            )
+    if config.with_critic:
+        need = critic_gib(shape, config.critic)
+        found.lines.append(f"critic: about {need:.1f} GiB")
+        if room and need > room:
+            found.problems.append(
+                f"critic: about {need:.0f} GiB do not fit a GPU of {room:g} GiB, and it is not cut; give it a smaller "
+                "model (critic.path), or take critic.gradient_checkpointing and fewer critic.tokens_per_micro_batch"
             )
     found.lines.append(f"GPUs: {total_gpus(config)}" + (f" of {room:g} GiB" if room else ""))
     return found

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.memory import reference_gib
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, trainer_gib
+from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
 
@@ -61,6 +61,8 @@ def _share(config: Config, actor: str, size: float) -> float:
         return (2 * weights + OVERHEAD_GIB) / size  # the version that serves, and the next one
     if kind == "trainer" and shape:
         return trainer_gib(shape, config.trainer, size) / size
+    if kind == "critic" and shape:
+        return critic_gib(shape, config.critic) / size
     if kind == "reference" and shape:
         return reference_gib(shape, config) / size
     return OVERHEAD_GIB / size

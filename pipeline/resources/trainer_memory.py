@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.pipeline.resources.model_shape import Shape
+from penstock.services.critic.config import CriticConfig
 from penstock.services.learning.config import GRADIENT_SHARE
 from penstock.services.trainer.config import TrainerConfig
 
@@ -31,6 +32,12 @@ def trainer_gib(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = No
     layers = 8 * shape.layer  # one gathered, one on its way, one's gradient in fp32
     backward = kept + inner + ends + layers + LOGITS_GIB * GIB
     return (always + max(backward, 6 * shape.ends)) / GIB + OVERHEAD_GIB
+
+
+def critic_gib(shape: Shape, critic: CriticConfig) -> float:
+    """GiB of a critic at its peak: a trainer of one rank; its head is smaller, which is not counted."""
+    same = {name: getattr(critic, name) for name in ("tokens_per_micro_batch", "gradient_checkpointing")}
+    return trainer_gib(shape, TrainerConfig(**same))
 
 
 def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float | None) -> bool:

@@ -10,21 +10,20 @@ from penstock.protocols.columns import REWARD
 from penstock.services.runtime.settings import Section
 
 REGISTRY = {
-    "exact_match": "penstock.services.reward.functions.exact_match:exact_match",
-    "number": "penstock.services.reward.functions.number:number",
-    "reasoning_gym": "penstock.services.reward.functions.reasoning_gym:reasoning_gym",
+    name: f"penstock.services.reward.functions.{name}:{name}"
+    for name in ("code_tests", "exact_match", "judge", "math_verify", "number", "overlong", "reasoning_gym")
 }
 """Reward functions by name."""
 
 
 class FunctionConfig(Section):
     """One reward function, plain or async: it returns a number, and is given what it asks for by name, out of
-    ``response``, ``truth``, ``prompt``, ``messages``, ``finish_reason``, ``group``, ``sample``, ``step``, the columns
-    below, and the options."""
+    ``response``, ``response_tokens``, ``truth``, ``prompt``, ``messages``, ``finish_reason``, ``group``, ``sample``,
+    ``step``, the columns below, and the options."""
 
     function: str = "exact_match"
-    """A name of the registry (exact_match, number, reasoning_gym), or ``module:function`` of your own, e.g.
-    ``my_rewards:judge``."""
+    """A name of the registry (code_tests, exact_match, judge, math_verify, number, overlong, reasoning_gym; see
+    docs/scoring.md), or ``module:function`` of your own, e.g. ``my_rewards:judge``."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """What it is called in metrics and report: its column is ``reward/NAME``. null: the function's own name. Two
     entries with one function need names, e.g. ``strict``."""
@@ -62,6 +61,9 @@ class RewardConfig(Section):
     """Reward processes, e.g. ``2``."""
     functions: list[FunctionConfig] = Field([FunctionConfig()], min_length=1)
     """What makes the reward, e.g. ``[{function: exact_match}, {function: "my_rewards:brief", weight: 0.1}]``."""
+    columns: dict[str, float] = {}
+    """Columns of `scorers` that the reward is made of too, each times its weight: a reward model's, e.g.
+    ``{preference: 1.0}``."""
     concurrency: int = Field(512, ge=1)
     """Calls that may be under way at once for each function in each reward process: all of an async one's run together;
     those of a plain one wait for a worker. A judge that answers 64 requests at a time wants ``64``."""

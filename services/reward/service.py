@@ -108,6 +108,7 @@ def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
     prompt, trajectory = task.group.prompt, task.group.trajectories[sample]
     return {
         "response": trajectory.text,
+        "response_tokens": trajectory.sampled,
         "truth": prompt.truth,
         "prompt": prompt.as_text(),
         "messages": prompt.messages or [{"role": "user", "content": prompt.as_text()}],

@@ -23,7 +23,8 @@ def _columns(config: Any) -> list[Column]:
 
 
 def _reward(config: Any) -> list[WeightedSum]:
-    return [WeightedSum(name=REWARD, terms={f.column: f.weight for f in config.reward.functions})]
+    terms = {f.column: f.weight for f in config.reward.functions} | config.reward.columns
+    return [WeightedSum(name=REWARD, terms=terms)]
 
 
 SPEC = ActorSpec(

@@ -35,7 +35,7 @@ WATCH_S = 0.05
 BLOCKED = 86
 """Exit code of a worker whose event loop was blocked for too long by one call."""
 
-OFFERED = ("response", "truth", "prompt", "messages", "finish_reason", "group", "sample", "step")
+OFFERED = ("response", "response_tokens", "truth", "prompt", "messages", "finish_reason", "group", "sample", "step")
 """What a function may ask for by name, beside its options and the columns that its config names."""
 
 

@@ -27,12 +27,16 @@ from penstock.services.runtime.settings import Section
 log = structlog.get_logger()
 
 
+BUILT_IN = {"reward_model": "penstock.services.modeling.reward_model:RewardModel"}
+"""Scorers by name."""
+
+
 class ScorerConfig(Section):
     """A scorer of your own: a process that adds columns to every finished group."""
 
     scorer: str
     """``module:Class`` with a method ``score_group(group, columns)`` that returns a map from column to values
-    (float32), e.g. ``my_module:Surprise``."""
+    (float32), e.g. ``my_module:Surprise``; or ``reward_model``, a model of transformers that grades answers."""
     columns: dict[str, Per] = Field(min_length=1)
     """The columns that it writes, and whether each has a value for every ``trajectory`` or for every ``token`` (of all
     trajectories, one after the other), e.g. ``{surprise: token}``."""
@@ -49,6 +53,11 @@ class ScorerConfig(Section):
     options: dict[str, Any] = {}
     """Arguments of the class, e.g. ``{scale: 2.0}``."""
 
+    @property
+    def implementation(self) -> str:
+        """``module:Class``, also of a built-in one."""
+        return BUILT_IN.get(self.scorer, self.scorer)
+
     def declared(self, kind: str) -> list[Column]:
         """The columns, as the scorer called ``kind`` writes them."""
         more: dict[str, Any] = {"reads": tuple(self.reads), "source": f"scorer {self.scorer}"}
@@ -62,7 +71,7 @@ class CustomScorer:
         key = f"scorers.{kind}"
         self._columns = {column.name: column for column in config.declared(kind)}
         self._config = config
-        made = load_plugin(config.scorer, f"{key}.scorer")
+        made = load_plugin(config.implementation, f"{key}.scorer")
         try:
             self._scorer = made(**config.options)
         except Exception as error:  # the user's own code

@@ -84,7 +84,11 @@ def columns(config: Any) -> ColumnTable:
     terms = {total.name: tuple(total.terms) for total in sums}
     # Who reads a sum waits for its terms.
     reads = [dict.fromkeys(t for name in column.reads for t in (*terms.get(name, ()), name)) for column in found]
-    waiting = [c.model_copy(update={"reads": tuple(names)}) for c, names in zip(found, reads, strict=True)]
+    judged = {term for total in sums for term in total.terms}  # evaluation prompts have a reward too
+    waiting = [
+        c.model_copy(update={"reads": tuple(names), "evaluated": c.evaluated or c.name in judged})
+        for c, names in zip(found, reads, strict=True)
+    ]
     return ColumnTable(columns=tuple(waiting), sums=sums)
 
 

@@ -1,0 +1,81 @@
+"""A reward model as a scorer: a sequence classifier of transformers that grades whole answers, a group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.protocols.experience import Group
+from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.load import device_of, load_config, load_tokenizer, not_loaded
+from penstock.services.runtime.errors import SetupError
+
+
+class RewardModel:
+    """scorers: {preference: {scorer: reward_model, columns: {preference: trajectory}, options: {path: ORG/MODEL}}}
+
+    ``column`` is the column that it writes, ``tokens_per_batch`` bounds a forward pass, padding included, and
+    ``max_length`` what it reads: of a longer text, its end. The model's own tokenizer reads the text; where it has a
+    chat template, the prompt and the answer are a chat.
+    """
+
+    def __init__(
+        self, path: str, column: str = "preference", device: str = "auto", dtype: str = "bfloat16",
+        tokens_per_batch: int = 8192, max_length: int = 8192,
+    ) -> None:  # fmt: skip
+        from transformers import AutoModelForSequenceClassification
+
+        key = "scorers.options.path"
+        config = load_config(path, key)
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(path, config=config, dtype=DTYPES[dtype])
+        except (OSError, ValueError, ImportError) as error:
+            raise SetupError(not_loaded(path, "reward model", error, key)) from error
+        if model.config.num_labels != 1:
+            raise SetupError(f"{key}: {path} has {model.config.num_labels} labels; a reward model has one, its grade")
+        self._tokenizer = load_tokenizer(path)
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._device = device_of(device, "scorers.options.device")
+        self._model = model.to(self._device).eval()
+        self._column, self._budget, self._longest = column, tokens_per_batch, max_length
+
+    def score_group(self, group: Group, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The grade of each trajectory: float32 ``[trajectories]``."""
+        texts = [self._encode(group, trajectory.text) for trajectory in group.trajectories]
+        return {self._column: np.concatenate([self._grade(part) for part in self._batches(texts)])}
+
+    def _encode(self, group: Group, answer: str) -> list[int]:
+        prompt = group.prompt
+        if getattr(self._tokenizer, "chat_template", None):
+            asked = prompt.messages or [{"role": "user", "content": prompt.as_text()}]
+            chat = [*asked, {"role": "assistant", "content": answer}]
+            found = self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        else:
+            found = self._tokenizer(prompt.as_text() + answer)["input_ids"]
+        return list(found)[-self._longest :]
+
+    def _batches(self, texts: list[list[int]]) -> list[list[list[int]]]:
+        """In order, each with at most `tokens_per_batch` tokens, or one text."""
+        batches: list[list[list[int]]] = [[]]
+        for text in texts:
+            longest = max(len(text), *(len(other) for other in batches[-1]), 1)
+            if batches[-1] and longest * (len(batches[-1]) + 1) > self._budget:
+                batches.append([])
+            batches[-1].append(text)
+        return batches
+
+    @torch.inference_mode()
+    def _grade(self, texts: list[list[int]]) -> np.ndarray:
+        longest, padding = max(map(len, texts)), self._tokenizer.pad_token_id
+        rows = [text + [padding] * (longest - len(text)) for text in texts]
+        mask = [[1] * len(text) + [0] * (longest - len(text)) for text in texts]
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor(rows, device=self._device),
+            "attention_mask": torch.tensor(mask, device=self._device),
+        }
+        return self._model(**inputs).logits[:, 0].float().cpu().numpy()

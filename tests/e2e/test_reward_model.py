@@ -1,0 +1,93 @@
+"""A reward model, made here, that likes short answers: the policy learns to give them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+from penstock.pipeline.models.tiny import make_tokenizer
+from penstock.pipeline.run.summary import steps_of
+from penstock.protocols.experience import Group, Prompt
+from penstock.services.modeling.reward_model import RewardModel
+from penstock.services.runtime.errors import SetupError
+from tests.conftest import make_group
+from tests.e2e.runs import SHORT, Run, check_promises
+
+LETTERS = "abcdefghij"
+LONGEST = 12
+
+
+def a_text(random: np.random.Generator) -> tuple[str, float]:
+    """A prompt with an answer, and what that is worth."""
+    letters = "".join(random.choice(list(LETTERS), 6))
+    length = int(random.integers(0, LONGEST))
+    return f"sort {letters}=" + "".join(random.choice(list(LETTERS), length)), 1 - length / LONGEST
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained for some seconds to tell short answers from long ones."""
+    folder, random = tmp_path_factory.mktemp("reward-model"), np.random.default_rng(0)
+    tokenizer = make_tokenizer(set(f"{LETTERS}sort ="))
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_labels=1, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = Qwen3ForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        texts, grades = zip(*(a_text(random) for _ in range(64)), strict=True)
+        found = model(**tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="right")).logits[:, 0]
+        loss = (found - torch.tensor(grades)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.02
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_grades_do_not_depend_on_the_batch(reward_model: Path) -> None:
+    random = np.random.default_rng(1)
+    made = make_group(random, 0)
+    for trajectory, text in zip(made.trajectories, ("", "abc", "abcdefgh", "j"), strict=True):
+        object.__setattr__(trajectory, "text", text)
+    group = Group(0, Prompt(index=0, text="sort fjabce="), made.trajectories)
+    found = [
+        RewardModel(str(reward_model), "liked", "cpu", "float32", tokens).score_group(group, {})["liked"]
+        for tokens in (8192, 40, 1)
+    ]
+    assert found[0].dtype == np.float32 and found[0].shape == (4,)
+    np.testing.assert_allclose(found[1:], np.broadcast_to(found[0], (2, 4)), atol=1e-5)
+    assert list(np.argsort(-found[0])) == [0, 3, 1, 2], "the shorter the better"
+
+
+def test_a_model_with_other_labels_is_refused(reward_model: Path, tmp_path: Path) -> None:
+    model = Qwen3ForSequenceClassification.from_pretrained(reward_model, num_labels=2, ignore_mismatched_sizes=True)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SetupError, match="has 2 labels; a reward model has one"):
+        RewardModel(str(tmp_path), device="cpu")
+
+
+@pytest.mark.slow
+def test_the_policy_learns_what_the_reward_model_likes(reward_model: Path, tmp_path: Path) -> None:
+    options = f"{{path: {reward_model}, column: liked, device: cpu, dtype: float32}}"
+    overrides = [
+        "trainer.steps=30", "gate.groups_per_step=16", "prompts.eval_size=16", "trainer.algorithm.kl.coefficient=0",
+        f"scorers={{liked: {{scorer: reward_model, columns: {{liked: trajectory}}, options: {options}}}}}",
+        "reward={functions: [{function: exact_match, weight: 0}], columns: {liked: 1.0}}",
+    ]  # fmt: skip
+    run = Run(tmp_path, [*SHORT, "rollout.sampling.n=8", "trainer.optimizer.lr=1.0e-3", *overrides])
+    summary = run.wait()
+    check_promises(summary)
+    rows = steps_of(run.folder)
+    assert all(row["reward"] == pytest.approx(row["liked"], abs=1e-6) for row in rows)
+    assert np.mean([row["response_tokens"] for row in rows[-5:]]) < 0.6 * rows[0]["response_tokens"]
+    assert summary["reward_last"] > summary["reward_first"] + 0.1
+    assert summary["eval_after"] > summary["eval_before"], "evaluation prompts are graded too"

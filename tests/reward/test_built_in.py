@@ -1,0 +1,135 @@
+"""The built-in reward functions, called as a reward process calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from penstock.services.reward.functions import judge as judging
+from penstock.services.reward.functions.code_tests import code_tests
+from penstock.services.reward.functions.judge import JudgeError, judge
+from penstock.services.reward.functions.math_verify import math_verify
+from penstock.services.reward.functions.overlong import overlong
+
+ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "reward"),
+    [
+        (r"so it is $\boxed{\frac{1}{2}}$", "0.5", 1.0),
+        (r"so it is $\boxed{\frac{1}{2}}$", r"\frac{2}{4}", 1.0),
+        (r"$x = 3$ and then \boxed{4}", "4", 1.0),
+        ("the answer is 1,200", "1200", 1.0),
+        (r"\boxed{\{1, 2\}}", r"$\{2, 1\}$", 1.0),
+        (r"\boxed{7}", "8", 0.0),
+        ("I do not know", "8", 0.0),
+        ("", 12, 0.0),
+    ],
+)
+def test_mathematics_is_compared_by_what_it_is_worth(answer: str, truth: Any, reward: float) -> None:
+    assert math_verify(answer, truth) == reward
+
+
+def test_overlong_answers_lose_evenly() -> None:
+    assert [overlong(length, longest=100, buffer=20) for length in (10, 80, 90, 100, 500)] == [0, 0, -0.5, -1, -1]
+    with pytest.raises(ValueError, match="buffer=200"):
+        overlong(1, longest=100, buffer=200)
+
+
+def test_programs_are_run_against_assertions() -> None:
+    assert code_tests(ADD, ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]) == 1.0
+    assert code_tests(ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]) == 0.0
+    assert code_tests(ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"], partial=True) == 0.5
+    assert code_tests("not a program", "assert True") == 0.0
+
+
+def test_programs_are_run_on_inputs() -> None:
+    truth = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+    assert code_tests("print(sum(map(int, input().split())))", truth) == 1.0
+    assert code_tests("print(3)", truth, partial=True) == 0.5
+    with pytest.raises(ValueError, match="as many inputs as outputs"):
+        code_tests("print(3)", {"inputs": ["1"], "outputs": []})
+
+
+def test_a_program_can_do_little_harm() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    reach = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)"
+    assert code_tests(reach, "assert True") == 0.0
+    assert code_tests(reach, "assert True", network=True) == 1.0
+    server.close()
+    assert code_tests("x = bytearray(3 << 30)", "assert True") == 0.0
+    assert code_tests("import sys; sys.exit(0)", "assert False") == 0.0  # an early exit is no success
+    assert code_tests("import os; os._exit(0)", "assert False") == 0.0
+    begun = time.monotonic()
+    assert code_tests("while True: pass", "assert True", seconds=1) == 0.0
+    assert code_tests("import time; time.sleep(60)", "assert True", seconds=1) == 0.0
+    fork = "import os, time\nif os.fork() == 0: time.sleep(60)"
+    assert code_tests(fork, "assert True", seconds=1) in (0.0, 1.0)  # the child is ended with it
+    assert time.monotonic() - begun < 15
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers with what is next in `script`: a status and a body, or a body."""
+
+    script: ClassVar[list[Any]] = []
+    asked: ClassVar[list[float]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append(time.monotonic())
+        status, body = self.script.pop(0)
+        if body.isdigit() or body.startswith("grade"):
+            body = f'{{"choices": [{{"message": {{"content": "{body}"}}}}]}}'
+        self.send_response(status)
+        if status == 429:
+            self.send_header("Retry-After", "1")
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(judging, "FIRST_WAIT_S", 0.05)
+    judging._grades.clear(), judging._client.cache_clear(), Server.asked.clear()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+def ask(url: str, response: str, *script: tuple[int, str]) -> float:
+    judging._client.cache_clear()  # a client belongs to one event loop
+    Server.script[:] = script
+    return asyncio.run(judge(response, "1 + 1?", "2", url=url, model="m"))
+
+
+def test_a_judge_is_asked_again_while_it_is_busy_and_never_twice_the_same(url: str) -> None:
+    assert ask(url, "2", (500, "oops"), (429, "later"), (200, "grade: 8")) == 0.8
+    assert len(Server.asked) == 3 and Server.asked[2] - Server.asked[1] >= 0.9, "it asked for a second"
+    assert ask(url, "2") == 0.8  # remembered: the script has nothing more to say
+    assert ask(url, "3", (200, "1")) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ([(200, "<html>hello</html>")], "no chat completion: '<html>"),
+        ([(200, "grade: none")], "no grade in its reply"),
+        ([(401, "who are you")], "answered 401: 'who are you'"),
+        ([(503, "down")] * 6, "failed 6 times, the last time with 503"),
+    ],
+)
+def test_a_judge_that_gives_no_grade_is_named(url: str, script: list[tuple[int, str]], said: str) -> None:
+    with pytest.raises(JudgeError, match=said):
+        ask(url, "4", *script)
