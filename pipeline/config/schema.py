@@ -194,6 +194,12 @@ class Config(Section):
                 "weighs by, and both together would count it twice; set trainer.algorithm.ratio=proximal, or "
                 "correction={type: none}"
             )
+        for key, learner in (("trainer", self.trainer), ("critic", self.critic)):
+            if learner.mini_batches > self.gate.groups_per_step:
+                raise ValueError(
+                    f"{key}.mini_batches={learner.mini_batches} is more than gate.groups_per_step="
+                    f"{self.gate.groups_per_step}: each is made of whole groups"
+                )
         if sampling.n == 1 and self.replay.filter == "zero_variance":
             raise ValueError(
                 "replay.filter=zero_variance drops every group of one answer; set it to none, or rollout.sampling.n "

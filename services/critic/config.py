@@ -30,6 +30,11 @@ class CriticConfig(Section):
     """AdamW: how its weights are changed. Its learning rate is commonly ten times the policy's."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When it is saved. Groups are kept until trainer and critic both have a checkpoint that covers them."""
+    epochs: int = Field(1, ge=1)
+    """How often a step's groups are learned from, e.g. ``2``: PPO's epochs. The lag of a token is counted in steps, so
+    more of them go beyond what it bounds; the clip holds them back."""
+    mini_batches: int = Field(1, ge=1)
+    """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
     gradient_checkpointing: bool = False

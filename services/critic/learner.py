@@ -11,7 +11,7 @@ from penstock.protocols.columns import VALUES
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_returns import gae, on_last_token
 from penstock.services.modeling.parallel.fsdp import forward_values, reshard
 from penstock.services.modeling.parallel.world import World
@@ -42,14 +42,19 @@ class CriticLearner(ModelLearner):
         return found
 
     def train(self, step: TrainingBatch) -> dict[str, float]:
-        """One optimizer step on ``step``, whose column ``values`` holds what this model said of it; the model then is
-        `version` + 1. Trajectories without a reward have no part in it. Returns the step's metrics."""
-        rate = self.begin_step()
-        rewarded = np.flatnonzero(step.rewarded)
-        loss, metrics = self._accumulate(step, rewarded) if rewarded.size else (0.0, {})
-        ended = self.end_step(loss)
-        metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
-        return metrics | {"critic_loss": loss, "critic_lr": rate}
+        """The updates of ``step``, whose column ``values`` holds what this model said of it; the model then is
+        `version` + 1. Trajectories without a reward have no part in it. Returns the step's metrics, means over the
+        updates."""
+        updates = []
+        for rows in mini_batches(step, self._config.epochs, self._config.mini_batches):
+            rate = self.begin_update()
+            chosen = rows[step.rewarded[rows]]
+            loss, metrics = self._accumulate(step, chosen) if chosen.size else (0.0, {})
+            ended = self.end_update(loss)
+            metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
+            updates.append(metrics | {"critic_loss": loss, "critic_lr": rate})
+        self.version += 1
+        return mean_metrics(updates)
 
     def _accumulate(self, step: TrainingBatch, rewarded: np.ndarray) -> tuple[float, dict[str, float]]:
         mask = step.padded([t.loss_mask for t in step.trajectories], rewarded).double()

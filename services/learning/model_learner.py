@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from penstock.protocols.experience import Trajectory
+from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.packing import Rows, plan_rows
@@ -77,15 +78,15 @@ class ModelLearner:
         mine = [self.world.rank + turn * self.world.size for turn in range(rounds)]
         return [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
 
-    def begin_step(self) -> float:
-        """Forgets the last gradient. Returns the learning rate of this step."""
+    def begin_update(self) -> float:
+        """Forgets the last gradient. Returns the learning rate, which is the same for all updates of a step."""
         rate = learning_rate(self._learning.optimizer, self.version, self._steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         return rate
 
-    def end_step(
+    def end_update(
         self, loss: float, before_update: Callable[[], None] = lambda: None, frozen: bool = False
     ) -> dict[str, float]:
         """Clips the gradient and changes the weights by it, unless it or ``loss`` is not finite, or the weights are
@@ -96,7 +97,6 @@ class ModelLearner:
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite and not frozen:
             self.optimizer.step()
-        self.version += 1
         return {"grad_norm": norm, "skipped": float(not finite)}
 
     def _has_room_for_gradients(self) -> bool:
@@ -109,6 +109,26 @@ class ModelLearner:
         here = self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] if here else psutil.virtual_memory().available // self.world.size
         return not self.world.max(float(needed > GRADIENT_SHARE * free))
+
+
+def mini_batches(step: TrainingBatch, epochs: int, parts: int) -> Iterator[np.ndarray]:
+    """Numbers of the step's trajectories, for each update: in each of ``epochs`` its groups are dealt into as many
+    ``parts``, whole, in an order that follows from the step and the epoch alone, so that a redo is the same."""
+    numbers = np.unique(step.groups)
+    for epoch in range(epochs):
+        if parts == 1:
+            yield np.arange(len(step.groups))
+            continue
+        order = np.random.default_rng([int(numbers[0]) if numbers.size else 0, epoch]).permutation(numbers)
+        for part in np.array_split(order, parts):
+            yield np.flatnonzero(np.isin(step.groups, part))
+
+
+def mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean over the updates that have it, of each metric."""
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    found = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

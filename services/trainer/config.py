@@ -32,6 +32,11 @@ class TrainerConfig(Section):
     mismatch_warning: float = Field(0.05, gt=0)
     """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
     this is warned of. See docs/engines.md."""
+    epochs: int = Field(1, ge=1)
+    """How often a step's groups are learned from, e.g. ``2``: PPO's epochs. The lag of a token is counted in steps, so
+    more of them go beyond what it bounds; the clip holds them back."""
+    mini_batches: int = Field(1, ge=1)
+    """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
     sum_gradients: Literal["auto", "micro_batch", "step"] = "auto"

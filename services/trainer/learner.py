@@ -11,7 +11,7 @@ import torch
 from penstock.protocols.columns import REFERENCE, REWARD
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.packing import Rows, plan_rows
 from penstock.services.modeling.parallel.fsdp import forward, reshard, sum_gradients
@@ -27,34 +27,53 @@ class Learner(ModelLearner):
 
     def __init__(self, model: Any, config: TrainerConfig, temperature: float, world: World | None = None) -> None:
         super().__init__(model, config, config.steps, world)
+        self._config = config
         self._temperature, self._compares = temperature, config.algorithm.advantage.compares
         self.algorithm = Algorithm(config.algorithm)
 
     def train(
         self, step: TrainingBatch, before_update: Callable[[], None] = lambda: None, frozen: bool = False
     ) -> dict[str, float]:
-        """One optimizer step on ``step``; the model then is `version` + 1. ``before_update`` is called once the
-        gradient is there, before a parameter changes; none does where it is ``frozen``. Returns the step's metrics."""
-        rate = self.begin_step()
-        loss, metrics = self.accumulate(step)
-        described = self._describe(step)
-        metrics |= self.end_step(loss, before_update, frozen)
-        return metrics | {"loss": loss, "lr": rate, **described}
+        """The updates of ``step``, one unless the config says more; the model then is `version` + 1. ``before_update``
+        is called once the first gradient is there, before a parameter changes; none does where it is ``frozen``.
+        Returns the step's metrics, means over the updates."""
+        advantages, proximal = self._advantages(step), None
+        parts = list(mini_batches(step, self._config.epochs, self._config.mini_batches))
+        if len(parts) > 1 and self.algorithm.needs_proximal:
+            proximal = self._log_probs(step)
+        described, updates = self._describe(step), []
+        for number, rows in enumerate(parts):
+            rate = self.begin_update()
+            loss, metrics = self.accumulate(step, rows, advantages, proximal)
+            ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen)
+            updates.append(metrics | ended | {"loss": loss, "lr": rate})
+        self.version += 1
+        return mean_metrics(updates) | described
 
-    def accumulate(self, step: TrainingBatch) -> tuple[float, dict[str, float]]:
-        """Adds the gradient of the whole step to the parameters, a micro-batch at a time. The result does not depend
-        on how the step is cut, up to rounding. Returns the loss and metrics."""
-        rewarded = np.flatnonzero(step.rewarded)
-        trajectories = [step.trajectories[i] for i in rewarded]
-        advantages = self._advantages(step, rewarded)
+    def accumulate(
+        self,
+        step: TrainingBatch,
+        rows: np.ndarray | None = None,
+        advantages: torch.Tensor | None = None,
+        proximal: list[np.ndarray] | None = None,
+    ) -> tuple[float, dict[str, float]]:
+        """Adds the gradient of these ``rows`` of the step (default: all) to the parameters, a micro-batch at a time.
+        The result does not depend on how they are cut, up to rounding. ``advantages`` are of all the step's rows;
+        ``proximal`` the log-probabilities that the policy had when the step began, ``[tokens]`` each, where it has
+        changed since. Returns the loss and metrics."""
+        advantages = self._advantages(step) if advantages is None else advantages
+        chosen = np.flatnonzero(step.rewarded)
+        chosen = chosen if rows is None else rows[step.rewarded[rows]]
+        trajectories = [step.trajectories[i] for i in chosen]
+        before = None if proximal is None else [proximal[i] for i in chosen]
         behaviour = [t.logprobs for t in trajectories]
-        token_values = {name: [values[i] for i in rewarded] for name, values in step.token_values.items()}
-        values = {name: torch.from_numpy(step.values[name][rewarded]).to(self.device) for name in step.values}
+        token_values = {name: [values[i] for i in chosen] for name, values in step.token_values.items()}
+        values = {name: torch.from_numpy(step.values[name][chosen]).to(self.device) for name in step.values}
         sampled = [t.sampled for t in trajectories]
         totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)))
         if not totals.tokens:
             return 0.0, {}
-        plan = self.plan(trajectories, step.groups[rewarded])
+        plan = self.plan(trajectories, step.groups[chosen])
 
         def parts() -> Iterator[Part]:
             for rows, _ in plan:
@@ -65,15 +84,24 @@ class Learner(ModelLearner):
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
                     for name in self.algorithm.columns
                 }
-                advantage = advantages[list(rows.index), 1 : log_prob.shape[1] + 1].to(self.device)
-                yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns)
+                advantage = advantages[chosen[list(rows.index)], 1 : log_prob.shape[1] + 1].to(self.device)
+                old = None if before is None else rows.column(before)
+                yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns, old)
 
+        return self._backward(plan, parts, totals, [t.versions for t in trajectories])
+
+    def _backward(
+        self,
+        plan: list[tuple[Rows, float]],
+        parts: Callable[[], Iterator[Part]],
+        totals: Totals,
+        versions: list[np.ndarray],
+    ) -> tuple[float, dict[str, float]]:
         counts = [count for _, count in plan]
         mean_weight = self._mean_weight(parts(), counts) if self.algorithm.needs_first_pass else 1.0
         total: float = 0.0
         sums: dict[str, float] = {}
         mismatch = Mismatch()
-        versions = [t.versions for t in trajectories]
         for turn, ((rows, counts_once), part) in enumerate(zip(plan, parts(), strict=True), 1):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
             sum_gradients(self.model, turn == len(plan) or not self.sums_once)
@@ -81,13 +109,26 @@ class Learner(ModelLearner):
             total += counts_once * float(loss.detach())
             share: float = counts_once * _share(rows, totals)
             if counts_once:
-                fresh = rows.column(versions) == self.version
-                mismatch.add(part.log_prob.detach(), part.behaviour, part.mask, fresh)
+                mismatch.add(part.policy, part.behaviour, part.mask, rows.column(versions) == self.version)
             found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
         total, *means = self.world.sum([total, *sums.values()])
         return total, dict(zip(sums, means, strict=True)) | mismatch.metrics(self.world)
+
+    @torch.no_grad()
+    def _log_probs(self, step: TrainingBatch) -> list[np.ndarray]:
+        """Those of the present policy, float32 ``[tokens]`` of each trajectory, 0 where nothing was sampled. Every rank
+        computes all of them: each may need any row later."""
+        found = [np.zeros(len(t.tokens), np.float32) for t in step.trajectories]
+        budget, shared = self._config.tokens_per_micro_batch, shares_prompts(self.model)
+        for rows in plan_rows(step.trajectories, step.groups, budget, self.device, shared):
+            health.beat()
+            values = forward(self.model, rows, self._temperature).cpu().numpy()
+            for k, index in enumerate(rows.index):
+                found[index][1:] = values[k, : len(found[index]) - 1]
+        reshard(self.model)
+        return found
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> list[float]:
@@ -104,8 +145,9 @@ class Learner(ModelLearner):
         reshard(self.model)
         return found[0, : size - 1].float().cpu().tolist()
 
-    def _advantages(self, step: TrainingBatch, rewarded: np.ndarray) -> torch.Tensor:
-        """float32 ``[rewarded trajectories, longest]`` on the host, by token."""
+    def _advantages(self, step: TrainingBatch) -> torch.Tensor:
+        """float32 ``[trajectories, longest]`` on the host, by token; 0 of trajectories without a reward."""
+        rewarded = np.flatnonzero(step.rewarded)
         scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
         groups = torch.from_numpy(step.groups[rewarded])
         mask = step.padded([t.loss_mask for t in step.trajectories], rewarded).bool()
@@ -115,7 +157,9 @@ class Learner(ModelLearner):
                 columns[name] = step.padded(step.token_values[name], rewarded)
             else:
                 columns[name] = torch.from_numpy(step.values[name][rewarded])
-        return self.algorithm.advantages(scores, mask, groups, columns).float()
+        found = torch.zeros((len(step.trajectories), mask.shape[1]))
+        found[rewarded] = self.algorithm.advantages(scores, mask, groups, columns).float()
+        return found
 
     @torch.no_grad()
     def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:

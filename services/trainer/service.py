@@ -151,7 +151,7 @@ class Trainer:
     def _count_skips(self, step: int, metrics: dict[str, float]) -> None:
         """Raises `SetupError` where nothing is learned any more."""
         config = self._settings.trainer
-        self._skipped = self._skipped + 1 if metrics["skipped"] else 0
+        self._skipped = self._skipped + 1 if metrics["skipped"] >= 1 else 0
         if self._skipped < min(config.max_consecutive_skipped, config.steps):
             return
         choices = (config.algorithm.advantage, config.algorithm.loss, config.algorithm.correction)

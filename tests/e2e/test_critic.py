@@ -60,7 +60,13 @@ def test_critic_and_trainer_killed_in_the_middle_of_steps_end_where_undisturbed_
     plain, killed = tmp_path / "plain", tmp_path / "killed"
     plain.mkdir(), killed.mkdir()
     points = "critic-taken:2,critic-valued:3,trained:3,critic-trained:6,taken:7,critic-valued:9,committed:9"
-    run = killed_at(points, killed, [*SMALL, *PPO, *DETERMINISTIC])
+    several = [
+        "trainer.epochs=2",
+        "trainer.mini_batches=2",
+        "critic.mini_batches=4",
+        "trainer.algorithm.ratio=proximal",
+    ]
+    run = killed_at(points, killed, [*SMALL, *PPO, *DETERMINISTIC, *several])
     summary = run.wait()
     check_promises(summary)
     assert summary["restarts"] == 7 and summary["steps"] == 12

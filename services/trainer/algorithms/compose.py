@@ -39,6 +39,13 @@ class Part:
     mask: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What the config's choices read, by column: ``[rows, length - 1]``, or ``[rows, 1]``."""
+    proximal: torch.Tensor | None = None
+    """Of the policy that the step began with; None where that is the present one."""
+
+    @property
+    def policy(self) -> torch.Tensor:
+        """Log-probabilities of the policy that the step began with, without gradient."""
+        return self.log_prob.detach() if self.proximal is None else self.proximal
 
 
 class Algorithm:
@@ -59,6 +66,11 @@ class Algorithm:
         self.needs_first_pass = bool(getattr(config.correction, "normalize", False))
         """The weights' mean over the step is needed before any loss: `weights` over all parts gives it."""
 
+    @property
+    def needs_proximal(self) -> bool:
+        """Where a step has several updates, the log-probabilities that it began with are to be kept."""
+        return self._config.ratio == "proximal" or self._correction is not None or bool(self._config.reject)
+
     def advantages(
         self, scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
@@ -70,7 +82,7 @@ class Algorithm:
         """The correction's importance weights of a part, not normalised; None where there is no correction."""
         if self._correction is None:
             return None, {}
-        return self._correction(part.columns, part.log_prob.detach(), part.behaviour, part.mask)
+        return self._correction(part.columns, part.policy, part.behaviour, part.mask)
 
     def mean_terms(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """What a part adds to the sum and to the count of the weights' mean over the step."""
@@ -87,11 +99,11 @@ class Algorithm:
         metrics = {f"is_weight_{name}": value for name, value in metrics.items()}
         if weights is not None:
             weights = weights / mean_weight
-        old = part.behaviour if config.ratio == "behaviour" else part.log_prob.detach()
+        old = part.behaviour if config.ratio == "behaviour" else part.policy
         losses, found = self._loss(part.columns, old, part.log_prob, part.advantages, part.mask, weights)
         metrics |= found
         if config.reject:
-            kept, found = rejection(part.log_prob.detach(), part.behaviour, part.mask, config.reject)
+            kept, found = rejection(part.policy, part.behaviour, part.mask, config.reject)
             losses = losses * kept
             metrics |= found
         if config.kl.coefficient:

@@ -1,0 +1,74 @@
+"""Several updates a step: whole groups, each once an epoch, the same whenever the step is made again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from penstock.pipeline.config import Config
+from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.model_learner import mini_batches
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from tests.trainer.rank_program import a_model
+from tests.trainer.steps import a_step
+
+
+def learner(**given: Any) -> Learner:
+    return Learner(a_model(), TrainerConfig.model_validate({"optimizer": {"lr": 1e-2}, **given}), 1.0)
+
+
+def weights(of: Learner) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in of.parameters.values()])
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=9), epochs=st.integers(1, 3), parts=st.integers(1, 4))
+def test_every_epoch_has_every_group_once_and_whole(sizes: list[int], epochs: int, parts: int) -> None:
+    numbers = np.repeat(np.arange(len(sizes)) + 40, sizes)
+    step = TrainingBatch([None] * len(numbers), numbers, {}, {})  # type: ignore[list-item]
+    found = list(mini_batches(step, epochs, parts))
+    assert len(found) == epochs * parts
+    for epoch in range(epochs):
+        rows = found[epoch * parts : (epoch + 1) * parts]
+        assert sorted(np.concatenate(rows)) == list(range(len(numbers)))
+        assert all(set(numbers[a]).isdisjoint(numbers[b]) for a in rows for b in rows if a is not b)
+    assert all(np.array_equal(a, b) for a, b in zip(found, mini_batches(step, epochs, parts), strict=True))
+
+
+def test_a_step_of_several_updates_is_one_version_and_the_same_again() -> None:
+    one, other, plain = (learner(epochs=2, mini_batches=3), learner(epochs=2, mini_batches=3), learner())
+    metrics = [each.train(a_step(0)) for each in (one, other)]
+    assert one.version == 1 and metrics[0] == metrics[1]
+    assert torch.equal(weights(one), weights(other))
+    plain.train(a_step(0))
+    start = weights(learner())
+    assert (weights(one) - start).norm() > 2 * (weights(plain) - start).norm()
+
+
+def test_the_clip_holds_an_update_back_from_where_the_step_began() -> None:
+    """With the proximal ratio the first update of a step clips nothing; those after it do, by how far it moved."""
+    algorithm = {"ratio": "proximal", "loss": {"type": "ppo_clip", "clip_low": 0.01, "clip_high": 0.01}}
+    assert learner(algorithm=algorithm).train(a_step(1))["clip_fraction"] == 0
+    assert learner(algorithm=algorithm, epochs=4).train(a_step(1))["clip_fraction"] > 0.2
+
+
+def test_a_correction_weighs_the_policy_that_the_step_began_with() -> None:
+    """However far its updates go: the importance weights are those of the first."""
+    algorithm = {"ratio": "proximal", "correction": {"type": "truncated"}}
+    once, often = (learner(algorithm=algorithm, epochs=epochs).train(a_step(2)) for epochs in (1, 4))
+    assert often["is_weight_mean"] == pytest.approx(once["is_weight_mean"], rel=1e-5)
+    assert often["mismatch"] == pytest.approx(once["mismatch"], rel=1e-5)
+    assert often["approx_kl"] != pytest.approx(once["approx_kl"], abs=1e-6)
+
+
+def test_more_mini_batches_than_groups_are_refused() -> None:
+    given = {"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}, "gate": {"groups_per_step": 4}}
+    with pytest.raises(ValidationError, match=r"trainer\.mini_batches=8 is more than gate\.groups_per_step=4"):
+        Config.model_validate({**given, "trainer": {"mini_batches": 8}})
