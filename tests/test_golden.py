@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from penstock.services.critic.value_loss import value_loss
+from penstock.services.learning.kl_in_reward import adapted, kl_in_reward
+from penstock.services.learning.kl_penalty import kl_penalty
+from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import discounted, gae, whiten
 from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer.algorithm_config import RejectRule
@@ -27,7 +30,6 @@ from penstock.services.trainer.algorithms.corrections.icepop import icepop
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.truncated import truncated
 from penstock.services.trainer.algorithms.corrections.weights import mean_terms
-from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
 from penstock.services.trainer.algorithms.losses.cispo import cispo
 from penstock.services.trainer.algorithms.losses.dppo import dppo_kl, dppo_tv
 from penstock.services.trainer.algorithms.losses.dro import dro
@@ -36,7 +38,6 @@ from penstock.services.trainer.algorithms.losses.gspo import gspo
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 from penstock.services.trainer.algorithms.losses.reinforce import reinforce
 from penstock.services.trainer.algorithms.losses.sapo import sapo
-from penstock.services.trainer.algorithms.masked_mean import masked_mean
 from penstock.services.trainer.mismatch import Mismatch
 
 FOLDER = Path(__file__).parent / "golden"
@@ -180,6 +181,24 @@ def check_value_loss(given: dict[str, Any], numbers: Numbers) -> None:
     numbers.same("clip_fraction", masked_mean(clipped.double(), mask))
 
 
+def check_kl_in_reward(given: dict[str, Any], numbers: Numbers) -> None:
+    scores, mask = tensor(given["scores"]), tensor(given["mask"])
+    log_prob, reference = tensor(given["log_prob"]), tensor(given["ref_log_prob"])
+    kl, mean = kl_in_reward(log_prob, reference, mask, given["kind"])
+    numbers.same("rewards", scores - given["coefficient"] * kl)
+    numbers.same("mean_kl", mean)
+    following = adapted(given["coefficient"], mean, given["target"], given["horizon"], len(scores))
+    numbers.same("next_coefficient", following)
+
+
+def check_adaptive_kl(given: dict[str, Any], numbers: Numbers) -> None:
+    coefficient, found = given["initial"], []
+    for kl, rows in zip(given["kl"], given["steps"], strict=True):
+        coefficient = adapted(coefficient, kl, given["target"], given["horizon"], rows)
+        found.append(coefficient)
+    numbers.same("coefficients", torch.tensor(found, dtype=torch.float64))
+
+
 def check_mismatch(given: dict[str, Any], numbers: Numbers) -> None:
     mismatch, half = Mismatch(), len(given["mask"]) // 2
     for rows in (slice(0, half), slice(half, None), slice(0, 0)):  # however a step is cut, an empty part too
@@ -194,6 +213,8 @@ def check_mismatch(given: dict[str, Any], numbers: Numbers) -> None:
 
 
 CHECKS: dict[str, Check] = {
+    "adaptive_kl": check_adaptive_kl,
+    "kl_in_reward": check_kl_in_reward,
     "agg_loss": check_agg_loss,
     "cispo": loss(cispo),
     "dppo_kl": loss(dppo_kl),

@@ -12,7 +12,8 @@ from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
-from penstock.services.learning.token_returns import gae, on_last_token
+from penstock.services.learning.token_returns import gae
+from penstock.services.learning.token_rewards import PenaltyConfig, token_rewards
 from penstock.services.modeling.parallel.fsdp import forward_values, reshard
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import health
@@ -20,13 +21,14 @@ from penstock.services.runtime import health
 
 class CriticLearner(ModelLearner):
     """A `ModelLearner` whose model gives one number a token; ``gamma`` and ``lam`` are those of the returns that it
-    learns."""
+    learns, ``penalty`` is what is taken off the rewards."""
 
     def __init__(
-        self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, world: World | None = None
-    ) -> None:
+        self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalty: PenaltyConfig,
+        world: World | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, config, steps, world)
-        self._config, self._gamma, self._lam = config, gamma, lam
+        self._config, self._gamma, self._lam, self._penalty = config, gamma, lam, penalty
 
     @torch.no_grad()
     def values(self, step: TrainingBatch) -> list[np.ndarray]:
@@ -45,27 +47,33 @@ class CriticLearner(ModelLearner):
         """The updates of ``step``, whose column ``values`` holds what this model said of it; the model then is
         `version` + 1. Trajectories without a reward have no part in it. Returns the step's metrics, means over the
         updates."""
-        updates = []
+        rewarded, updates = np.flatnonzero(step.rewarded), []
+        returns = torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0)))
+        if rewarded.size:
+            rewards = token_rewards(step, rewarded, self._penalty, self.state)
+            old = step.padded(step.token_values[VALUES], rewarded).double() * rewards.mask
+            _, found = gae(rewards.tokens, old, rewards.mask, self._gamma, self._lam)
+            returns[rewarded, : found.shape[1]] = found.float()
         for rows in mini_batches(step, self._config.epochs, self._config.mini_batches):
             rate = self.begin_update()
-            chosen = rows[step.rewarded[rows]]
-            loss, metrics = self._accumulate(step, chosen) if chosen.size else (0.0, {})
+            loss, metrics = self._accumulate(step, rows[step.rewarded[rows]], returns)
             ended = self.end_update(loss)
             metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
             updates.append(metrics | {"critic_loss": loss, "critic_lr": rate})
         self.version += 1
         return mean_metrics(updates)
 
-    def _accumulate(self, step: TrainingBatch, rewarded: np.ndarray) -> tuple[float, dict[str, float]]:
-        mask = step.padded([t.loss_mask for t in step.trajectories], rewarded).double()
-        old = step.padded(step.token_values[VALUES], rewarded).double() * mask
-        scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
-        _, returns = gae(on_last_token(scores, mask), old, mask, self._gamma, self._lam)
+    def _accumulate(
+        self, step: TrainingBatch, chosen: np.ndarray, of_step: torch.Tensor
+    ) -> tuple[float, dict[str, float]]:
+        mask = step.padded([t.loss_mask for t in step.trajectories], chosen)
         tokens = float(mask.sum())
         if not tokens:
             return 0.0, {}
+        returns = of_step[chosen, : mask.shape[1]]
+        old = step.padded(step.token_values[VALUES], chosen) * mask
         total, clipped_tokens = 0.0, 0.0
-        for rows, counts_once in self.plan([step.trajectories[i] for i in rewarded], step.groups[rewarded]):
+        for rows, counts_once in self.plan([step.trajectories[i] for i in chosen], step.groups[chosen]):
             health.beat()
             values = forward_values(self.model, rows)
             index, width = list(rows.index), values.shape[1]
@@ -75,12 +83,12 @@ class CriticLearner(ModelLearner):
             loss.backward()
             total += float(loss.detach())
             clipped_tokens += counts_once * float((clipped & rows.mask).sum())
-        chosen = mask.bool()
-        spread = returns[chosen].var(correction=0)
-        unexplained = (returns - old)[chosen].var(correction=0)
+        sampled = mask.bool()
+        spread = returns[sampled].var(correction=0)
+        unexplained = (returns - old)[sampled].var(correction=0)
         return total, {
-            "critic_value_mean": float(old[chosen].mean()),
-            "critic_return_mean": float(returns[chosen].mean()),
+            "critic_value_mean": float(old[sampled].mean()),
+            "critic_return_mean": float(returns[sampled].mean()),
             "critic_explained_variance": float(1 - unexplained / spread) if spread > 0 else 0.0,
             "critic_clip_fraction": clipped_tokens / tokens,
         }

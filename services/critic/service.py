@@ -132,7 +132,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic:
     path = critic.path or context.model_path
     model = load_trainable(str(start or path), world, device, config.model.dtype, "value")
     gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
-    learner = CriticLearner(model, critic, config.trainer.steps, gamma, lam, world)
+    learner = CriticLearner(model, critic, config.trainer.steps, gamma, lam, config.trainer.algorithm.kl, world)
     tail = []
     if start:
         tail = checkpoint.restore(learner, start)

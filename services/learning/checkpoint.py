@@ -56,6 +56,7 @@ class _Staged:
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     ledger: list[dict[str, Any]]
+    state: dict[str, float]
 
 
 class Saver:
@@ -78,7 +79,7 @@ class Saver:
             done: Future[Path] = Future()
             done.set_result(target)
             return done
-        staged = _Staged(learner.version, *_stage(learner, self._pages), list(ledger_tail))
+        staged = _Staged(learner.version, *_stage(learner, self._pages), list(ledger_tail), dict(learner.state))
         self._last = self._writer.submit(self._write, staged, target)
         return self._last
 
@@ -119,7 +120,7 @@ class Saver:
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(aside)
         self._tokenizer.save_pretrained(aside)
-        state = {"version": staged.version, "ledger": staged.ledger}
+        state = {"version": staged.version, "ledger": staged.ledger, "state": staged.state}
         (aside / "trainer" / STATE).write_text(json.dumps(state))
         for path in aside.rglob("*"):
             _sync(path)
@@ -180,6 +181,7 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
         for name, tensors in into.items():
             learner.optimizer.state[learner.parameters[name]] = tensors
     learner.version = state["version"]
+    learner.state |= state.get("state", {})
     return state["ledger"]
 
 

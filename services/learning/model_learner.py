@@ -50,6 +50,8 @@ class ModelLearner:
         # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
         self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self.version = 0
+        self.state: dict[str, float] = {}
+        """What else a checkpoint has: numbers that steps have changed."""
         self.device = next(model.parameters()).device
         self.world = world or World(self.device)
         optimizer = config.optimizer

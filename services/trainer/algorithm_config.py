@@ -21,6 +21,8 @@ class Traits(Section):
 
     least_n: ClassVar[int] = 1
     """Of an advantage: fewer trajectories in a group teach nothing."""
+    by_token: ClassVar[bool] = False
+    """Of an advantage: it takes the reward of each token, not of the whole trajectory."""
     compares: ClassVar[bool] = True
     """Of an advantage: a group whose rewards are all equal teaches nothing."""
     aggregation: ClassVar[Aggregation] = "token-mean"
@@ -76,6 +78,7 @@ class GaeAdvantage(Choice):
     implementation = "advantages.gae:gae"
     paper = "Schulman et al. 2015, arXiv:1506.02438; Schulman et al. 2017, arXiv:1707.06347"
     compares = False
+    by_token = True
     type: Literal["gae"] = "gae"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount a token: how much less a reward counts for a token the further off it is, e.g. ``0.99``."""
@@ -94,6 +97,7 @@ class ReinforcePlusPlusAdvantage(Choice):
     implementation = "advantages.reinforce_plus_plus:reinforce_plus_plus"
     paper = "Hu et al. 2025, arXiv:2501.03262"
     compares = False
+    by_token = True
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount a token: how much less the reward counts for a token the further it is from the end."""
@@ -361,8 +365,30 @@ class KLConfig(Section):
     """Weight of the penalty, e.g. ``0.001``; 0: none, and no reference process."""
     kind: Literal["k1", "abs", "k2", "k3"] = "k3"
     """How the divergence is estimated from the sampled tokens (Schulman 2020). See docs/algorithms.md."""
+    place: Literal["loss", "reward"] = "loss"
+    """``loss``: a term of the loss, with a gradient (GRPO). ``reward``: taken off each token's reward, as PPO does it
+    (Ouyang et al. 2022), by the log-probabilities of the policy that sampled."""
+    target: float | None = Field(None, gt=0)
+    """With ``place: reward``, the divergence in nats a token that the coefficient is steered to (Ziegler et al. 2019),
+    e.g. ``0.05``; null: it stays what it is."""
+    horizon: float = Field(10000.0, gt=0)
+    """Trajectories in which a coefficient with a `target` grows or falls by a fifth at most."""
     gradient: Literal["own", "k2"] = "own"
-    """``own``: the gradient of the estimate itself. ``k2``: keep its value, but use the gradient of k2."""
+    """``own``: the gradient of the estimate itself. ``k2``: keep its value, but use the gradient of k2. Of a term of
+    the loss alone."""
+
+    @property
+    def in_reward(self) -> bool:
+        """It is taken off the reward."""
+        return self.place == "reward" and self.coefficient > 0
+
+    @model_validator(mode="after")
+    def _fits(self) -> KLConfig:
+        if self.place == "reward" and not self.coefficient:
+            raise ValueError("place: reward takes nothing off at coefficient=0; set a coefficient, e.g. 0.01")
+        if self.target is not None and self.place != "reward":
+            raise ValueError("target: only a penalty with place=reward has a coefficient that adapts")
+        return self
 
 
 BuiltInAdvantage = (

@@ -12,6 +12,7 @@ from penstock.protocols.columns import REFERENCE, REWARD
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
+from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.packing import Rows, plan_rows
 from penstock.services.modeling.parallel.fsdp import forward, reshard, sum_gradients
@@ -37,7 +38,7 @@ class Learner(ModelLearner):
         """The updates of ``step``, one unless the config says more; the model then is `version` + 1. ``before_update``
         is called once the first gradient is there, before a parameter changes; none does where it is ``frozen``.
         Returns the step's metrics, means over the updates."""
-        advantages, proximal = self._advantages(step), None
+        (advantages, rewarded), proximal = self._advantages(step), None
         parts = list(mini_batches(step, self._config.epochs, self._config.mini_batches))
         if len(parts) > 1 and self.algorithm.needs_proximal:
             proximal = self._log_probs(step)
@@ -48,7 +49,7 @@ class Learner(ModelLearner):
             ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen)
             updates.append(metrics | ended | {"loss": loss, "lr": rate})
         self.version += 1
-        return mean_metrics(updates) | described
+        return mean_metrics(updates) | rewarded | described
 
     def accumulate(
         self,
@@ -61,7 +62,7 @@ class Learner(ModelLearner):
         The result does not depend on how they are cut, up to rounding. ``advantages`` are of all the step's rows;
         ``proximal`` the log-probabilities that the policy had when the step began, ``[tokens]`` each, where it has
         changed since. Returns the loss and metrics."""
-        advantages = self._advantages(step) if advantages is None else advantages
+        advantages = self._advantages(step)[0] if advantages is None else advantages
         chosen = np.flatnonzero(step.rewarded)
         chosen = chosen if rows is None else rows[step.rewarded[rows]]
         trajectories = [step.trajectories[i] for i in chosen]
@@ -145,21 +146,20 @@ class Learner(ModelLearner):
         reshard(self.model)
         return found[0, : size - 1].float().cpu().tolist()
 
-    def _advantages(self, step: TrainingBatch) -> torch.Tensor:
-        """float32 ``[trajectories, longest]`` on the host, by token; 0 of trajectories without a reward."""
+    def _advantages(self, step: TrainingBatch) -> tuple[torch.Tensor, dict[str, float]]:
+        """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""
         rewarded = np.flatnonzero(step.rewarded)
-        scores = torch.from_numpy(step.rewards[rewarded].astype(np.float64))
-        groups = torch.from_numpy(step.groups[rewarded])
-        mask = step.padded([t.loss_mask for t in step.trajectories], rewarded).bool()
+        rewards = token_rewards(step, rewarded, self._config.algorithm.kl, self.state)
         columns = {}
         for name in self.algorithm.group_columns:
             if name in step.token_values:
                 columns[name] = step.padded(step.token_values[name], rewarded)
             else:
                 columns[name] = torch.from_numpy(step.values[name][rewarded])
+        groups, mask = torch.from_numpy(step.groups[rewarded]), rewards.mask.bool()
         found = torch.zeros((len(step.trajectories), mask.shape[1]))
-        found[rewarded] = self.algorithm.advantages(scores, mask, groups, columns).float()
-        return found
+        found[rewarded] = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens).float()
+        return found, rewards.metrics
 
     @torch.no_grad()
     def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:

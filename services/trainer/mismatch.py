@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from penstock.services.learning.masked_mean import LOG_RATIO_LIMIT
 from penstock.services.modeling.parallel.world import World
-from penstock.services.trainer.algorithms.masked_mean import LOG_RATIO_LIMIT
 
 SUMS = (
     "tokens", "absolute", "kl", "kl_k3", "chi2_token", "weight", "weight2", "fresh_tokens", "fresh",

@@ -20,6 +20,7 @@ from penstock.services.learning.config import OptimizerConfig
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.values import value_head
+from penstock.services.trainer.algorithm_config import KLConfig
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import Tokenizer, a_step
 
@@ -35,7 +36,9 @@ def policy(tmp_path: Path) -> Path:
 
 def critic_of(path: Path, tokens: int = 8192, lr: float = 1e-2) -> CriticLearner:
     config = CriticConfig(tokens_per_micro_batch=tokens, optimizer=OptimizerConfig(lr=lr))
-    return CriticLearner(load_trainable(str(path), World(CPU), CPU, "float32", "value"), config, 50, 1.0, 1.0)
+    return CriticLearner(
+        load_trainable(str(path), World(CPU), CPU, "float32", "value"), config, 50, 1.0, 1.0, KLConfig()
+    )
 
 
 def valued(learner: CriticLearner, step: TrainingBatch) -> TrainingBatch:

@@ -56,25 +56,29 @@ def test_every_step_waits_for_the_critics_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_critic_and_trainer_killed_in_the_middle_of_steps_end_where_undisturbed_ones_do(tmp_path: Path) -> None:
-    plain, killed = tmp_path / "plain", tmp_path / "killed"
-    plain.mkdir(), killed.mkdir()
+def test_critic_and_trainer_killed_in_the_middle_of_steps_redo_them_to_the_bit(tmp_path: Path) -> None:
     points = "critic-taken:2,critic-valued:3,trained:3,critic-trained:6,taken:7,critic-valued:9,committed:9"
-    several = [
-        "trainer.epochs=2",
-        "trainer.mini_batches=2",
-        "critic.mini_batches=4",
-        "trainer.algorithm.ratio=proximal",
-    ]
-    run = killed_at(points, killed, [*SMALL, *PPO, *DETERMINISTIC, *several])
+    several = ["trainer.epochs=2", "trainer.mini_batches=2", "critic.mini_batches=4"]
+    several += ["trainer.algorithm.ratio=proximal"]
+    several += ["trainer.algorithm.kl={coefficient: 0.05, place: reward, target: 0.01, horizon: 500}"]
+    run = killed_at(points, tmp_path, [*SMALL, *PPO, *DETERMINISTIC, *several])
     summary = run.wait()
     check_promises(summary)
     assert summary["restarts"] == 7 and summary["steps"] == 12
+    coefficients = [row["kl_coefficient"] for row in steps_of(run.folder)]
+    assert coefficients[0] == 0.05 and len(set(coefficients)) == 12, "it adapts, and a redo finds where it stood"
     command = [sys.executable, "-m", "penstock.pipeline.cli", "replay", str(run.folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert "12 of 12 versions have the recorded digest" in done.stdout, done.stdout + done.stderr
+    assert sorted(last_of(run.folder / "critic.jsonl")) == list(range(12))
+
+
+@pytest.mark.chaos
+def test_killed_or_not_policy_and_critic_end_at_the_same_bits(tmp_path: Path) -> None:
+    plain, killed = tmp_path / "plain", tmp_path / "killed"
+    plain.mkdir(), killed.mkdir()
     synchronous = [*SMALL, *PPO, *DETERMINISTIC, "gate.max_lag=0"]
-    one, two = Run(plain, synchronous), killed_at("critic-valued:4,trained:6", tmp_path, synchronous)
+    one, two = Run(plain, synchronous), killed_at("critic-valued:4,trained:6", killed, synchronous)
     check_promises(one.wait()), check_promises(two.wait())
     assert last_of(one.folder / "critic.jsonl") == last_of(two.folder / "critic.jsonl")
     for name in ("checkpoints", "critic/checkpoints"):

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from penstock.protocols.columns import REFERENCE
+from penstock.services.learning.kl_penalty import kl_penalty
+from penstock.services.learning.masked_mean import masked_mean
+from penstock.services.learning.token_returns import on_last_token
 from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithm_config import AlgorithmConfig, Choice, CustomFunction
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.weights import mean_terms
 from penstock.services.trainer.algorithms.custom import CustomChoice, Place
-from penstock.services.trainer.algorithms.kl_penalty import kl_penalty
-from penstock.services.trainer.algorithms.masked_mean import masked_mean
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Algorithm:
         """Columns that the advantage reads, beside the reward."""
         self.columns = [*config.loss.columns, *config.correction.columns]
         """Columns that loss and correction read."""
-        if config.kl.coefficient:
+        self._in_loss = config.kl.coefficient > 0 and not config.kl.in_reward
+        if self._in_loss:
             self.columns.append(REFERENCE)
         self.needs_first_pass = bool(getattr(config.correction, "normalize", False))
         """The weights' mean over the step is needed before any loss: `weights` over all parts gives it."""
@@ -72,11 +74,20 @@ class Algorithm:
         return self._config.ratio == "proximal" or self._correction is not None or bool(self._config.reject)
 
     def advantages(
-        self, scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, columns: Mapping[str, torch.Tensor]
+        self,
+        scores: torch.Tensor,
+        mask: torch.Tensor,
+        groups: torch.Tensor,
+        columns: Mapping[str, torch.Tensor],
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """An advantage a token, ``[rows, length]``, 0 where ``mask`` (bool, so shaped) is not set; from each row's
-        reward, its group's number and its `group_columns`."""
-        return self._advantage(columns, scores, mask.to(scores.dtype), groups)
+        reward, its group's number and its `group_columns`. ``tokens`` ``[rows, length]`` says where in a row its reward
+        lies; None: on the last token."""
+        mask = mask.to(scores.dtype)
+        if self._config.advantage.by_token:
+            scores = on_last_token(scores, mask) if tokens is None else tokens
+        return self._advantage(columns, scores, mask, groups)
 
     def weights(self, part: Part) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """The correction's importance weights of a part, not normalised; None where there is no correction."""
@@ -106,7 +117,7 @@ class Algorithm:
             kept, found = rejection(part.policy, part.behaviour, part.mask, config.reject)
             losses = losses * kept
             metrics |= found
-        if config.kl.coefficient:
+        if self._in_loss:
             kl = kl_penalty(part.log_prob, part.columns[REFERENCE], config.kl.kind, config.kl.gradient)
             losses = losses + config.kl.coefficient * kl
             metrics["reference_kl"] = masked_mean(kl.detach(), part.mask)

@@ -8,15 +8,14 @@ from penstock.services.learning import token_returns
 
 
 def gae(
-    scores: torch.Tensor,
+    rewards: torch.Tensor,
     mask: torch.Tensor,
     groups: torch.Tensor,
     values: torch.Tensor,
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> torch.Tensor:
-    """Estimates from the critic's ``values`` ``[rows, length]``, the reward lying on the row's last valid token,
-    whitened over all valid tokens of the step. Shapes as for `grpo`; ``groups`` has no part in it."""
-    rewards = token_returns.on_last_token(scores, mask)
-    estimates, _ = token_returns.gae(rewards, values.to(scores.dtype) * mask, mask, gamma, lam)
+    """Estimates from each token's reward and the critic's ``values``, whitened over all valid tokens of the step. All
+    ``[rows, length]`` but ``groups`` ``[rows]``, which has no part in it."""
+    estimates, _ = token_returns.gae(rewards, values.to(rewards.dtype) * mask, mask, gamma, lam)
     return token_returns.whiten(estimates, mask)

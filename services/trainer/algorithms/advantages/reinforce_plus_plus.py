@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from penstock.services.learning.token_returns import discounted, on_last_token, whiten
+from penstock.services.learning.token_returns import discounted, whiten
 from penstock.services.trainer.algorithms.advantages.group_stats import Groups
 
 
 def reinforce_plus_plus(
-    scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float = 1.0
+    rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Returns of each token, the reward lying on the row's last, whitened over all valid tokens of the step. Shapes as
-    for `grpo`; ``groups`` has no part in it."""
-    return whiten(discounted(on_last_token(scores, mask), mask, gamma), mask)
+    """Returns of each token from each token's reward, whitened over all valid tokens of the step. All
+    ``[rows, length]`` but ``groups`` ``[rows]``, which has no part in it."""
+    return whiten(discounted(rewards, mask, gamma), mask)
 
 
 def reinforce_plus_plus_baseline(scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.services.learning.masked_mean import LOG_RATIO_LIMIT, masked_mean
 from penstock.services.trainer.algorithm_config import RejectRule
-from penstock.services.trainer.algorithms.masked_mean import LOG_RATIO_LIMIT, masked_mean
 
 
 def rejection(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.services.trainer.algorithms.masked_mean import LOG_RATIO_LIMIT, masked_mean
+from penstock.services.learning.masked_mean import LOG_RATIO_LIMIT, masked_mean
 
 
 def ratios(train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.trainer.algorithms.losses.ratio import weighted
-from penstock.services.trainer.algorithms.masked_mean import masked_mean
 
 
 def dro(

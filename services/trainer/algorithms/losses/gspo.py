@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.trainer.algorithms.losses.ratio import share, weighted
-from penstock.services.trainer.algorithms.masked_mean import masked_mean
 
 LIMIT = 10.0
 """A sequence's log-ratio is capped at it."""

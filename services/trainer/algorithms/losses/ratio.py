@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.services.trainer.algorithms.masked_mean import LOG_RATIO_LIMIT, masked_mean
+from penstock.services.learning.masked_mean import LOG_RATIO_LIMIT, masked_mean
 
 
 def clamped_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:

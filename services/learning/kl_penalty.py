@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.services.trainer.algorithms.masked_mean import LOG_RATIO_LIMIT
+from penstock.services.learning.masked_mean import LOG_RATIO_LIMIT
 
 K3_LIMIT = 10.0
 

@@ -1,0 +1,75 @@
+"""What each token of a step is rewarded with: the reward on the last, less a penalty for leaving the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.protocols.columns import REFERENCE
+from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.kl_in_reward import adapted, kl_in_reward
+from penstock.services.learning.token_returns import on_last_token
+
+COEFFICIENT = "kl_coefficient"
+"""In a learner's `state`, where it adapts."""
+
+
+class PenaltyConfig(Protocol):
+    """`trainer.algorithm.kl`."""
+
+    @property
+    def in_reward(self) -> bool:
+        """The penalty is a part of the reward, not of the loss."""
+
+    @property
+    def coefficient(self) -> float:
+        """Its weight, or the first one."""
+
+    @property
+    def kind(self) -> str:
+        """The estimate: k1, abs, k2 or k3."""
+
+    @property
+    def target(self) -> float | None:
+        """The divergence that the coefficient is steered to; None: it is fixed."""
+
+    @property
+    def horizon(self) -> float:
+        """Trajectories in which it changes by a fifth at most."""
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """Of some rows of a step: float64, on the host."""
+
+    scores: torch.Tensor
+    """``[rows]``: the whole of each."""
+    tokens: torch.Tensor
+    """``[rows, longest]``: where it lies."""
+    mask: torch.Tensor
+    """``[rows, longest]``: 1 where a token was sampled."""
+    metrics: dict[str, float]
+
+
+def token_rewards(
+    step: TrainingBatch, rows: np.ndarray, penalty: PenaltyConfig, state: dict[str, float]
+) -> TokenRewards:
+    """Of these ``rows``, all of which have a reward. The coefficient of the next step goes into ``state``: it follows
+    from the steps alone, so every learner that takes them has the same. The divergence is that of the policy that
+    sampled, for the same reason."""
+    mask = step.padded([t.loss_mask for t in step.trajectories], rows).double()
+    scores = torch.from_numpy(step.rewards[rows].astype(np.float64))
+    tokens = on_last_token(scores, mask)
+    if not penalty.in_reward:
+        return TokenRewards(scores, tokens, mask, {})
+    sampled = step.padded([t.logprobs for t in step.trajectories], rows).double()
+    reference = step.padded(step.token_values[REFERENCE], rows).double()
+    kl, mean = kl_in_reward(sampled, reference, mask, penalty.kind)
+    coefficient = state.get(COEFFICIENT, penalty.coefficient)
+    if penalty.target is not None:
+        state[COEFFICIENT] = adapted(coefficient, mean, penalty.target, penalty.horizon, len(rows))
+    metrics = {"reward_kl": mean, "kl_coefficient": coefficient}
+    return TokenRewards(scores - coefficient * kl.sum(-1), tokens - coefficient * kl, mask, metrics)

@@ -1,0 +1,69 @@
+"""The penalty in the reward: where it lies, and that every learner of a run has the same coefficient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from penstock.protocols.columns import REFERENCE
+from penstock.services.learning import checkpoint
+from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.token_rewards import token_rewards
+from penstock.services.trainer.algorithm_config import KLConfig
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from tests.trainer.rank_program import a_model
+from tests.trainer.steps import Tokenizer, a_step
+
+PENALTY = {"place": "reward", "kind": "k1", "coefficient": 0.1, "target": 0.01, "horizon": 50}
+
+
+def with_reference(step: TrainingBatch, distance: float) -> TrainingBatch:
+    """Every sampled token was likelier by ``distance`` nats than the reference has it."""
+    return step.with_tokens(REFERENCE, [(t.logprobs - distance) * t.loss_mask for t in step.trajectories])
+
+
+def test_each_sampled_token_pays_for_itself() -> None:
+    step, state = with_reference(a_step(0), 0.5), {}
+    rows = np.arange(len(step.trajectories))
+    found = token_rewards(step, rows, KLConfig.model_validate(PENALTY), state)
+    for row, trajectory in enumerate(step.trajectories):
+        wanted = np.zeros(found.tokens.shape[1])
+        wanted[: len(trajectory.tokens)] = -0.05 * trajectory.loss_mask
+        wanted[np.flatnonzero(trajectory.loss_mask)[-1]] += step.rewards[row]
+        np.testing.assert_allclose(found.tokens[row], wanted, atol=1e-6)
+    np.testing.assert_allclose(found.scores, found.tokens.sum(-1), atol=1e-6)
+    assert found.metrics["reward_kl"] == pytest.approx(0.5, abs=1e-5)
+    assert state["kl_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * len(rows) / 50)), "further off than its target"
+
+
+def test_the_coefficient_is_in_the_checkpoint(tmp_path: Path) -> None:
+    def learner() -> Learner:
+        algorithm = {"kl": PENALTY}
+        return Learner(a_model(), TrainerConfig.model_validate({"algorithm": algorithm}), 1.0)
+
+    one, again = learner(), learner()
+    assert one.train(with_reference(a_step(0), 0.5))["kl_coefficient"] == 0.1
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, 1)
+    path = saver.begin().result()
+    saver.close()
+    checkpoint.restore(again, path)
+    second = with_reference(a_step(1), 0.0)
+    assert again.train(second)["kl_coefficient"] == one.train(second)["kl_coefficient"] > 0.1
+    assert again.state == one.state and one.state["kl_coefficient"] < 0.1 * (1 + 0.2 * 12 / 50)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"place": "reward"}, "takes nothing off at coefficient=0"),
+        ({"coefficient": 0.1, "target": 0.1}, "place=reward"),
+    ],
+)
+def test_a_penalty_that_would_do_nothing_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        KLConfig.model_validate(given)
