@@ -65,6 +65,12 @@ def check_left(folder: Path, config: Config) -> None:
 
 def check_fixed(began: Config, config: Config) -> None:
     """Raises `ConfigError` that names the first key that a resumed run cannot change."""
+    if config.with_critic != began.with_critic:
+        words = "has a critic" if began.with_critic else "has no critic, which would have to learn from its first step"
+        raise ConfigError(
+            f"trainer.algorithm.advantage: {config.trainer.algorithm.advantage.type}, but the run {words}; a resumed "
+            "run cannot change that: begin a new one"
+        )
     before, now = leaves(began.model_dump(mode="json")), leaves(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED) and _differ(key, before, now):

@@ -81,7 +81,8 @@ class Critic:
         self._tail = [*self._tail, {"step": batch.step, "groups": [g.number for g in batch.groups]}][-TAIL_STEPS:]
         self.actor.version = self._learner.version
         metrics |= {"critic_step": float(batch.step)}
-        self.actor.mailbox.ask(Learned(step=batch.step, digest=digest, metrics=metrics), ANSWER_DEADLINE_S)
+        learned = Learned(step=batch.step, digest=digest, metrics=metrics)
+        self._desk.wait(self.actor.mailbox.ask_later(learned, ANSWER_DEADLINE_S))
         log.info("step", step=batch.step, version=self._learner.version, loss=round(metrics["critic_loss"], 5))
         if self._learner.version % self._config.checkpoint.every == 0:
             self._save()

@@ -93,6 +93,9 @@ def test_a_run_of_which_everybody_died_goes_on(tmp_path: Path) -> None:
     for process in [*run.actors().values(), run.process]:
         process.kill()
     run.process.wait(10)
+    other = Run.resumed(run, ["trainer.steps=14", "trainer.algorithm={preset: null, advantage: {type: grpo}}"])
+    assert other.process.wait(60) == 2
+    assert "trainer.algorithm.advantage: grpo, but the run has a critic" in other.output.read_text()
     again = Run.resumed(run, ["trainer.steps=14"])
     summary = again.wait()
     check_promises(summary)
