@@ -256,7 +256,7 @@ class Handlers:
 
     def _on_learned(self, member: Member, request: int, learned: m.Learned) -> None:
         """Nobody waits for it: what the next step needs of a learner are its columns."""
-        self._state.progress.learned = learned.metrics
+        self._state.progress.learned, member.version = learned.metrics, learned.step + 1
         row = {"step": learned.step, "time": time.time(), "digest": learned.digest, **learned.metrics}
         self._state.recorder.learned(member.kind, row)
         self._ack(member, request)

@@ -44,7 +44,7 @@ class Critic:
         self, context: ActorContext, learner: CriticLearner, tail: list[dict[str, Any]], saver: checkpoint.Saver,
         config: CriticConfig, columns: ColumnTable, max_lag: int, deterministic: bool,
     ) -> None:  # fmt: skip
-        self._learner, self._config = learner, config
+        self._learner, self._config, self._world = learner, config, learner.world
         self._columns, self._max_lag, self._deterministic = columns, max_lag, deterministic
         self.actor = Actor("critic", context)
         self._saving = Saving(learner, saver, self.actor.mailbox)
@@ -63,6 +63,7 @@ class Critic:
         self._saving.finish(final=self._desk.stopped is None)
         reason = self._desk.until_stopped()
         self._saving.close()
+        self._world.close()
         self.actor.leave(reason)
         return reason
 

@@ -112,3 +112,21 @@ def test_the_loss_is_flat_exactly_where_the_value_has_moved_far_enough(seed: int
     assert values.grad is not None
     assert torch.equal(values.grad == 0, clipped & ((values - old).abs() > 0.2))
     assert (losses.detach() >= (values - returns).detach().square() / 2).all()
+
+
+def test_it_computes_in_16_bits_and_learns_in_32(policy: Path) -> None:
+    world = World(CPU)
+    try:
+        model = load_trainable(str(policy), world, CPU, "bfloat16", "value")
+        learner = CriticLearner(model, CriticConfig(), 50, 1.0, 1.0, KLConfig(), world)
+        plain, step = critic_of(policy), a_step(5)
+        for one in (learner, plain):
+            with torch.no_grad():
+                value_head(one.model).weight.fill_(0.05)
+        for found, wanted in zip(learner.values(step), plain.values(step), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=0.05)
+        metrics = [one.train(valued(one, step)) for one in (learner, plain)]
+        assert metrics[0]["critic_grad_norm"] == pytest.approx(metrics[1]["critic_grad_norm"], rel=0.1)
+        assert all(parameter.dtype == torch.float32 for parameter in learner.parameters.values())
+    finally:
+        world.close()
