@@ -46,7 +46,9 @@ def _try(config: Config, own: list[str]) -> None:
     device = device_of("cpu" if config.trainer.device == "cpu" else "auto")  # a GPU that is named may not be here
     rows = GROUPS * config.rollout.sampling.n
     scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
-    by_row = {name: torch.rand(rows) for name in algorithm.group_columns}
+    table = config.columns.by_name
+    token = {name for name in algorithm.group_columns if name in table and table[name].per == "token"}
+    by_row = {name: torch.rand((rows, LENGTH) if name in token else rows) for name in algorithm.group_columns}
     mask = torch.ones(rows, LENGTH, dtype=torch.bool)
     mask[::2, -1] = False  # the last token of every second row does not count
     advantages = algorithm.advantages(scores, mask, groups, by_row).float().to(device)

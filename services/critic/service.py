@@ -106,7 +106,7 @@ def _by_group(batch: Batch, step: TrainingBatch, values: Sequence[np.ndarray]) -
     """``values`` of trajectories, joined for each group of the batch; none of a group that could not be read."""
     found = []
     for taken in batch.groups:
-        mine = [values[row] for row in np.flatnonzero(step.groups == taken.number)]
+        mine = [values[int(row)] for row in np.flatnonzero(step.groups == taken.number)]
         found.append(np.concatenate(mine) if mine else np.zeros(0, np.float32))
     return found
 
