@@ -248,8 +248,9 @@ class Handlers:
         if said.column not in step.columns:
             if len(said.values) != len(step.groups):
                 raise ColumnError(f"step {said.step} has {len(step.groups)} groups, not {len(said.values)}")
-            for number, values in zip(step.groups, said.values, strict=True):
+            for values in said.values:
                 column.check_values(values)
+            for number, values in zip(step.groups, said.values, strict=True):
                 state.payloads.add(("train", number), column.name, values)
             ledger.describe(said.step, column.name)
         self._ack(member, request)
