@@ -75,7 +75,7 @@ def test_a_model_with_other_labels_is_refused(reward_model: Path, tmp_path: Path
         RewardModel(str(tmp_path), device="cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 def test_the_policy_learns_what_the_reward_model_likes(reward_model: Path, tmp_path: Path) -> None:
     options = f"{{path: {reward_model}, column: liked, device: cpu, dtype: float32}}"
     overrides = [

@@ -164,7 +164,7 @@ def test_a_function_is_given_what_it_asks_for() -> None:
     [
         (FunctionConfig(function=f"{HERE}:missing"), "cannot load"),
         (FunctionConfig(function="no.such.module:f"), "cannot load"),
-        (FunctionConfig(function=f"{HERE}:wants_more"), "asks for embedding; it may ask for response, truth"),
+        (FunctionConfig(function=f"{HERE}:wants_more"), "asks for embedding; it may ask for response, response_tokens"),
         (FunctionConfig(function=f"{HERE}:good", options={"malus": 1}), "does not take malus, which its options give"),
     ],
 )
