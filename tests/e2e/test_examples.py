@@ -1,24 +1,88 @@
-"""The examples run as they stand; a few steps of each."""
+"""The examples, as somebody copies them into a folder of their own: shorter, but all their code runs."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.pipeline.run.summary import steps_of
-from tests.e2e.runs import ROOT, Run, check_promises
+from tests.e2e.runs import ROOT, SHORT, Run, check_promises
 
-SHORT = ["trainer.steps=3", "prompts.eval=null", "gate.groups_per_step=8", "gate.prefetch=8"]
-TINY = ["model.warm_start.steps=2", "model.warm_start.batch=16"]
-METRICS = {"own-loss": "bounded_share", "own-correction": "is_weight_kept", "own-data": "reward"}
-"""What each one's own code shows of itself in every step."""
+EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METRICS)
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, [*SHORT, *TINY], ROOT / "examples" / name / "config.yaml")
-    check_promises(run.wait(200))
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}/v1")
+    server = subprocess.Popen([sys.executable, str(EXAMPLES / "async-judge" / "judge_server.py"), str(port)])
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with socket.socket() as asked:
+            if not asked.connect_ex(("127.0.0.1", port)):
+                break
+        time.sleep(0.1)
+    yield port
+    server.kill()
+    server.wait()
+
+
+def run_copy(name: str, tmp_path: Path) -> tuple[Run, dict[str, object]]:
+    """A copy of the example, away from the repository, for a few steps."""
+    folder = shutil.copytree(EXAMPLES / name, tmp_path / name)
+    run = Run(tmp_path, SHORT, folder / "config.yaml")
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 6 and summary["rewards_failed"] == 0 and summary["eval_after"] is not None
+    return run, summary
+
+
+def test_own_data_and_own_reward(tmp_path: Path) -> None:
+    run, summary = run_copy("own-data", tmp_path)
     rows = steps_of(run.folder)
-    assert len(rows) == 3 and all(METRICS[name] in row for row in rows)
+    assert all(row["reward"] == pytest.approx(row["reward/letters_in_place"]) for row in rows)
+    assert any(row["reward/exact_match"] != row["reward"] for row in rows)
+    archived = list(penstock.rollouts(run.folder))
+    assert len(archived) == summary["groups_trained"] * 4  # type: ignore[operator]
+    assert {row["prompt"].partition(" ")[0] for row in archived} == {"next"}
+    kept = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    assert len(kept) == 6 * 4 and all(row in archived for row in kept)
+
+
+@pytest.mark.usefixtures("judge")
+def test_an_async_judge_beside_another_reward(tmp_path: Path) -> None:
+    run, _ = run_copy("async-judge", tmp_path)
+    for row in steps_of(run.folder):
+        assert row["reward"] == pytest.approx(row["reward/judge"] + 0.1 * row["reward/brief"], abs=1e-5)
+    assert any(row.get("latency/reward/judge", 0) > 0.2 for row in steps_of(run.folder))
+
+
+def test_own_loss_and_own_advantage(tmp_path: Path) -> None:
+    run, _ = run_copy("own-loss", tmp_path)
+    rows = steps_of(run.folder)
+    assert all("bounded_share" in row for row in rows)
+    assert all("clip_fraction" not in row for row in rows)
+
+
+def test_own_correction(tmp_path: Path) -> None:
+    run, _ = run_copy("own-correction", tmp_path)
+    assert all(0 < row["is_weight_kept"] <= 1 for row in steps_of(run.folder))
+
+
+def test_a_judge_that_is_not_there_is_told_of_before_anything_starts(tmp_path: Path) -> None:
+    env = {**os.environ, "JUDGE_URL": "http://127.0.0.1:9/v1"}
+    command = [sys.executable, "-m", "penstock.pipeline.cli", "run", str(EXAMPLES / "async-judge" / "config.yaml")]
+    told = subprocess.run([*command, f"run.folder={tmp_path}"], env=env, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 2 and not list(tmp_path.iterdir())
+    assert "reward.functions.0: my_judge:judge" in told.stderr and "ConnectError" in told.stderr
