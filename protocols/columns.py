@@ -113,6 +113,11 @@ class ColumnTable(BaseModel):
         return {column.name: column for column in self.columns}
 
     @property
+    def by_token(self) -> set[str]:
+        """Columns with a value for each token."""
+        return {column.name for column in self.columns if column.per == "token"}
+
+    @property
     def scored(self) -> list[Column]:
         """What a group needs before a step may take it."""
         return [column for column in self.columns if not column.of_step]

@@ -46,8 +46,7 @@ def _try(config: Config, own: list[str]) -> None:
     device = device_of("cpu" if config.trainer.device == "cpu" else "auto")  # a GPU that is named may not be here
     rows = GROUPS * config.rollout.sampling.n
     scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
-    table = config.columns.by_name
-    token = {name for name in algorithm.group_columns if name in table and table[name].per == "token"}
+    token = config.columns.by_token
     by_row = {name: torch.rand((rows, LENGTH) if name in token else rows) for name in algorithm.group_columns}
     mask = torch.ones(rows, LENGTH, dtype=torch.bool)
     mask[::2, -1] = False  # the last token of every second row does not count
@@ -85,11 +84,8 @@ def _part(
     rows = len(advantages)
     device = advantages.device
     log_prob = (-torch.rand(rows, LENGTH, device=device)).requires_grad_()
-    table = config.columns.by_name
-    values = {
-        name: -torch.rand(rows, LENGTH if name in table and table[name].per == "token" else 1, device=device)
-        for name in columns
-    }
+    token = config.columns.by_token
+    values = {name: -torch.rand(rows, LENGTH if name in token else 1, device=device) for name in columns}
     behaviour = (log_prob.detach() - 0.1 * torch.rand(rows, LENGTH, device=device)) * mask
     return log_prob, Part(log_prob * 1.0, behaviour, advantages, mask, values)
 

@@ -23,10 +23,8 @@ def keys(config: Config) -> set[str]:
     found = set()
     if isinstance(config.model, PretrainedModel) and may_be_on_hub(config.model.path):
         found.add("model.path")
-    if config.reference.path and may_be_on_hub(config.reference.path):
-        found.add("reference.path")
-    if config.critic.path and may_be_on_hub(config.critic.path):
-        found.add("critic.path")
+    others = {"reference.path": config.reference.path, "critic.path": config.critic.path}
+    found |= {key for key, path in others.items() if path and may_be_on_hub(path)}
     sources = {"prompts.train": config.prompts.train}
     sources |= {f"prompts.eval.{name}": source for name, source in config.prompts.eval.items()}
     for key, source in sources.items():

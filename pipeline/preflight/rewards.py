@@ -66,8 +66,7 @@ def _judge(key: str, function: FunctionConfig, row: Prompt, answers: list[str], 
 
 
 def _offered(function: FunctionConfig, table: ColumnTable, row: Prompt, answer: str) -> dict[str, Any]:
-    columns = table.by_name
-    token = {name for name in function.columns if name in columns and columns[name].per == "token"}
+    token = table.by_token
     read = {name.replace("/", "_"): np.zeros(4, np.float32) if name in token else 0.0 for name in function.columns}
     return {
         "response": answer,

@@ -7,7 +7,9 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
-from penstock.services.trainer.algorithm_config import BuiltInAdvantage, BuiltInCorrection, BuiltInLoss, Choice
+from penstock.services.trainer.advantage_config import BuiltInAdvantage
+from penstock.services.trainer.algorithm_config import BuiltInCorrection, BuiltInLoss
+from penstock.services.trainer.choice import Choice
 from penstock.services.trainer.presets import PRESETS
 
 

@@ -19,7 +19,7 @@ from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.replay_buffer import Entry
 from penstock.services.broker.scoring import replay_of
 from penstock.services.broker.state import BrokerState
-from penstock.services.broker.status import lacking, stall_reason
+from penstock.services.broker.status import stall_reason
 from penstock.services.data import DataError
 
 log = structlog.get_logger()
@@ -219,7 +219,7 @@ class Scheduler:
                 step = state.groups.take(waiting.step, self._step_seed(waiting.step))
             except LedgerError as error:
                 return m.Refused(code="bad_message", reason=str(error))
-            if step and (kind != "trainer" or not lacking(state, step)):
+            if step and (kind != "trainer" or not state.lacking(step)):
                 return state.batch(step, kind)
             if not step and state.groups.ended(waiting.step):
                 reason = "the run's last step is done" if waiting.step >= state.settings.steps else "the prompts ended"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.protocols.columns import REWARD, ColumnTable
+from penstock.protocols.columns import REWARD, Column, ColumnTable
 from penstock.protocols.experience import ExperienceError, Purpose, Sampling
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.mailbox import RouterServer
@@ -226,6 +226,10 @@ class BrokerState:
             }
         )
 
+    def lacking(self, step: Step) -> list[Column]:
+        """What the trainer waits for, of a step that is taken."""
+        return [column for column in self.settings.columns.of_step if column.name not in step.columns]
+
     def covered(self) -> int:
         """The version that durable checkpoints of all learners cover."""
         return min(self.progress.checkpoints.get(kind, 0) for kind in self.settings.learners)
@@ -257,13 +261,13 @@ class BrokerState:
             except (ExperienceError, WireError) as error:  # the trainer leaves it out too
                 log.warning("a sample cannot be read", group=taken.number, error=str(error))
                 continue
-            tokens = {column.name for column in self.settings.columns.columns if column.per == "token"}
-            found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in tokens}))
+            by_token = self.settings.columns.by_token
+            found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in by_token}))
             kept += _best_and_worst(found) if keep == "some" else found
         self.recorder.samples(step, kept)
 
     def _read_batch(self, step: Step) -> m.Batch:
-        late = {column.name for column in self.settings.columns.of_step} - set(step.columns)
+        late = {column.name for column in self.lacking(step)}
         names = [name for name in self.settings.columns.names if name not in late]
         groups = self.payloads.taken(step.groups, names)
         return m.Batch(step=step.step, seed=step.seed, groups=groups, committed=self.groups.ledger.committed)

@@ -6,9 +6,7 @@ import os
 import time
 from typing import Any
 
-from penstock.protocols.columns import Column
 from penstock.protocols.messages import LedgerReply
-from penstock.services.broker.rules.ledger import Step
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
 
@@ -18,8 +16,8 @@ def stall_reason(state: BrokerState) -> str:
     steps = state.groups.ledger.steps
     open_steps = [step.step for step in steps[-2:] if step.digest is None]
     if open_steps:
-        if wanting := [step for step in steps[-2:] if step.digest is None and lacking(state, step)]:
-            column = lacking(state, wanting[0])[0]
+        if wanting := [step for step in steps[-2:] if step.digest is None and state.lacking(step)]:
+            column = state.lacking(wanting[0])[0]
             writers = [member.identity for member in state.members.of_kind(column.scorer)]
             who = f"{writers[0]} has not written it" if writers else f"no {column.scorer} is here"
             return f"step {wanting[0].step} is taken, and lacks its {column.name}: {who}"
@@ -42,11 +40,6 @@ def stall_reason(state: BrokerState) -> str:
         return "no rollout is here"
     versions = {r.name: r.version for r in state.members.of_kind("rollout")}
     return f"group {oldest} needs a rollout with version {state.groups.blocked_lease()}; there are {versions}"
-
-
-def lacking(state: BrokerState, step: Step) -> list[Column]:
-    """What the trainer waits for, of a step that is taken."""
-    return [column for column in state.settings.columns.of_step if column.name not in step.columns]
 
 
 def failures(state: BrokerState) -> list[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from penstock.services.learning.config import CheckpointConfig, OptimizerConfig
-from penstock.services.runtime.settings import Section
+from penstock.services.learning.config import LearnerConfig, OptimizerConfig
 
 
-class CriticConfig(Section):
+class CriticConfig(LearnerConfig):
     """The critic; there is none where nothing reads its column ``values``."""
 
     path: str | None = None
@@ -28,23 +25,3 @@ class CriticConfig(Section):
     advantage's own, or 1."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     """AdamW: how its weights are changed. Its learning rate is commonly ten times the policy's."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """When it is saved. Groups are kept until trainer and critic both have a checkpoint that covers them."""
-    epochs: int = Field(1, ge=1)
-    """How often a step's groups are learned from, e.g. ``2``: PPO's epochs. The lag of a token is counted in steps, so
-    more of them go beyond what it bounds; the clip holds them back."""
-    mini_batches: int = Field(1, ge=1)
-    """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step."""
-    tokens_per_micro_batch: int = Field(8192, ge=1)
-    """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
-    device: str = "auto"
-    """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
-    threads: int = Field(1, ge=1)
-    """Compute threads."""
-
-    @property
-    def sum_gradients(self) -> Literal["step"]:
-        """It is one process: there is nobody to sum with."""
-        return "step"

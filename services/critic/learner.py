@@ -11,10 +11,11 @@ from penstock.protocols.columns import VALUES
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import KLConfig
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_returns import gae
-from penstock.services.learning.token_rewards import PenaltyConfig, token_rewards
-from penstock.services.modeling.parallel.fsdp import forward_values, reshard
+from penstock.services.learning.token_rewards import token_rewards
+from penstock.services.modeling.parallel.fsdp import forward_values
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import health
 
@@ -24,24 +25,16 @@ class CriticLearner(ModelLearner):
     learns, ``penalty`` is what is taken off the rewards."""
 
     def __init__(
-        self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalty: PenaltyConfig,
+        self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalty: KLConfig,
         world: World | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, config, steps, world)
         self._config, self._gamma, self._lam, self._penalty = config, gamma, lam, penalty
 
-    @torch.no_grad()
     def values(self, step: TrainingBatch) -> list[np.ndarray]:
         """float32 ``[tokens]`` of each trajectory: the value of the state in which each token was chosen, 0 where
         nothing was sampled."""
-        found = [np.zeros(len(t.tokens), np.float32) for t in step.trajectories]
-        for rows, counts_once in self.plan(step.trajectories, step.groups) if found else []:
-            health.beat()
-            values = forward_values(self.model, rows).cpu().numpy()
-            for k, index in enumerate(rows.index if counts_once else ()):
-                found[index][1:] = values[k, : len(found[index]) - 1]
-        reshard(self.model)
-        return found
+        return self.evaluate(step, lambda rows: forward_values(self.model, rows))
 
     def train(self, step: TrainingBatch) -> dict[str, float]:
         """The updates of ``step``, whose column ``values`` holds what this model said of it; the model then is

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from penstock.services.critic.learner import CriticLearner
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch, open_batch
 from penstock.services.learning.saving import Saving
-from penstock.services.learning.step_desk import StepDesk
+from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_tokenizer
 from penstock.services.modeling.parallel.fsdp import local
@@ -29,7 +28,6 @@ from penstock.services.runtime.actor import Actor, ActorContext
 
 log = structlog.get_logger()
 
-ANSWER_DEADLINE_S = 120.0
 TAIL_STEPS = 2
 
 
@@ -127,18 +125,14 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic:
     if config.run.deterministic:
         determinism.pin(context.folder, kind, context.threads)
     folder = context.folder / "critic" / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.remove_partial(folder)
-    world = World(device)
-    start: Path | None = checkpoint.latest(folder)
-    path = critic.path or context.model_path
-    model = load_trainable(str(start or path), world, device, config.model.dtype, "value")
+    world, path = World(device), critic.path or context.model_path
     gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
-    learner = CriticLearner(model, critic, config.trainer.steps, gamma, lam, config.trainer.algorithm.kl, world)
-    tail = []
-    if start:
-        tail = checkpoint.restore(learner, start)
-        log.info("resumed", version=learner.version, path=str(start))
+
+    def learner_of(weights: str) -> CriticLearner:
+        model = load_trainable(weights, world, device, config.model.dtype, "value")
+        return CriticLearner(model, critic, config.trainer.steps, gamma, lam, config.trainer.algorithm.kl, world)
+
+    learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
     saver = checkpoint.Saver(learner, load_tokenizer(path), folder, critic.checkpoint.keep)
     return Critic(context, learner, tail, saver, critic, config.columns, config.gate.max_lag, config.run.deterministic)
 

@@ -67,20 +67,19 @@ class TrainingBatch:
 def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
     """Unpacks and checks ``batch``. A group that cannot be read costs itself alone. Raises `BatchError`."""
     groups: list[tuple[TakenGroup, Group]] = []
-    late = _unwritten(batch, table)
+    table = _written(batch, table)
     for taken in batch.groups:
         try:
-            groups.append((taken, _open_group(taken, table, late)))
+            groups.append((taken, _open_group(taken, table)))
         except (ExperienceError, WireError, ColumnError) as error:
             log.error("a group is left out of its step", step=batch.step, group=taken.number, error=str(error))
-    names = [name for name in table.names if name not in late]
     trajectories = [trajectory for _, group in groups for trajectory in group.trajectories]
     per = {name: column.per for name, column in table.by_name.items()} | {s.name: "trajectory" for s in table.sums}
     step = TrainingBatch(
         trajectories,
         np.array([taken.number for taken, group in groups for _ in group.trajectories], np.int64),
-        {name: _joined(name, groups) for name in names if per[name] == "trajectory"},
-        {name: _split(name, groups) for name in names if per[name] == "token"},
+        {name: _joined(name, groups) for name in table.names if per[name] == "trajectory"},
+        {name: _split(name, groups) for name in table.names if per[name] == "token"},
         len(batch.groups) - len(groups),
     )
     lags = step.lags(batch.step)
@@ -89,19 +88,18 @@ def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
     return step
 
 
-def _unwritten(batch: Batch, table: ColumnTable) -> set[str]:
-    """Columns of steps that no group of ``batch`` has yet."""
-    return {c.name for c in table.of_step if not any(c.name in taken.columns for taken in batch.groups)}
+def _written(batch: Batch, table: ColumnTable) -> ColumnTable:
+    """Without the columns of steps that no group of ``batch`` has yet."""
+    there = {name for taken in batch.groups for name in taken.columns}
+    return ColumnTable(columns=tuple(c for c in table.columns if not c.of_step or c.name in there), sums=table.sums)
 
 
-def _open_group(taken: TakenGroup, table: ColumnTable, late: set[str]) -> Group:
+def _open_group(taken: TakenGroup, table: ColumnTable) -> Group:
     group = unpack_group(taken.experience.data)
-    if missing := [name for name in table.names if name not in taken.columns and name not in late]:
+    if missing := [name for name in table.names if name not in taken.columns]:
         raise ColumnError(f"group {taken.number} came without {', '.join(missing)}")
     tokens = sum(len(t.tokens) for t in group.trajectories)
     for name, column in table.by_name.items():
-        if name in late:
-            continue
         column.check(taken.columns[name], len(group.trajectories), tokens)
     return group
 

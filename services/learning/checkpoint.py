@@ -14,11 +14,11 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -151,6 +151,24 @@ def agreed(folder: Path, world: World) -> Path | None:
     if name and not (folder / name).is_dir():
         raise CheckpointError(f"{folder / name}: rank 0 resumes from it, and rank {world.rank} does not see it")
     return folder / name if name else None
+
+
+L = TypeVar("L", bound=ModelLearner)
+
+
+def open_learner(folder: Path, world: World, path: str, make: Callable[[str], L]) -> tuple[L, list[dict[str, Any]]]:
+    """The learner that ``make`` makes of the weights of the newest checkpoint below ``folder``, as it was then, or of
+    those at ``path``; and the ledger's tail. Removes what a save that was cut short has left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if world.rank == 0:
+        remove_partial(folder)
+    start = agreed(folder, world)
+    learner = make(str(start or path))
+    if start is None:
+        return learner, []
+    tail = restore(learner, start)
+    log.info("resumed", version=learner.version, path=str(start))
+    return learner, tail
 
 
 def latest(folder: Path) -> Path | None:

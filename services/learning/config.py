@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.services.runtime.settings import Section
 
@@ -40,3 +40,59 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+
+
+class LearnerConfig(Section):
+    """What all learners have."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW: how the weights are changed."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the model is saved, in transformers' layout, with the learner's own state beside it. Groups are kept until
+    all learners have a checkpoint that covers them."""
+    epochs: int = Field(1, ge=1)
+    """How often a step's groups are learned from, e.g. ``2``: PPO's epochs. The lag of a token is counted in steps, so
+    more of them go beyond what it bounds; the clip holds them back."""
+    mini_batches: int = Field(1, ge=1)
+    """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step."""
+    tokens_per_micro_batch: int = Field(8192, ge=1)
+    """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
+    device: str = "auto"
+    """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
+    threads: int = Field(1, ge=1)
+    """Compute threads of each process."""
+
+
+class KLConfig(Section):
+    """The penalty for leaving the reference model."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """Weight of the penalty, e.g. ``0.001``; 0: none, and no reference process."""
+    kind: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """How the divergence is estimated from the sampled tokens (Schulman 2020). See docs/algorithms.md."""
+    place: Literal["loss", "reward"] = "loss"
+    """``loss``: a term of the loss, with a gradient (GRPO). ``reward``: taken off each token's reward, as PPO does it
+    (Ouyang et al. 2022), by the log-probabilities of the policy that sampled."""
+    target: float | None = Field(None, gt=0)
+    """With ``place: reward``, the divergence in nats a token that the coefficient is steered to (Ziegler et al. 2019),
+    e.g. ``0.05``; null: it stays what it is."""
+    horizon: float = Field(10000.0, gt=0)
+    """Trajectories in which a coefficient with a `target` grows or falls by a fifth at most."""
+    gradient: Literal["own", "k2"] = "own"
+    """``own``: the gradient of the estimate itself. ``k2``: keep its value, but use the gradient of k2. Of a term of
+    the loss alone."""
+
+    @property
+    def in_reward(self) -> bool:
+        """It is taken off the reward."""
+        return self.place == "reward" and self.coefficient > 0
+
+    @model_validator(mode="after")
+    def _fits(self) -> KLConfig:
+        if self.place == "reward" and not self.coefficient:
+            raise ValueError("place: reward takes nothing off at coefficient=0; set a coefficient, e.g. 0.01")
+        if self.target is not None and self.place != "reward":
+            raise ValueError("target: only a penalty with place=reward has a coefficient that adapts")
+        return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import psutil
@@ -12,31 +12,11 @@ import torch
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
+from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
 from penstock.services.modeling.logprobs import shares_prompts
-from penstock.services.modeling.packing import Rows, plan_rows
-from penstock.services.modeling.parallel.fsdp import full
+from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
+from penstock.services.modeling.parallel.fsdp import full, reshard
 from penstock.services.modeling.parallel.world import World
-
-
-class LearnerConfig(Protocol):
-    """What the sections of all learners have."""
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """AdamW, its schedule, and the bound of the gradient."""
-
-    @property
-    def tokens_per_micro_batch(self) -> int:
-        """Of one forward and backward pass."""
-
-    @property
-    def sum_gradients(self) -> str:
-        """When ranks sum them: ``auto``, ``micro_batch`` or ``step``."""
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """Activations are computed again."""
 
 
 class ModelLearner:
@@ -45,7 +25,9 @@ class ModelLearner:
     Where ``world`` has several ranks, each of them calls every method with the same arguments.
     """
 
-    def __init__(self, model: Any, config: LearnerConfig, steps: int, world: World | None = None) -> None:
+    def __init__(
+        self, model: Any, config: LearnerConfig, steps: int, world: World | None = None, sum_gradients: str = "auto"
+    ) -> None:
         self.model, self._learning, self._steps = model, config, steps
         # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
         self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
@@ -68,7 +50,7 @@ class ModelLearner:
                     setattr(module, name, 0.0)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        self.sums_once = self._has_room_for_gradients()
+        self.sums_once = self._sums_once(sum_gradients)
         """Gradients are summed over the ranks once a step, not after each micro-batch."""
 
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:
@@ -79,6 +61,16 @@ class ModelLearner:
         rounds = -(-len(everyone) // self.world.size)
         mine = [self.world.rank + turn * self.world.size for turn in range(rounds)]
         return [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
+
+    @torch.no_grad()
+    def evaluate(self, step: TrainingBatch, compute: Callable[[Rows], torch.Tensor]) -> list[np.ndarray]:
+        """What ``compute`` gives for the sampled tokens of the whole step: float32 ``[tokens]`` of each trajectory, 0
+        where nothing was sampled. Every rank computes all of it: each may need any row later."""
+        budget, shared = self._learning.tokens_per_micro_batch, shares_prompts(self.model)
+        passes = plan_rows(step.trajectories, step.groups, budget, self.device, shared)
+        found = by_trajectory(step.trajectories, passes, compute)
+        reshard(self.model)
+        return found
 
     def begin_update(self) -> float:
         """Forgets the last gradient. Returns the learning rate, which is the same for all updates of a step."""
@@ -101,12 +93,12 @@ class ModelLearner:
             self.optimizer.step()
         return {"grad_norm": norm, "skipped": float(not finite)}
 
-    def _has_room_for_gradients(self) -> bool:
-        """Of the whole model, in fp32, on every rank: then they are summed over the ranks once a step."""
+    def _sums_once(self, when: str) -> bool:
+        """With ``auto``, where every rank has room for the whole model's gradients, in fp32."""
         if self.world.size == 1:
             return False
-        if self._learning.sum_gradients != "auto":
-            return self._learning.sum_gradients == "step"
+        if when != "auto":
+            return when == "step"
         needed = 4 * sum(parameter.numel() for parameter in self.parameters.values())
         here = self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] if here else psutil.virtual_memory().available // self.world.size

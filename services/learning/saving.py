@@ -15,12 +15,10 @@ from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Checkpointed
 from penstock.services.learning.checkpoint import Saver
 from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, POLL_S
 from penstock.services.runtime import health
 
 log = structlog.get_logger()
-
-ANSWER_DEADLINE_S = 120.0
-POLL_S = 0.2
 
 
 class Saving:

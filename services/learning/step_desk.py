@@ -19,6 +19,8 @@ from penstock.services.runtime.actor import Actor
 log = structlog.get_logger()
 
 TAKE_DEADLINE_S = 60.0
+ANSWER_DEADLINE_S = 120.0
+"""For anything else that a learner says."""
 POLL_S = 0.2
 
 

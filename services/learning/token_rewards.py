@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from penstock.protocols.columns import REFERENCE
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import KLConfig
 from penstock.services.learning.kl_in_reward import adapted, kl_in_reward
 from penstock.services.learning.token_returns import on_last_token
 
 COEFFICIENT = "kl_coefficient"
 """In a learner's `state`, where it adapts."""
-
-
-class PenaltyConfig(Protocol):
-    """`trainer.algorithm.kl`."""
-
-    @property
-    def in_reward(self) -> bool:
-        """The penalty is a part of the reward, not of the loss."""
-
-    @property
-    def coefficient(self) -> float:
-        """Its weight, or the first one."""
-
-    @property
-    def kind(self) -> str:
-        """The estimate: k1, abs, k2 or k3."""
-
-    @property
-    def target(self) -> float | None:
-        """The divergence that the coefficient is steered to; None: it is fixed."""
-
-    @property
-    def horizon(self) -> float:
-        """Trajectories in which it changes by a fifth at most."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +30,7 @@ class TokenRewards:
     metrics: dict[str, float]
 
 
-def token_rewards(
-    step: TrainingBatch, rows: np.ndarray, penalty: PenaltyConfig, state: dict[str, float]
-) -> TokenRewards:
+def token_rewards(step: TrainingBatch, rows: np.ndarray, penalty: KLConfig, state: dict[str, float]) -> TokenRewards:
     """Of these ``rows``, all of which have a reward. The coefficient of the next step goes into ``state``: it follows
     from the steps alone, so every learner that takes them has the same. The divergence is that of the policy that
     sampled, for the same reason."""

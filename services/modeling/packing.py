@@ -11,7 +11,7 @@ rows on a CPU lie below each other, and attention gets a dense mask: that is fas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
+from penstock.services.runtime import health
 
 MASKED_ROW_TOKENS = 1024
 """Longest row whose attention has a dense mask, which grows with the square."""
@@ -68,6 +69,20 @@ class _Row:
     """Length of the prompt; 0 for a trajectory that stands alone."""
     members: tuple[int, ...]
     length: int
+
+
+def by_trajectory(
+    trajectories: Sequence[Trajectory], passes: Iterable[Rows], compute: Callable[[Rows], torch.Tensor]
+) -> list[np.ndarray]:
+    """What ``compute`` gives for each of ``passes`` (``[trajectories, longest - 1]``, aligned with its mask), taken
+    apart: float32 ``[tokens]`` of each trajectory, 0 for its first."""
+    found = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
+    for rows in passes:
+        health.beat()
+        values = compute(rows).cpu().numpy()
+        for k, index in enumerate(rows.index):
+            found[index][1:] = values[k, : len(found[index]) - 1]
+    return found
 
 
 def plan_rows(

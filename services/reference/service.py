@@ -13,9 +13,8 @@ from penstock.protocols.experience import Group
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_model
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
-from penstock.services.modeling.packing import plan_rows
+from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.reference.config import ReferenceConfig
-from penstock.services.runtime import health
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
 
@@ -54,14 +53,9 @@ class Reference:
         """For each trajectory, float32 ``[tokens]``: 0 where nothing was sampled."""
         trajectories = [trajectory for group in batch for trajectory in group.trajectories]
         groups = [group.number for group in batch for _ in group.trajectories]
-        found = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
         share = shares_prompts(self._model)
-        for rows in plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, share):
-            health.beat()
-            values = logprobs(self._model, rows, self._temperature).cpu().numpy()
-            for k, index in enumerate(rows.index):
-                found[index][1:] = values[k, : len(found[index]) - 1]
-        return found
+        passes = plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, share)
+        return by_trajectory(trajectories, passes, lambda rows: logprobs(self._model, rows, self._temperature))
 
 
 def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:

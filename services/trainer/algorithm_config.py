@@ -5,173 +5,15 @@ A section names the function that it stands for; `services.trainer.algorithms.co
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.protocols.columns import VALUES
+from penstock.services.learning.config import KLConfig
 from penstock.services.runtime.settings import Section
+from penstock.services.trainer.advantage_config import BuiltInAdvantage, GroupAdvantage
+from penstock.services.trainer.choice import Aggregation, Choice, Traits
 from penstock.services.trainer.presets import PRESETS, PresetName, expand
-
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
-
-
-class Traits(Section):
-    """What the rest of the config wants to know of a choice, built in or not."""
-
-    least_n: ClassVar[int] = 1
-    """Of an advantage: fewer trajectories in a group teach nothing."""
-    by_token: ClassVar[bool] = False
-    """Of an advantage: it takes the reward of each token, not of the whole trajectory."""
-    compares: ClassVar[bool] = True
-    """Of an advantage: a group whose rewards are all equal teaches nothing."""
-    aggregation: ClassVar[Aggregation] = "token-mean"
-    """Of a loss: how its authors make one number of its tokens."""
-    has_ratio: ClassVar[bool] = True
-    """Of a loss: it holds the ratio of the policy to the one that sampled, or that the step starts from."""
-
-
-class Choice(Traits):
-    """One of the built-in ones."""
-
-    implementation: ClassVar[str] = ""
-    """``package.module:function`` below `services.trainer.algorithms`; empty: there is nothing to compute."""
-    paper: ClassVar[str] = ""
-
-    @property
-    def columns(self) -> list[str]:
-        """Columns of experience that it reads, beside the reward."""
-        return []
-
-    def options(self) -> dict[str, Any]:
-        """What its function is called with besides."""
-        return self.model_dump(exclude={"type"})
-
-
-# --- advantages ------------------------------------------------------------------------------------------------------
-
-
-class GroupAdvantage(Choice):
-    """Rewards standardised within the group; without `std`, Dr. GRPO's."""
-
-    implementation = "advantages.grpo:grpo"
-    paper = "Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783"
-    least_n = 2
-    type: Literal["grpo"] = "grpo"
-    std: bool = True
-    """Divide by the group's standard deviation; false: as Dr. GRPO does."""
-
-
-class LeaveOneOutAdvantage(Choice):
-    """RLOO: the reward, less the mean of the group's other members."""
-
-    implementation = "advantages.rloo:rloo"
-    paper = "Ahmadian et al. 2024, arXiv:2402.14740"
-    least_n = 2
-    type: Literal["rloo"] = "rloo"
-
-
-class GaeAdvantage(Choice):
-    """PPO's: generalized advantage estimates from a critic's values, whitened over all tokens of the step. Needs no
-    group; starts a critic process (`critic`)."""
-
-    implementation = "advantages.gae:gae"
-    paper = "Schulman et al. 2015, arXiv:1506.02438; Schulman et al. 2017, arXiv:1707.06347"
-    compares = False
-    by_token = True
-    type: Literal["gae"] = "gae"
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount a token: how much less a reward counts for a token the further off it is, e.g. ``0.99``."""
-    lam: float = Field(1.0, ge=0, le=1)
-    """λ: 1 trusts the reward alone, 0 the critic's value of the next token alone, e.g. ``0.95``."""
-
-    @property
-    def columns(self) -> list[str]:
-        """The critic's values."""
-        return [VALUES]
-
-
-class ReinforcePlusPlusAdvantage(Choice):
-    """REINFORCE++: returns, whitened over all tokens of the step. Needs no group."""
-
-    implementation = "advantages.reinforce_plus_plus:reinforce_plus_plus"
-    paper = "Hu et al. 2025, arXiv:2501.03262"
-    compares = False
-    by_token = True
-    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount a token: how much less the reward counts for a token the further it is from the end."""
-
-
-class ReinforcePlusPlusBaselineAdvantage(Choice):
-    """REINFORCE++ with the group's mean as baseline, whitened over all tokens of the step."""
-
-    implementation = "advantages.reinforce_plus_plus:reinforce_plus_plus_baseline"
-    paper = "Hu et al. 2025, arXiv:2501.03262"
-    least_n = 2
-    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-
-
-class OpoAdvantage(Choice):
-    """OPO: the reward, less the group's mean weighted by length, which has the least variance."""
-
-    implementation = "advantages.opo:opo"
-    paper = "Hao et al. 2025, arXiv:2505.23585"
-    least_n = 2
-    type: Literal["opo"] = "opo"
-
-
-class GpgAdvantage(Choice):
-    """GPG: the reward, less the group's mean, scaled up by the share of rewards that are not 0."""
-
-    implementation = "advantages.gpg:gpg"
-    paper = "Chu et al. 2025, arXiv:2504.02546"
-    least_n = 2
-    type: Literal["gpg"] = "gpg"
-    f_norm: float = Field(1.0, gt=0)
-    """Divisor of all advantages."""
-
-
-class PassAtKAdvantage(Choice):
-    """Only the best of a group counts, by how much it is better than the second best."""
-
-    implementation = "advantages.grpo_passk:grpo_passk"
-    paper = "Tang et al. 2025, arXiv:2503.19595"
-    least_n = 2
-    type: Literal["grpo_passk"] = "grpo_passk"
-    normalize: bool = True
-    """Divide by the group's standard deviation."""
-
-
-class MaxRlAdvantage(Choice):
-    """MaxRL: the reward, less the group's mean, divided by it: the likelihood of success is raised, not its rate. For
-    rewards that are not negative."""
-
-    implementation = "advantages.maxrl:maxrl"
-    paper = "MaxRL 2026, arXiv:2602.02710"
-    least_n = 2
-    type: Literal["maxrl"] = "maxrl"
-
-
-class GdpoAdvantage(Choice):
-    """GDPO: several rewards, each standardised within the group before they are added."""
-
-    implementation = "advantages.gdpo:gdpo"
-    paper = "GDPO 2026, arXiv:2601.05242"
-    least_n = 2
-    type: Literal["gdpo"] = "gdpo"
-    components: dict[str, float] = Field(min_length=1)
-    """Weights of the reward's columns, e.g. ``{reward/exact_match: 1.0, reward/brief: 0.5}``."""
-
-    @property
-    def columns(self) -> list[str]:
-        """The components."""
-        return list(self.components)
-
-    def options(self) -> dict[str, Any]:
-        """Weights, in the order of the columns."""
-        return {"weights": list(self.components.values())}
-
 
 # --- policy losses ---------------------------------------------------------------------------------------------------
 
@@ -358,44 +200,6 @@ class CustomFunction(Traits):
     """What the function is called with besides, e.g. ``{scale: 0.5}``."""
 
 
-class KLConfig(Section):
-    """The penalty for leaving the reference model."""
-
-    coefficient: float = Field(0.0, ge=0)
-    """Weight of the penalty, e.g. ``0.001``; 0: none, and no reference process."""
-    kind: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """How the divergence is estimated from the sampled tokens (Schulman 2020). See docs/algorithms.md."""
-    place: Literal["loss", "reward"] = "loss"
-    """``loss``: a term of the loss, with a gradient (GRPO). ``reward``: taken off each token's reward, as PPO does it
-    (Ouyang et al. 2022), by the log-probabilities of the policy that sampled."""
-    target: float | None = Field(None, gt=0)
-    """With ``place: reward``, the divergence in nats a token that the coefficient is steered to (Ziegler et al. 2019),
-    e.g. ``0.05``; null: it stays what it is."""
-    horizon: float = Field(10000.0, gt=0)
-    """Trajectories in which a coefficient with a `target` grows or falls by a fifth at most."""
-    gradient: Literal["own", "k2"] = "own"
-    """``own``: the gradient of the estimate itself. ``k2``: keep its value, but use the gradient of k2. Of a term of
-    the loss alone."""
-
-    @property
-    def in_reward(self) -> bool:
-        """It is taken off the reward."""
-        return self.place == "reward" and self.coefficient > 0
-
-    @model_validator(mode="after")
-    def _fits(self) -> KLConfig:
-        if self.place == "reward" and not self.coefficient:
-            raise ValueError("place: reward takes nothing off at coefficient=0; set a coefficient, e.g. 0.01")
-        if self.target is not None and self.place != "reward":
-            raise ValueError("target: only a penalty with place=reward has a coefficient that adapts")
-        return self
-
-
-BuiltInAdvantage = (
-    GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReinforcePlusPlusAdvantage
-    | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | GpgAdvantage | PassAtKAdvantage | MaxRlAdvantage
-    | GdpoAdvantage
-)  # fmt: skip
 BuiltInLoss = (
     ClippedLoss | ReinforceLoss | GspoLoss | CispoLoss | SapoLoss | GeoMeanLoss | DppoTvLoss | DppoKlLoss | DroLoss
 )

@@ -27,7 +27,7 @@ class Learner(ModelLearner):
     """The policy: a `ModelLearner` with an algorithm."""
 
     def __init__(self, model: Any, config: TrainerConfig, temperature: float, world: World | None = None) -> None:
-        super().__init__(model, config, config.steps, world)
+        super().__init__(model, config, config.steps, world, config.sum_gradients)
         self._config = config
         self._temperature, self._compares = temperature, config.algorithm.advantage.compares
         self.algorithm = Algorithm(config.algorithm)
@@ -41,7 +41,7 @@ class Learner(ModelLearner):
         (advantages, rewarded), proximal = self._advantages(step), None
         parts = list(mini_batches(step, self._config.epochs, self._config.mini_batches))
         if len(parts) > 1 and self.algorithm.needs_proximal:
-            proximal = self._log_probs(step)
+            proximal = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
         described, updates = self._describe(step), []
         for number, rows in enumerate(parts):
             rate = self.begin_update()
@@ -116,20 +116,6 @@ class Learner(ModelLearner):
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
         total, *means = self.world.sum([total, *sums.values()])
         return total, dict(zip(sums, means, strict=True)) | mismatch.metrics(self.world)
-
-    @torch.no_grad()
-    def _log_probs(self, step: TrainingBatch) -> list[np.ndarray]:
-        """Those of the present policy, float32 ``[tokens]`` of each trajectory, 0 where nothing was sampled. Every rank
-        computes all of them: each may need any row later."""
-        found = [np.zeros(len(t.tokens), np.float32) for t in step.trajectories]
-        budget, shared = self._config.tokens_per_micro_batch, shares_prompts(self.model)
-        for rows in plan_rows(step.trajectories, step.groups, budget, self.device, shared):
-            health.beat()
-            values = forward(self.model, rows, self._temperature).cpu().numpy()
-            for k, index in enumerate(rows.index):
-                found[index][1:] = values[k, : len(found[index]) - 1]
-        reshard(self.model)
-        return found
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> list[float]:

@@ -58,16 +58,12 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
     world = World.of_torchrun(device)
     if settings.deterministic:
         determinism.pin(context.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", context.threads)
-    settings.checkpoints.mkdir(parents=True, exist_ok=True)
-    if world.rank == 0:
-        checkpoint.remove_partial(settings.checkpoints)
-    start = checkpoint.agreed(settings.checkpoints, world)
-    model = load_trainable(str(start or settings.model_path), world, device, settings.dtype)
-    learner = Learner(model, settings.trainer, settings.temperature or 1.0, world)
-    tail = []
-    if start:
-        tail = checkpoint.restore(learner, start)
-        log.info("resumed", version=learner.version, path=str(start))
+
+    def make(path: str) -> Learner:
+        model = load_trainable(path, world, device, settings.dtype)
+        return Learner(model, settings.trainer, settings.temperature or 1.0, world)
+
+    learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)
     return world, learner, load_tokenizer(settings.model_path), tail
 
 

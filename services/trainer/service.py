@@ -21,7 +21,7 @@ from penstock.protocols.messages import (
 )
 from penstock.services.learning import checkpoint
 from penstock.services.learning.saving import Saving
-from penstock.services.learning.step_desk import StepDesk
+from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling.parallel.world import Order
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.runtime import failpoint
@@ -38,7 +38,6 @@ from penstock.services.weights.sender.snapshot import Snapshot
 log = structlog.get_logger()
 
 TAIL_STEPS = 200
-ANSWER_DEADLINE_S = 120.0
 IDLE_S = 20.0
 """The other ranks hear from this one at least this often."""
 

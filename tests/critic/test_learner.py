@@ -16,11 +16,10 @@ from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import OptimizerConfig
+from penstock.services.learning.config import KLConfig, OptimizerConfig
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.values import value_head
-from penstock.services.trainer.algorithm_config import KLConfig
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import Tokenizer, a_step
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from penstock.protocols.columns import REFERENCE
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import KLConfig
 from penstock.services.learning.token_rewards import token_rewards
-from penstock.services.trainer.algorithm_config import KLConfig
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.trainer.rank_program import a_model

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from functools import cache
 from typing import Any
 
-from penstock.services.runtime.install import install
+from penstock.services.data import need
 
 QUESTION = """Grade an answer to a task, from 0 (useless) to 10 (perfect).
 
@@ -34,10 +34,9 @@ class JudgeError(RuntimeError):
 
 @cache
 def _client() -> Any:
-    try:
-        import httpx
-    except ImportError:
-        raise RuntimeError(f"httpx is not installed; run: {install('http')}") from None
+    need("httpx", "http", "reward.functions")
+    import httpx
+
     # A call's deadline is `timeout_s`; how many are under way, `reward.concurrency`.
     return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 

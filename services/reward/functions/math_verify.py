@@ -3,15 +3,14 @@
 from functools import cache
 from typing import Any
 
-from penstock.services.runtime.install import install
+from penstock.services.data import need
 
 
 @cache
 def _library() -> Any:
-    try:
-        import math_verify
-    except ImportError:
-        raise RuntimeError(f"math-verify is not installed; run: {install('math')}") from None
+    need("math_verify", "math", "reward.functions")
+    import math_verify
+
     return math_verify
 
 

@@ -15,11 +15,12 @@ from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token
 from penstock.services.runtime.plugins import UserCodeError
-from penstock.services.trainer.algorithm_config import AlgorithmConfig, Choice, CustomFunction
+from penstock.services.trainer.algorithm_config import AlgorithmConfig, CustomFunction
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.weights import mean_terms
 from penstock.services.trainer.algorithms.custom import CustomChoice, Place
+from penstock.services.trainer.choice import Choice
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""What a choice of `trainer.algorithm` says of itself. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from penstock.services.runtime.settings import Section
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
+
+
+class Traits(Section):
+    """What the rest of the config wants to know of a choice, built in or not."""
+
+    least_n: ClassVar[int] = 1
+    """Of an advantage: fewer trajectories in a group teach nothing."""
+    by_token: ClassVar[bool] = False
+    """Of an advantage: it takes the reward of each token, not of the whole trajectory."""
+    compares: ClassVar[bool] = True
+    """Of an advantage: a group whose rewards are all equal teaches nothing."""
+    aggregation: ClassVar[Aggregation] = "token-mean"
+    """Of a loss: how its authors make one number of its tokens."""
+    has_ratio: ClassVar[bool] = True
+    """Of a loss: it holds the ratio of the policy to the one that sampled, or that the step starts from."""
+
+
+class Choice(Traits):
+    """One of the built-in ones."""
+
+    implementation: ClassVar[str] = ""
+    """``package.module:function`` below `services.trainer.algorithms`; empty: there is nothing to compute."""
+    paper: ClassVar[str] = ""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of experience that it reads, beside the reward."""
+        return []
+
+    def options(self) -> dict[str, Any]:
+        """What its function is called with besides."""
+        return self.model_dump(exclude={"type"})
