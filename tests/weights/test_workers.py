@@ -164,6 +164,7 @@ def test_a_version_that_one_worker_cannot_load_is_loaded_by_none(
 def test_a_fleet_is_reached_when_its_last_worker_has_come(channel: Channel) -> None:
     late = fleet(channel, 2, joining=1)
     channel.publish(0)
+    until(lambda: channel.peer(late), 5, "the trainer to hear of it")  # type: ignore[arg-type]
     assert not channel.peer(late).transport  # type: ignore[arg-type]
     late.workers.append(late.worker(1))
     assert same(late.wait(0), 0), "and is seeded then"
