@@ -19,6 +19,7 @@ _DOOR = {
     "Group": "penstock.protocols.experience",
     "Prompt": "penstock.protocols.experience",
     "Trajectory": "penstock.protocols.experience",
+    "Turn": "penstock.protocols.turn",
     "load_config": "penstock.pipeline.config",
     "rollouts": "penstock.pipeline.tools.rollouts",
 }

@@ -25,6 +25,8 @@ REWARD = "reward"
 VALUES = "values"
 """The critic's: what rewards are still to come where each token was chosen; float32, a value for each token, 0 where
 nothing was sampled."""
+GREEDY = "greedy"
+"""No column: what an advantage may be given for each trajectory, the reward of its group's greedy answer."""
 REFERENCE = "reference"
 """Log-probabilities under a frozen model: float32, a value for each token, 0 where nothing was sampled."""
 
@@ -87,7 +89,8 @@ class Column(BaseModel):
 
 
 class WeightedSum(BaseModel):
-    """A column that is made of others, a value for each trajectory: the weighted sum; NaN where one of them is."""
+    """A column that is made of others, a value for each trajectory: the weighted sum; NaN where one of them is. One
+    with a value for each token counts by its trajectory's sum."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
@@ -95,7 +98,7 @@ class WeightedSum(BaseModel):
     """Column to weight."""
 
     def of(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        """float32 ``[trajectories]``"""
+        """float32 ``[trajectories]``, from as many values of each term."""
         total = sum(weight * columns[name].astype(np.float64) for name, weight in self.terms.items())
         return np.asarray(total, np.float32)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -27,6 +27,11 @@ class ExperienceError(ValueError):
 def no_candidates() -> np.ndarray:
     """int32 ``[0]``: of a sampler whose choices were not recorded."""
     return np.zeros(0, np.int32)
+
+
+def no_rewards() -> np.ndarray:
+    """float32 ``[0]``: of a trajectory without an environment."""
+    return np.zeros(0, np.float32)
 
 
 class ArraySpec:
@@ -116,6 +121,13 @@ class Sampling(BaseModel):
     max_new_tokens: int = 16
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory once it contains one of them."""
+    greedy_baseline: bool = False
+    """One trajectory more, which is greedy: what the others are compared with, never trained on."""
+
+    @property
+    def trajectories(self) -> int:
+        """Of a group, the greedy one included."""
+        return self.n + self.greedy_baseline
 
     @property
     def truncated(self) -> bool:
@@ -140,13 +152,22 @@ class Trajectory:
     versions: np.ndarray
     """int32"""
     text: str = ""
-    """The response, decoded."""
+    """Everything after the prompt, decoded: the response, or all turns of an environment."""
     finish: Finish = "stop"
     candidate_counts: np.ndarray = field(default_factory=no_candidates)
     """int32: for each token how many tokens the sampler chose among, 0 for all of the vocabulary; or empty, where
     nothing was recorded."""
     candidate_ids: np.ndarray = field(default_factory=no_candidates)
     """int32 ``[sum of candidate_counts]``: those tokens, one position after the other."""
+    rewards: np.ndarray = field(default_factory=no_rewards)
+    """float32: what an environment gave, each reward on the last token of the turn that it is for; or empty, where
+    there is no environment."""
+    turns: tuple[str, ...] = ()
+    """What the policy said in each turn, decoded; empty where `text` is the only one."""
+    failure: str = ""
+    """What kept an environment from going on: this trajectory has no reward."""
+    greedy: bool = False
+    """Sampled greedily, as its group's baseline: never trained on."""
 
     def __post_init__(self) -> None:
         for name, dtype in (
@@ -167,6 +188,10 @@ class Trajectory:
             raise ExperienceError("versions: a token has a version exactly where the policy sampled it")
         if not np.all(np.isfinite(self.logprobs)) or np.any(self.logprobs > 1e-3) or np.any(self.logprobs[~sampled]):
             raise ExperienceError("logprobs: finite, not positive, and 0 where nothing was sampled")
+        if self.rewards.dtype != np.float32 or self.rewards.shape not in ((0,), self.tokens.shape):
+            raise ExperienceError("rewards: expected float32, one for each token, or none")
+        if not np.all(np.isfinite(self.rewards)):
+            raise ExperienceError("rewards: finite")
         self._check_candidates(sampled)
 
     def _check_candidates(self, sampled: np.ndarray) -> None:
@@ -235,6 +260,20 @@ _COLUMNS = ("tokens", "loss_mask", "logprobs", "versions")
 _CANDIDATES = ("candidate_counts", "candidate_ids")
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_LISTS: dict[str, Callable[[Any], bool]] = {
+    "texts": _is_text,
+    "finishes": lambda value: value in ("stop", "length"),
+    "turns": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "failures": _is_text,
+    "greedy": lambda value: isinstance(value, bool),
+}
+"""What a packed group has for each trajectory, beside arrays; and what such a value is."""
+
+
 def pack_group(group: Group) -> bytes:
     """``group`` as one buffer: its trajectories' arrays concatenated, with their lengths (int32 ``[n]``)."""
     trajectories = group.trajectories
@@ -245,9 +284,12 @@ def pack_group(group: Group) -> bytes:
             "prompt": group.prompt.model_dump(),
             "lengths": np.array([len(t.tokens) for t in trajectories], np.int32),
             **columns,
-            **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in _CANDIDATES},
+            **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in (*_CANDIDATES, "rewards")},
             "texts": [t.text for t in trajectories],
             "finishes": [t.finish for t in trajectories],
+            "turns": [list(t.turns) for t in trajectories],
+            "failures": [t.failure for t in trajectories],
+            "greedy": [t.greedy for t in trajectories],
         }
     )
 
@@ -255,10 +297,10 @@ def pack_group(group: Group) -> bytes:
 def unpack_group(data: bytes | memoryview) -> Group:
     """The group of `pack_group`, every rule checked. Raises `ExperienceError` or `wire.WireError`."""
     fields = wire.unpack(data)
-    expected = {"number", "prompt", "lengths", "texts", "finishes", *_COLUMNS, *_CANDIDATES}
+    expected = {"number", "prompt", "lengths", "rewards", *_LISTS, *_COLUMNS, *_CANDIDATES}
     if not isinstance(fields, dict) or fields.keys() != expected:
         raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")
-    lengths, texts, finishes = fields["lengths"], fields["texts"], fields["finishes"]
+    lengths = fields["lengths"]
     if (
         not isinstance(fields["number"], int)
         or not isinstance(lengths, np.ndarray)
@@ -266,12 +308,12 @@ def unpack_group(data: bytes | memoryview) -> Group:
         or lengths.ndim != 1
     ):
         raise ExperienceError("number or lengths have wrong types")
-    if not (isinstance(texts, list) and isinstance(finishes, list) and len(lengths) == len(texts) == len(finishes)):
-        raise ExperienceError("lengths, texts and finishes do not agree")
+    for name, right in _LISTS.items():
+        values = fields[name]
+        if not isinstance(values, list) or len(values) != len(lengths) or not all(map(right, values)):
+            raise ExperienceError(f"lengths and {name} do not agree, or it has values that it may not have")
     if not len(lengths) or lengths.min() < 1:
         raise ExperienceError("a group has at least one trajectory, each of at least one token")
-    if not all(isinstance(text, str) for text in texts) or not all(f in ("stop", "length") for f in finishes):
-        raise ExperienceError("texts or finishes have wrong values")
     bounds = np.cumsum(lengths, dtype=np.int64)
     for name in _COLUMNS:
         if not isinstance(fields[name], np.ndarray) or fields[name].shape != (int(bounds[-1]),):
@@ -280,26 +322,40 @@ def unpack_group(data: bytes | memoryview) -> Group:
         prompt = Prompt.model_validate(fields["prompt"])
     except ValueError as error:
         raise ExperienceError(f"prompt: {error}") from None
-    if not all(isinstance(fields[name], np.ndarray) for name in _CANDIDATES):
-        raise ExperienceError("candidate_counts, candidate_ids: expected arrays")
-    columns = {name: fields[name] for name in (*_COLUMNS, *_CANDIDATES)}
+    if not all(isinstance(fields[name], np.ndarray) for name in (*_CANDIDATES, "rewards")):
+        raise ExperienceError("candidate_counts, candidate_ids, rewards: expected arrays")
+    columns = {name: fields[name] for name in (*_COLUMNS, *_CANDIDATES, "rewards")}
     Trajectory(**columns)  # every rule on all trajectories at once, several times faster
     starts = [0, *bounds[:-1].tolist()]
     before = np.concatenate([[0], np.cumsum(fields["candidate_counts"], dtype=np.int64)])
+    said = zip(*(fields[name] for name in _LISTS), strict=True)
     trajectories = [
-        _cut(columns, slice(start, end), before, text, finish)
-        for start, end, text, finish in zip(starts, bounds.tolist(), texts, finishes, strict=True)
+        _cut(columns, slice(start, end), before, words)
+        for start, end, words in zip(starts, bounds.tolist(), said, strict=True)
     ]
     return Group(fields["number"], prompt, trajectories)
 
 
-def _cut(columns: dict[str, np.ndarray], part: slice, before: np.ndarray, text: str, finish: Finish) -> Trajectory:
-    """One trajectory out of columns that were checked as a whole. ``before[i]``: candidate ids before token i."""
+def lengths_of(data: Bytes) -> np.ndarray:
+    """int32 ``[trajectories]``: how many tokens each trajectory of a packed group has."""
+    fields = wire.unpack(data.data)
+    lengths = fields.get("lengths") if isinstance(fields, dict) else None
+    if not isinstance(lengths, np.ndarray):
+        raise ExperienceError("not a group: it has no lengths")
+    return lengths
+
+
+def _cut(columns: dict[str, np.ndarray], part: slice, before: np.ndarray, words: tuple[Any, ...]) -> Trajectory:
+    """One trajectory out of columns that were checked as a whole. ``before[i]``: candidate ids before token i;
+    ``words``: its own of each of `_LISTS`."""
     trajectory = object.__new__(Trajectory)
-    for name in (*_COLUMNS, "candidate_counts"):
+    for name in (*_COLUMNS, "candidate_counts", "rewards"):
         object.__setattr__(trajectory, name, columns[name][part])
     ids = columns["candidate_ids"]
     object.__setattr__(trajectory, "candidate_ids", ids[before[part.start] : before[part.stop]] if ids.size else ids)
-    object.__setattr__(trajectory, "text", text)
-    object.__setattr__(trajectory, "finish", finish)
+    text, finish, turns, failure, greedy = words
+    for name, value in (
+        ("text", text), ("finish", finish), ("turns", tuple(turns)), ("failure", failure), ("greedy", greedy)
+    ):  # fmt: skip
+        object.__setattr__(trajectory, name, value)
     return trajectory

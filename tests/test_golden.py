@@ -24,6 +24,7 @@ from penstock.services.trainer.algorithms.advantages.grpo import grpo
 from penstock.services.trainer.algorithms.advantages.grpo_passk import grpo_passk
 from penstock.services.trainer.algorithms.advantages.opo import opo
 from penstock.services.trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline
+from penstock.services.trainer.algorithms.advantages.remax import remax
 from penstock.services.trainer.algorithms.advantages.rloo import rloo
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.icepop import icepop
@@ -88,6 +89,13 @@ def check_reinforce_plus_plus(given: dict[str, Any], numbers: Numbers) -> None:
     returns = discounted(tensor(given["rewards"]), mask, given["gamma"])
     numbers.same("returns", returns)
     numbers.same("advantages", whiten(returns, mask))
+
+
+def check_remax(given: dict[str, Any], numbers: Numbers) -> None:
+    rewards, mask, baselines = (tensor(given[name]) for name in ("rewards", "mask", "baselines"))
+    found = remax(rewards, mask, torch.arange(len(mask)), baselines)
+    numbers.same("advantages", found)
+    numbers.same("returns", discounted(rewards, mask, 1.0))
 
 
 def loss(function: Callable[..., Any], agg: str | None = None) -> Check:
@@ -241,6 +249,7 @@ CHECKS: dict[str, Check] = {
     "reinforce_plus_plus": check_reinforce_plus_plus,
     "reinforce_plus_plus_baseline": advantage(reinforce_plus_plus_baseline),
     "rejection_masks": check_rejection,
+    "remax": check_remax,
     "rloo": advantage(rloo),
     "sapo": loss(sapo, "seq-mean-token-mean"),
     "value_loss": check_value_loss,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
+from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.critic.config import CriticConfig
 from penstock.services.reference.config import ReferenceConfig
-from penstock.services.reward.config import RewardConfig
+from penstock.services.reward.config import ENVIRONMENT, RewardConfig
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.custom_scorer import ScorerConfig
@@ -145,10 +146,26 @@ class Config(Section):
         """First steps in which the policy stands still."""
         return self.critic.warmup_steps if self.with_critic else 0
 
+    @property
+    def sampling(self) -> Sampling:
+        """How training groups are drawn: `rollout.sampling`, and what the advantage compares with."""
+        return self.rollout.sampling.training(self.trainer.algorithm.advantage.greedy_baseline)
+
     @cached_property
     def columns(self) -> ColumnTable:
         """Every column that a group of this run has."""
         return registry.columns(self)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _judged_by_its_environment(cls, data: Any) -> Any:
+        """Where there is an environment, and nothing else is said, the reward is what it gives."""
+        if not isinstance(data, dict):
+            return data
+        rollout, reward = data.get("rollout") or {}, data.get("reward") or {}
+        if isinstance(rollout, dict) and isinstance(reward, dict) and rollout.get("environment"):
+            data = {**data, "reward": {"functions": [{"function": ENVIRONMENT}], **reward}}
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -213,6 +230,11 @@ class Config(Section):
             raise ValueError(
                 "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm; "
                 "rollout.sampling.max_new_tokens is a good value"
+            )
+        if self.rollout.environment is None and any(f.function == ENVIRONMENT for f in self.reward.functions):
+            raise ValueError(
+                "reward.functions: environment stands for what an environment gave, and there is none; set "
+                "rollout.environment, or take another function"
             )
         check_columns(self)
         return self

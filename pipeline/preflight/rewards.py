@@ -11,9 +11,10 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
-from penstock.services.reward.config import FunctionConfig
-from penstock.services.reward.worker_pool import Call, WorkerPool
+from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
 from penstock.services.runtime.errors import SetupError
+from penstock.services.user_processes.pool import WorkerPool
+from penstock.services.user_processes.worker import Call
 
 TRIAL_S = 4.0
 """A call that takes longer is not waited for."""
@@ -24,7 +25,9 @@ ANSWER = "I think the answer is 42."
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found."""
-    functions = list(enumerate(config.reward.functions))
+    functions = [(i, f) for i, f in enumerate(config.reward.functions) if f.function != ENVIRONMENT]
+    if not functions:
+        return
     with ThreadPoolExecutor(len(functions)) as threads:
         tried = [threads.submit(_try, function, index, config.columns, report.row) for index, function in functions]
     for trial in tried:
@@ -38,7 +41,7 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt |
     """Returns what one should know. Raises `SetupError` where the function cannot be called, or fails on every
     answer."""
     key = f"reward.functions.{index}"
-    pool = WorkerPool(function, workers=1, limit=8, key=key, start_s=IMPORT_S)
+    pool = WorkerPool(function.program(key), workers=1, limit=8, start_s=IMPORT_S)
     try:
         if row is None or not function.trial:
             return ""
@@ -71,6 +74,7 @@ def _offered(function: FunctionConfig, table: ColumnTable, row: Prompt, answer: 
     return {
         "response": answer,
         "response_tokens": len(answer),
+        "turns": [answer],
         "truth": row.truth,
         "prompt": row.as_text(),
         "messages": row.messages or [{"role": "user", "content": row.as_text()}],

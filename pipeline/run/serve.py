@@ -183,7 +183,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         store=config.store,
         replay=config.replay,
         prompts=config.prompts,
-        sampling=config.rollout.sampling.training(),
+        sampling=config.sampling,
         eval_sampling=config.rollout.sampling.greedy(),
         columns=config.columns,
         learners=registry.learners(config),

@@ -179,7 +179,7 @@ class Handlers:
         number, key = finished.number, (finished.purpose, finished.number)
         if said.newest > max(state.versions.latest, state.groups.ledger.committed):
             raise ExperienceError(f"group {number} has tokens of version {said.newest}, which does not exist yet")
-        n = (state.settings.sampling if finished.purpose == "train" else state.settings.eval_sampling).n
+        n = (state.settings.sampling if finished.purpose == "train" else state.settings.eval_sampling).trajectories
         if said.trajectories != n:
             raise ExperienceError(f"group {number} has {said.trajectories} trajectories, not {n}")
         if finished.purpose == "eval":

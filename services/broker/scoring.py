@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.protocols.columns import REWARD, Column, WeightedSum
-from penstock.protocols.experience import Purpose
+from penstock.protocols.experience import Purpose, lengths_of
 from penstock.protocols.messages import Score
 from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
@@ -26,7 +26,7 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
         return
     column.check(score.values, entry.trajectories, entry.tokens)
     if column.nullable:
-        state.progress.tallies.setdefault(column.name, Tally()).add(len(score.values), score.errors)
+        state.progress.tallies.setdefault(column.name, Tally()).add(entry.trajectories, score.errors)
     state.progress.latency.add(column.name, score.seconds)
     key = (score.purpose, score.number)
     state.payloads.add(key, column.name, score.values)
@@ -54,7 +54,11 @@ def replay_of(state: BrokerState, purpose: Purpose) -> Replay:
 def _add_sum(state: BrokerState, score: Score, total: WeightedSum) -> None:
     """All its terms are there now."""
     key = (score.purpose, score.number)
-    values = total.of(state.payloads.columns(key, list(total.terms)))
+    terms = state.payloads.columns(key, list(total.terms))
+    if of_tokens := state.settings.columns.by_token.intersection(terms):
+        ends = np.cumsum(lengths_of(state.payloads.experience(key)))
+        terms |= {name: np.array([part.sum() for part in np.split(terms[name], ends[:-1])]) for name in of_tokens}
+    values = total.of(terms)
     state.payloads.add(key, total.name, values)
     if score.purpose == "train" and total.name == REWARD:
         _judge(state, score, values)

@@ -34,6 +34,12 @@ class TrainingBatch:
     """Columns with a value for each token: ``[tokens]`` for each trajectory."""
     unreadable: int = 0
     """Groups that could not be read: they have no part in the step."""
+    placed: list[np.ndarray] | None = None
+    """float64 ``[tokens]`` for each trajectory: where in it parts of its reward lie; None where all of it is on the
+    last token."""
+    greedy: np.ndarray | None = None
+    """float32 ``[trajectories]``: the reward of its group's greedy answer, which itself is none of them; NaN where that
+    has none; None where groups have no such answer."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -68,6 +74,7 @@ def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
     """Unpacks and checks ``batch``. A group that cannot be read costs itself alone. Raises `BatchError`."""
     groups: list[tuple[TakenGroup, Group]] = []
     table = _written(batch, table)
+    terms = next((total.terms for total in table.sums if total.name == REWARD), {})
     for taken in batch.groups:
         try:
             groups.append((taken, _open_group(taken, table)))
@@ -82,10 +89,45 @@ def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
         {name: _split(name, groups) for name in table.names if per[name] == "token"},
         len(batch.groups) - len(groups),
     )
+    step = _without_greedy(_with_placed(step, {name: terms[name] for name in terms if per[name] == "token"}))
     lags = step.lags(batch.step)
     if lags.size and not 0 <= lags.min() <= lags.max() <= max_lag:
         raise BatchError(f"step {batch.step}: lags from {lags.min()} to {lags.max()}, bound {max_lag}")
     return step
+
+
+def _with_placed(step: TrainingBatch, terms: dict[str, float]) -> TrainingBatch:
+    """With the reward's ``terms`` that have a value for each token, and their sums as values of trajectories."""
+    if not terms:
+        return step
+    columns = [(step.token_values[name], weight) for name, weight in terms.items()]
+    placed = [
+        np.asarray(sum(weight * parts[i].astype(np.float64) for parts, weight in columns))
+        for i in range(len(step.trajectories))
+    ]
+    sums = {name: np.array([part.sum() for part in step.token_values[name]], np.float32) for name in terms}
+    return replace(step, placed=placed, values={**step.values, **sums})
+
+
+def _without_greedy(step: TrainingBatch) -> TrainingBatch:
+    """Greedy answers are what others are compared with. Whose group's has no reward has none either."""
+    is_greedy = np.array([t.greedy for t in step.trajectories], bool)
+    if not is_greedy.any():
+        return step
+    kept = np.flatnonzero(~is_greedy)
+    found = dict(zip(step.groups[is_greedy].tolist(), step.rewards[is_greedy].tolist(), strict=True))
+    greedy = np.array([found.get(number, np.nan) for number in step.groups[kept].tolist()], np.float32)
+    values = {name: column[kept] for name, column in step.values.items()}
+    values[REWARD] = np.where(np.isnan(greedy), np.float32(np.nan), values[REWARD])
+    return replace(
+        step,
+        trajectories=[step.trajectories[i] for i in kept],
+        groups=step.groups[kept],
+        values=values,
+        token_values={name: [parts[i] for i in kept] for name, parts in step.token_values.items()},
+        placed=None if step.placed is None else [step.placed[i] for i in kept],
+        greedy=greedy,
+    )
 
 
 def _written(batch: Batch, table: ColumnTable) -> ColumnTable:

@@ -1,4 +1,5 @@
-"""What each token of a step is rewarded with: the reward on the last, less a penalty for leaving the reference."""
+"""What each token of a step is rewarded with: the reward on the last, but for the parts of it that lie elsewhere, less
+a penalty for leaving the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def token_rewards(step: TrainingBatch, rows: np.ndarray, penalty: KLConfig, stat
     sampled, for the same reason."""
     mask = step.padded([t.loss_mask for t in step.trajectories], rows).double()
     scores = torch.from_numpy(step.rewards[rows].astype(np.float64))
-    tokens = on_last_token(scores, mask)
+    if step.placed is None:
+        tokens = on_last_token(scores, mask)
+    else:
+        placed = step.padded(step.placed, rows).double() * mask
+        tokens = on_last_token(scores - placed.sum(-1), mask) + placed
     if not penalty.in_reward:
         return TokenRewards(scores, tokens, mask, {})
     sampled = step.padded([t.logprobs for t in step.trajectories], rows).double()

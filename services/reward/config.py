@@ -8,22 +8,27 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.protocols.columns import REWARD
 from penstock.services.runtime.settings import Section
+from penstock.services.user_processes.worker import Program
 
 REGISTRY = {
     name: f"penstock.services.reward.functions.{name}:{name}"
     for name in ("code_tests", "exact_match", "judge", "math_verify", "number", "overlong", "reasoning_gym")
 }
 """Reward functions by name."""
+ENVIRONMENT = "environment"
+"""The reward that `rollout.environment` gave: nothing is called for it."""
+HANDLER = "penstock.services.reward.function:RewardFunction"
 
 
 class FunctionConfig(Section):
     """One reward function, plain or async: it returns a number, and is given what it asks for by name, out of
-    ``response``, ``response_tokens``, ``truth``, ``prompt``, ``messages``, ``finish_reason``, ``group``, ``sample``,
-    ``step``, the columns below, and the options."""
+    ``response``, ``response_tokens``, ``turns``, ``truth``, ``prompt``, ``messages``, ``finish_reason``, ``group``,
+    ``sample``, ``step``, the columns below, and the options."""
 
     function: str = "exact_match"
     """A name of the registry (code_tests, exact_match, judge, math_verify, number, overlong, reasoning_gym; see
-    docs/scoring.md), or ``module:function`` of your own, e.g. ``my_rewards:judge``."""
+    docs/scoring.md), ``environment`` for what `rollout.environment` gave, or ``module:function`` of your own, e.g.
+    ``my_rewards:judge``."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """What it is called in metrics and report: its column is ``reward/NAME``. null: the function's own name. Two
     entries with one function need names, e.g. ``strict``."""
@@ -44,9 +49,16 @@ class FunctionConfig(Section):
     @field_validator("function")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in REGISTRY and value.count(":") != 1:
-            raise ValueError(f"{value!r} is neither module:function nor one of {', '.join(sorted(REGISTRY))}")
+        if value not in REGISTRY and value != ENVIRONMENT and value.count(":") != 1:
+            names = ", ".join(sorted([*REGISTRY, ENVIRONMENT]))
+            raise ValueError(f"{value!r} is neither module:function nor one of {names}")
         return value
+
+    def program(self, key: str) -> Program:
+        """For a worker; ``key`` is where it stands in the config."""
+        function = REGISTRY.get(self.function, self.function)
+        columns = [name.replace("/", "_") for name in self.columns]
+        return Program(HANDLER, function, key, self.timeout_s, self.options, columns)
 
     @property
     def column(self) -> str:
@@ -63,7 +75,8 @@ class RewardConfig(Section):
     """What makes the reward, e.g. ``[{function: exact_match}, {function: "my_rewards:brief", weight: 0.1}]``."""
     columns: dict[str, float] = {}
     """Columns of `scorers` that the reward is made of too, each times its weight: a reward model's, e.g.
-    ``{preference: 1.0}``."""
+    ``{preference: 1.0}``. One with a value for each token (a process reward) counts by its sum, and advantages that
+    go by token see where it lies."""
     concurrency: int = Field(512, ge=1)
     """Calls that may be under way at once for each function in each reward process: all of an async one's run together;
     those of a plain one wait for a worker. A judge that answers 64 requests at a time wants ``64``."""

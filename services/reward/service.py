@@ -13,10 +13,11 @@ import numpy as np
 import structlog
 
 from penstock.protocols.experience import Trajectory
-from penstock.services.reward.config import FunctionConfig, RewardConfig
-from penstock.services.reward.worker_pool import Call, WorkerPool
+from penstock.services.reward.config import ENVIRONMENT, FunctionConfig, RewardConfig
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
+from penstock.services.user_processes.pool import WorkerPool
+from penstock.services.user_processes.worker import Call
 
 log = structlog.get_logger()
 
@@ -28,16 +29,18 @@ class Reward:
 
     def __init__(self, config: RewardConfig, workers: int, group_size: int) -> None:
         self._limit, self._group_size = config.concurrency, group_size
+        self._functions = {function.column: function for function in config.functions}
         self._pools = {
-            function.column: WorkerPool(function, workers, config.concurrency, f"reward.functions.{index}")
+            function.column: WorkerPool(function.program(f"reward.functions.{index}"), workers, config.concurrency)
             for index, function in enumerate(config.functions)
+            if function.function != ENVIRONMENT
         }
         self._failed: Counter[str] = Counter()
         """Calls without a reward, by column; those that were too late by column and `LATE`."""
 
     def room(self, in_hand: int) -> int:
         """As many groups as fill the fullest function's calls."""
-        most = max(pool.outstanding for pool in self._pools.values())
+        most = max((pool.outstanding for pool in self._pools.values()), default=0)
         return -(-(self._limit - most) // self._group_size)
 
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
@@ -45,9 +48,24 @@ class Reward:
         for task in tasks:
             offered = [_offered(task, sample) for sample in range(len(task.group.trajectories))]
             for column in task.wanted:
+                if column not in self._pools:
+                    self._pass_on(task, column, answer)
+                    continue
                 pool = self._pools[column]
-                calls = [Call(_with_columns(pool.config, task, k, mine)) for k, mine in enumerate(offered)]
+                calls = [Call(_with_columns(self._functions[column], task, k, mine)) for k, mine in enumerate(offered)]
                 _Answering(self, task, column, len(calls), answer).begin(pool, calls)
+
+    def _pass_on(self, task: ScoringTask, column: str, answer: Answer) -> None:
+        """What the environment gave, by token; NaN on the last token of a trajectory that it failed."""
+        errors, parts = [], []
+        for trajectory in task.group.trajectories:
+            values = trajectory.rewards.copy()
+            if trajectory.failure:
+                values[-1] = np.nan
+                errors.append(f"{column.partition('/')[2]} {trajectory.failure}")
+                self.failed(column, trajectory.failure)
+            parts.append(values)
+        answer(task, column, np.concatenate(parts), errors)
 
     def gauges(self) -> dict[str, float]:
         """Calls under way and waiting, over all functions and of each; failures and restarts so far."""
@@ -104,11 +122,12 @@ class _Answering:
 
 
 def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
-    """What any function may ask for about one trajectory: see `worker.OFFERED`."""
+    """What any function may ask for about one trajectory: see `function.OFFERED`."""
     prompt, trajectory = task.group.prompt, task.group.trajectories[sample]
     return {
         "response": trajectory.text,
         "response_tokens": trajectory.sampled,
+        "turns": list(trajectory.turns) or [trajectory.text],
         "truth": prompt.truth,
         "prompt": prompt.as_text(),
         "messages": prompt.messages or [{"role": "user", "content": prompt.as_text()}],
@@ -138,7 +157,7 @@ def _part(task: ScoringTask, column: str, sample: int) -> Any:
 def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     """The actor, for a run's whole config."""
     workers = config.reward.workers or spare_cores(config)
-    return ScorerActor(kind, context, Reward(config.reward, workers, config.rollout.sampling.n))
+    return ScorerActor(kind, context, Reward(config.reward, workers, config.sampling.trajectories))
 
 
 def spare_cores(config: Any) -> int:

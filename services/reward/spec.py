@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.protocols.columns import REWARD, Column, WeightedSum
+from penstock.services.reward.config import ENVIRONMENT
 from penstock.services.runtime.registry import ActorSpec
 
 
@@ -13,6 +14,7 @@ def _columns(config: Any) -> list[Column]:
         Column(
             name=f.column,
             scorer="reward",
+            per="token" if f.function == ENVIRONMENT else "trajectory",
             nullable=True,
             reads=tuple(f.columns),
             evaluated=True,

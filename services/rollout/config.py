@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.protocols.experience import Sampling
+from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.runtime.settings import Section
 
 
@@ -106,9 +107,9 @@ class SamplingConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory, e.g. ``["</answer>"]``."""
 
-    def training(self) -> Sampling:
+    def training(self, greedy_baseline: bool = False) -> Sampling:
         """For training groups."""
-        return Sampling(**self.model_dump())
+        return Sampling(**self.model_dump(), greedy_baseline=greedy_baseline)
 
     def greedy(self) -> Sampling:
         """For evaluation: one greedy answer."""
@@ -124,6 +125,9 @@ class RolloutConfig(Section):
     """The inference engine that generates. See docs/engines.md."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn, and how many trajectories of each prompt."""
+    environment: EnvironmentConfig | None = None
+    """What answers the policy in a task of several turns, e.g. ``{environment: "my_env:Guess"}``; null: every prompt
+    is answered once. See docs/environments.md."""
     threads: int = Field(1, ge=1)
     """Compute threads of each process."""
     groups_in_flight: int = Field(0, ge=0)

@@ -7,21 +7,16 @@ import queue
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-import numpy as np
 import structlog
 import torch
 
 from penstock.protocols.experience import (
-    UNSAMPLED,
-    Group,
     Purpose,
-    Trajectory,
     as_bytes,
-    no_candidates,
     pack_group,
     summarize,
 )
@@ -39,15 +34,10 @@ from penstock.protocols.messages import (
 )
 from penstock.services.modeling import determinism
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
-from penstock.services.rollout.engines.base import (
-    Completion,
-    Engine,
-    EngineError,
-    Refusal,
-    Request,
-    RequestError,
-    WorkerEngine,
-)
+from penstock.services.rollout.engines.base import Engine, EngineError, WorkerEngine
+from penstock.services.rollout.group_maker import GroupMaker, Made
+from penstock.services.rollout.multi_turn import MultiTurn
+from penstock.services.rollout.single_turn import SingleTurn
 from penstock.services.rollout.tokenizer import Tokenizer
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
@@ -66,15 +56,6 @@ DURABLE_DEADLINE_S = 120.0
 DRAIN_S = 10.0
 REFUSE_S = 5.0
 RETAIN_S = 5.0
-
-
-@dataclass(slots=True)
-class _Work:
-    """A group that is being generated."""
-
-    lease: Lease
-    tokens: np.ndarray
-    completions: list[Completion] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,6 +77,7 @@ class Rollout:
         weights: WeightsConfig,
         model_path: str,
         dtype: str,
+        group_size: int,
         deterministic: bool = False,
     ) -> None:
         torch.set_num_threads(context.threads)
@@ -107,12 +89,11 @@ class Rollout:
         self._text = Tokenizer(model_path)
         self.engine = make_engine(config, model_path, dtype, self._text)
         self._receiver = self._make_receiver(weights, context)
-        self._work: dict[int, _Work] = {}
-        """By what the engine calls them: `_handle_of`."""
+        self._maker = self._make_maker(config)
         self._outbox: set[Key] = set()
         self._retained: deque[tuple[float, Finished, int]] = deque()
         """What became durable lately: said again to a broker that was restarted, whose store may have lost it."""
-        self._config = config
+        self._config, self._group_size = config, group_size
         self._closed = 0
         self._held_at_hello = 0
         self._credited = -1
@@ -121,6 +102,13 @@ class Rollout:
         finished = context.folder / "logs" / f"{context.name}.finished.jsonl"
         finished.parent.mkdir(parents=True, exist_ok=True)
         self._finished = finished.open("a", buffering=1)
+
+    def _make_maker(self, config: RolloutConfig) -> GroupMaker:
+        """What makes groups of leases."""
+        if config.environment is None:
+            return SingleTurn(self.engine, self._text)
+        max_length = getattr(config.engine, "max_length", None)
+        return MultiTurn(self.engine, self._text, config.environment, max_length, self.actor.mailbox.post)
 
     def _make_receiver(self, weights: WeightsConfig, context: ActorContext) -> Receiver | WorkerDesk:
         """What hears of versions: this process, or the engine's own, for which it speaks."""
@@ -135,6 +123,7 @@ class Rollout:
         try:
             return self._run()
         finally:  # an engine's own processes end before this one's last words
+            self._maker.close()
             self.engine.close()
 
     def _run(self) -> str:
@@ -148,10 +137,7 @@ class Rollout:
             if self.engine.pending():
                 with self.actor.busy():
                     for result in self.engine.step():
-                        if isinstance(result, Refusal):
-                            self._refused(result)
-                        else:
-                            self._complete(result)
+                        self._finish(self._maker.take(result))
             self._update_gauges()
         self._empty_outbox()
         self._receiver.close()
@@ -198,51 +184,34 @@ class Rollout:
                     self._closed -= 1  # its room was given back when it first became durable
                     self._send(message, tokens)
             self._retained.clear()
-        else:
+        elif isinstance(event, Message):
             log.warning("unexpected message", type=type(event).__name__)
+        else:
+            self._finish(self._maker.heard(event))
 
     def _start(self, lease: Lease) -> None:
-        if _handle_of(lease) in self._work or _key(lease) in self._outbox:
+        if self._maker.has(lease) or _key(lease) in self._outbox:
             self._closed += 1  # leased to us again while we still hold it: one answer will do
             self._give_credit()
             return
         try:
-            tokens = self._text.encode(lease.prompt)
-            self.engine.submit(Request(_handle_of(lease), lease.seed, tokens, lease.sampling))
+            self._maker.start(lease)
         except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
-            self._fail(lease, error)
-            return
-        self._work[_handle_of(lease)] = _Work(lease, tokens)
+            self._fail(lease, f"{type(error).__name__}: {error}")
 
-    def _fail(self, lease: Lease, error: Exception) -> None:
-        log.warning("group failed", group=lease.number, prompt=lease.prompt.index, error=str(error))
+    def _fail(self, lease: Lease, reason: str) -> None:
+        log.warning("group failed", group=lease.number, prompt=lease.prompt.index, error=reason)
         self._outbox.add(_key(lease))
-        reason = f"{type(error).__name__}: {str(error)[:300]}"
-        failed = Failed(purpose=lease.purpose, number=lease.number, attempt=lease.attempt, error=reason)
+        failed = Failed(purpose=lease.purpose, number=lease.number, attempt=lease.attempt, error=reason[:340])
         self._send(failed, 0)
 
-    def _refused(self, refusal: Refusal) -> None:
-        work = self._work.pop(refusal.number, None)
-        if work:
-            self._fail(work.lease, RequestError(refusal.reason))
-
-    def _complete(self, completion: Completion) -> None:
-        work = self._work.get(completion.number)
-        if work is None:
+    def _finish(self, made: Made | None) -> None:
+        if made is None:
             return
-        work.completions.append(completion)
-        if len(work.completions) < work.lease.sampling.n:
+        lease, group = made
+        if isinstance(group, str):
+            self._fail(lease, group)
             return
-        del self._work[completion.number]
-        completions = sorted(work.completions, key=lambda c: c.sample)
-        try:
-            texts = self._text.decode([c.tokens.tolist() for c in completions])
-            trajectories = [_trajectory(work.tokens, c, text) for c, text in zip(completions, texts, strict=True)]
-        except Exception as error:  # an engine's numbers that break a trajectory's rules, say
-            self._fail(work.lease, error)
-            return
-        lease = work.lease
-        group = Group(lease.number, lease.prompt, trajectories)
         self._outbox.add(_key(lease))
         finished = Finished(
             purpose=lease.purpose,
@@ -283,7 +252,7 @@ class Rollout:
     @property
     def _limit(self) -> int:
         """Groups that may be in flight: those that the engine has room for, and half as many again in its queue."""
-        fit = max(1, self.engine.capacity // self._config.sampling.n)
+        fit = max(1, self.engine.capacity // self._group_size)
         return self._config.groups_in_flight or fit + (fit + 1) // 2
 
     def _give_credit(self) -> None:
@@ -329,7 +298,7 @@ class Rollout:
         now = time.monotonic()
         if now - self._generated_at < 1.0:
             return
-        gauges = self.engine.gauges()
+        gauges = self.engine.gauges() | self._maker.gauges()
         generated = gauges.get("generated_tokens", 0.0)
         gauges["tokens_per_s"] = (generated - self._generated) / (now - self._generated_at)
         self._generated, self._generated_at = generated, now
@@ -340,16 +309,16 @@ def _key(message: Lease | Finished | Failed) -> Key:
     return message.purpose, message.number
 
 
-def _handle_of(lease: Lease) -> int:
-    """What the engine calls a group, and keys its sampling by: a training group's own number; greedy evaluation draws
-    nothing, and must only not be mistaken for one."""
-    return lease.number if lease.purpose == "train" else -1 - lease.number
-
-
 def make(context: ActorContext, config: Any, kind: str) -> Rollout:
     """The actor, for a run's whole config."""
     return Rollout(
-        context, config.rollout, config.weights, context.model_path, config.model.dtype, config.run.deterministic
+        context,
+        config.rollout,
+        config.weights,
+        context.model_path,
+        config.model.dtype,
+        config.sampling.trajectories,
+        config.run.deterministic,
     )
 
 
@@ -378,23 +347,3 @@ def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokeni
         raise SetupError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")
     factory = found.load() if found else load_plugin(engine.name, "rollout.engine.name")
     return factory(engine.options, model_path, dtype, stop_ids)
-
-
-def _trajectory(prompt: np.ndarray, completion: Completion, text: str) -> Trajectory:
-    size, new = len(prompt), len(completion.tokens)
-
-    def column(fill: int, values: np.ndarray, dtype: type) -> np.ndarray:
-        return np.concatenate([np.full(size, fill, dtype), values.astype(dtype)])
-
-    return Trajectory(
-        tokens=np.concatenate([prompt, completion.tokens]),
-        loss_mask=column(0, np.ones(new), np.uint8),
-        logprobs=column(0, np.minimum(completion.logprobs, 0), np.float32),
-        versions=column(UNSAMPLED, completion.versions, np.int32),
-        text=text,
-        finish=completion.finish,
-        candidate_counts=column(0, completion.candidate_counts, np.int32)
-        if completion.candidate_counts.size
-        else no_candidates(),
-        candidate_ids=completion.candidate_ids,
-    )

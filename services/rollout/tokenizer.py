@@ -9,6 +9,10 @@ import numpy as np
 
 from penstock.protocols.experience import Prompt
 from penstock.services.modeling.load import load_tokenizer
+from penstock.services.rollout.engines.base import RequestError
+
+_ANSWER = "penstock answers"
+"""Stands for an answer, to see what a template puts behind one."""
 
 
 class Tokenizer:
@@ -17,18 +21,39 @@ class Tokenizer:
     def __init__(self, path: str) -> None:
         self._tokenizer = load_tokenizer(path)
 
-    def encode(self, prompt: Prompt) -> np.ndarray:
-        """int32 ``[tokens]``. Chats go through the chat template; without one, their contents are joined by blank
-        lines."""
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
+        """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``; without one,
+        their contents are joined by blank lines. Raises `RequestError` where tools cannot be told of."""
+        if tools and (prompt.messages is None or not self._tokenizer.chat_template):
+            raise RequestError(
+                "tools are told by a chat template: the prompt must be messages (chat: true), and the tokenizer must "
+                "have one"
+            )
         if prompt.text is not None:
             ids = self._tokenizer(prompt.text)["input_ids"]
         elif self._tokenizer.chat_template:
             ids = self._tokenizer.apply_chat_template(
-                prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                prompt.messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         else:
             ids = self._tokenizer(prompt.as_text())["input_ids"]
         return np.array(ids, np.int32)
+
+    def observe(self, observation: str | list[dict[str, str]], chat: bool, ended_with: int) -> np.ndarray:
+        """int32 ``[tokens]``: what stands between an answer, whose last token is ``ended_with``, and the next one. In
+        a ``chat`` it is what the template puts there, less the end of the answer where that was sampled; else the
+        observation alone. Tokens that were sampled are never made again from text."""
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        if not chat or not self._tokenizer.chat_template:
+            text = "\n\n".join(message["content"] for message in messages)
+        else:
+            around = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
+            whole = self._tokenizer.apply_chat_template(around, add_generation_prompt=True, tokenize=False)
+            _, found, text = whole.partition(_ANSWER)
+            if not found:
+                raise RequestError("the chat template leaves out what the assistant said; it cannot be used in turns")
+            text = text.removeprefix(self._tokenizer.decode([ended_with]))
+        return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """The text of each row, special tokens left out."""

@@ -50,6 +50,18 @@ class GaeAdvantage(Choice):
         return [VALUES]
 
 
+class ReMaxAdvantage(Choice):
+    """ReMax: the return of each token, less the reward of a greedy answer to the same prompt, which each group has one
+    of beside its own. Needs no group (`n: 1`)."""
+
+    implementation = "advantages.remax:remax"
+    paper = "Li et al. 2023, arXiv:2310.10505"
+    compares = False
+    by_token = True
+    greedy_baseline = True
+    type: Literal["remax"] = "remax"
+
+
 class ReinforcePlusPlusAdvantage(Choice):
     """REINFORCE++: returns, whitened over all tokens of the step. Needs no group."""
 
@@ -133,7 +145,7 @@ class GdpoAdvantage(Choice):
 
 
 BuiltInAdvantage = (
-    GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReinforcePlusPlusAdvantage
+    GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | GpgAdvantage | PassAtKAdvantage | MaxRlAdvantage
     | GdpoAdvantage
 )  # fmt: skip

@@ -14,6 +14,8 @@ class Traits(Section):
 
     least_n: ClassVar[int] = 1
     """Of an advantage: fewer trajectories in a group teach nothing."""
+    greedy_baseline: ClassVar[bool] = False
+    """Of an advantage: each group has a greedy answer more, whose reward it is given last."""
     by_token: ClassVar[bool] = False
     """Of an advantage: it takes the reward of each token, not of the whole trajectory."""
     compares: ClassVar[bool] = True

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.protocols.columns import REFERENCE, REWARD
+from penstock.protocols.columns import GREEDY, REFERENCE, REWARD
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
@@ -136,12 +136,14 @@ class Learner(ModelLearner):
         """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""
         rewarded = np.flatnonzero(step.rewarded)
         rewards = token_rewards(step, rewarded, self._config.algorithm.kl, self.state)
-        columns = {}
+        columns: dict[str, torch.Tensor] = {}
         for name in self.algorithm.group_columns:
             if name in step.token_values:
                 columns[name] = step.padded(step.token_values[name], rewarded)
             else:
                 columns[name] = torch.from_numpy(step.values[name][rewarded])
+        if step.greedy is not None:
+            columns[GREEDY] = torch.from_numpy(step.greedy[rewarded])
         groups, mask = torch.from_numpy(step.groups[rewarded]), rewards.mask.bool()
         found = torch.zeros((len(step.trajectories), mask.shape[1]))
         found[rewarded] = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens).float()
@@ -176,6 +178,7 @@ class Learner(ModelLearner):
             "finished_share": float(np.mean(finished)) if finished else 0.0,
             "groups_unreadable": float(step.unreadable),
             **_means(step),
+            **_turns(step),
         }
 
 
@@ -186,9 +189,20 @@ def _means(step: TrainingBatch) -> dict[str, float]:
         if name != REWARD and np.isfinite(values).any():
             found[name] = float(np.nanmean(values))
     for name, parts in step.token_values.items():
-        if name != REFERENCE and parts:
+        if name != REFERENCE and name not in step.values and parts:
             sampled = [v[t.loss_mask == 1] for v, t in zip(parts, step.trajectories, strict=True)]
             found[name] = float(np.concatenate(sampled).mean())
+    return found
+
+
+def _turns(step: TrainingBatch) -> dict[str, float]:
+    """What only steps with greedy baselines, or an environment, have."""
+    found = {}
+    if step.greedy is not None and np.isfinite(step.greedy).any():
+        found["reward_greedy"] = float(np.nanmean(step.greedy))
+    turns = [len(t.turns) for t in step.trajectories]
+    if any(turns):
+        found["turns"] = float(np.mean(turns))
     return found
 
 

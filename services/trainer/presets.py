@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
-    "opo", "maxrl",
+    "opo", "maxrl", "remax",
 ]  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -24,6 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpg": {"advantage": {"type": "gpg"}, "loss": {"type": "reinforce"}, "correction": {"type": "truncated"}},
     "opo": {"advantage": {"type": "opo"}, "loss": {"type": "reinforce"}, "correction": {"type": "truncated"}},
     "maxrl": {"advantage": {"type": "maxrl"}},
+    "remax": {"advantage": {"type": "remax"}},
 }
 """What each leaves as it is by default is not named."""
 assert set(PRESETS) == set(get_args(PresetName))

@@ -80,6 +80,13 @@ def test_own_correction(tmp_path: Path) -> None:
     assert all(0 < row["is_weight_kept"] <= 1 for row in steps_of(run.folder))
 
 
+def test_own_environment(tmp_path: Path) -> None:
+    run, _ = run_copy("own-environment", tmp_path)
+    rows = steps_of(run.folder)
+    assert all(1 <= row["turns"] <= 2 and row["reward/environment"] == pytest.approx(row["reward"]) for row in rows)
+    assert any(row["turns"] > 1 for row in rows)
+
+
 def test_a_judge_that_is_not_there_is_told_of_before_anything_starts(tmp_path: Path) -> None:
     env = {**os.environ, "JUDGE_URL": "http://127.0.0.1:9/v1"}
     command = [sys.executable, "-m", "penstock.pipeline.cli", "run", str(EXAMPLES / "async-judge" / "config.yaml")]

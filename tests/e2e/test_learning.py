@@ -13,6 +13,7 @@ PLAIN = ["loss={type: reinforce}", "correction={type: truncated}"]
 METHODS = {
     "dapo": ["loss={type: ppo_clip, clip_high: 0.28}"],
     "dr_grpo": ["advantage={type: grpo, std: false}", "aggregation=seq-mean-token-sum-norm", "length_scale=12"],
+    "remax": ["advantage={type: remax}"],
     "rloo": ["advantage={type: rloo}"],
     "reinforce_plus_plus": ["advantage={type: reinforce_plus_plus}"],
     "reinforce_plus_plus_baseline": ["advantage={type: reinforce_plus_plus_baseline}"],
@@ -33,6 +34,12 @@ def test_ppo_with_a_critic_lifts_the_reward(tmp_path: Path) -> None:
     summary = Run(tmp_path, [], ROOT / "configs" / "ppo.yaml").wait(500)
     check_promises(summary)
     assert summary["reward_last"] >= 0.85 and summary["eval_after"] >= 0.95
+
+
+def test_a_task_of_two_turns_with_a_tool_is_learned(tmp_path: Path) -> None:
+    summary = Run(tmp_path, [], ROOT / "examples" / "own-environment" / "config.yaml").wait(500)
+    check_promises(summary)
+    assert summary["reward_first"] <= 0.1 and summary["reward_last"] >= 0.85
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -53,6 +53,15 @@ def hangs(response):
     time.sleep(100)
 
 
+class Stepless:
+    pass
+
+
+class Angry:
+    def step(self, answer):
+        return {}["no"]
+
+
 def rows():
     return [penstock.Prompt(index=0, text="1+1=", truth="2")]
 
@@ -182,6 +191,12 @@ MISTAKES = [
       overrides=["prompts.train={type: custom, function: 'mine:boom'}"]),
     m("a source that wants options", "prompts.train.function: mine:rows raised TypeError",
       overrides=["prompts.train={type: custom, function: 'mine:rows', options: {size: 3}}"]),
+    m("an environment without step", "rollout.environment.environment: mine:Stepless has no method step(answer)",
+      overrides=["rollout.environment={environment: 'mine:Stepless'}"]),
+    m("an environment that raises", "rollout.environment: mine:Angry: step(", "raised KeyError: 'no'",
+      overrides=["rollout.environment={environment: 'mine:Angry'}"]),
+    m("no environment to reward", "reward.functions: environment stands for what an environment gave",
+      overrides=["reward.functions=[{function: environment}]"]),
     m("a module that is not there", "reward.functions.0.function: cannot load 'mime:good'", "looked in",
       "did you mean 'mine'?", overrides=[REWARD.format("mime:good")]),
     m("a function that is not there", "reward.functions.0.function", "has no 'goood'; did you mean 'good'?",

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from penstock.services.reward.config import FunctionConfig
-from penstock.services.reward.worker_pool import Call, FunctionError, WorkerPool
+from penstock.services.user_processes.pool import WorkerPool
+from penstock.services.user_processes.worker import Call, ProgramError
 
 HERE = "tests.reward.functions"
 FUNCTIONS = Path(__file__).with_name("functions.py")
@@ -31,7 +32,7 @@ def offered(response: str, **more: Any) -> dict[str, Any]:
 
 
 def score(function: FunctionConfig, responses: list[str], workers: int = 1, **more: Any) -> list[float | str]:
-    pool = WorkerPool(function, workers, limit=512)
+    pool = WorkerPool(function.program("reward.functions.0"), workers, limit=512)
     try:
         futures = [pool.submit(Call(offered(response, **more))) for response in responses]
         errors = [future.exception(60) for future in futures]
@@ -90,7 +91,7 @@ def test_async_calls_run_together_each_with_its_own_timeout() -> None:
 
 
 def test_a_late_call_begins_while_others_wait() -> None:
-    pool = WorkerPool(FunctionConfig(function=f"{HERE}:slow", timeout_s=20.0), 1, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:slow", timeout_s=20.0).program("reward.functions.0"), 1, 512)
     first = pool.submit(Call(offered("hang")))
     time.sleep(0.2)
     assert pool.submit(Call(offered("b"))).result(5) == 1.0 and not first.done()
@@ -98,7 +99,7 @@ def test_a_late_call_begins_while_others_wait() -> None:
 
 
 def test_a_modules_own_semaphore_works_for_as_long_as_the_worker_lives() -> None:
-    pool = WorkerPool(FunctionConfig(function=f"{HERE}:limited"), 1, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:limited").program("reward.functions.0"), 1, 512)
     for _ in range(3):
         found = [future.result(20) for future in [pool.submit(Call(offered("a"))) for _ in range(20)]]
         assert max(found) == 3
@@ -119,7 +120,7 @@ def test_a_modules_own_http_client_works() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/"
     function = FunctionConfig(function=f"{HERE}:asks_over_http", options={"url": url})
-    pool = WorkerPool(function, 1, 512)
+    pool = WorkerPool(function.program("reward.functions.0"), 1, 512)
     for _ in range(3):  # its connections outlive a batch of calls
         found = [future.result(20) for future in [pool.submit(Call(offered("a" * n))) for n in range(30)]]
         assert found == [float(len("/?answer=") + n) for n in range(30)]
@@ -128,7 +129,7 @@ def test_a_modules_own_http_client_works() -> None:
 
 
 def test_an_object_with_an_async_call_is_async() -> None:
-    pool = WorkerPool(FunctionConfig(function=f"{HERE}:judge"), 4, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:judge").program("reward.functions.0"), 4, 512)
     started = time.monotonic()
     futures = [pool.submit(Call(offered("a"))) for _ in range(100)]
     assert {future.result(20) for future in futures} == {2.0}
@@ -142,10 +143,10 @@ def test_a_functions_child_may_read_its_stdin() -> None:
 
 def test_plain_calls_are_shared_by_the_workers() -> None:
     function = FunctionConfig(function="time:sleep", name="sleep", options={"seconds": 0.1})
-    with pytest.raises(FunctionError, match="no signature found|it asks for|options give"):
-        WorkerPool(function, 1, 512).close()
+    with pytest.raises(ProgramError, match="no signature found|it asks for|options give"):
+        WorkerPool(function.program("reward.functions.0"), 1, 512).close()
     function = FunctionConfig(function=f"{HERE}:runs_python")
-    pool = WorkerPool(function, 3, 512)
+    pool = WorkerPool(function.program("reward.functions.0"), 3, 512)
     futures = [pool.submit(Call(offered("1"))) for _ in range(6)]
     time.sleep(0.05)
     assert pool.under_way >= 3
@@ -169,14 +170,14 @@ def test_a_function_is_given_what_it_asks_for() -> None:
     ],
 )
 def test_a_function_that_cannot_be_called_is_named(function: FunctionConfig, complaint: str) -> None:
-    with pytest.raises(FunctionError, match=complaint) as caught:
-        WorkerPool(function, 1, 512)
+    with pytest.raises(ProgramError, match=complaint) as caught:
+        WorkerPool(function.program("reward.functions.0"), 1, 512)
     assert function.function in str(caught.value) and "reward.functions" in str(caught.value)
 
 
 def test_no_worker_is_left_behind() -> None:
     before = set(psutil.Process().children())
-    pool = WorkerPool(FunctionConfig(function=f"{HERE}:good"), 2, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:good").program("reward.functions.0"), 2, 512)
     children = set(psutil.Process().children()) - before
     assert len(children) >= 2
     pool.close()
@@ -185,7 +186,7 @@ def test_no_worker_is_left_behind() -> None:
 
 @pytest.mark.slow
 def test_memory_is_flat_over_many_calls() -> None:
-    pool = WorkerPool(FunctionConfig(function=f"{HERE}:limited"), 1, 512)
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:limited").program("reward.functions.0"), 1, 512)
     processes = [psutil.Process(), *psutil.Process().children()]
 
     def used() -> int:

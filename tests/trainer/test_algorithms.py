@@ -47,7 +47,7 @@ def a_step(seed: int, rows: int = 12, length: int = LENGTH) -> tuple[torch.Tenso
 
 def columns(scores: torch.Tensor) -> dict[str, torch.Tensor]:
     values = scores[:, None] * torch.arange(LENGTH + 3) / LENGTH  # of any width: what is beyond the mask is left out
-    return {"reward/a": scores, "reward/b": 1 - scores * scores, "values": values}
+    return {"reward/a": scores, "reward/b": 1 - scores * scores, "values": values, "greedy": scores / 2}
 
 
 def loss_and_gradient(chosen: Algorithm, rows: list[int], numbers: tuple[torch.Tensor, ...]) -> tuple[float, Any]:

@@ -151,7 +151,7 @@ class AsyncEngine(ABC):
     def _send(self, request: Request) -> None:
         opened = self._open[request.number] = _Open(request.sampling.n)
         for sample in range(request.sampling.n):
-            seed = int(stream_key(request.seed, request.number, sample)) & (2**63 - 1)
+            seed = int(stream_key(request.seed, request.stream, sample)) & (2**63 - 1)
             opened.tasks.append(self.spawn(self._run(opened, request, sample, seed)))
 
     async def _run(self, opened: _Open, request: Request, sample: int, seed: int) -> None:

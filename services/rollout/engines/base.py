@@ -38,7 +38,7 @@ def refuse_partial(names: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """``sampling.n`` continuations of one prompt. Sampling is keyed by seed, number, sample and position, so the same
+    """``sampling.n`` continuations of one prompt. Sampling is keyed by seed, stream, sample and position, so the same
     request gives the same tokens whatever else is in the batch, up to floating point."""
 
     number: int
@@ -46,6 +46,13 @@ class Request:
     tokens: np.ndarray
     """int32 ``[prompt tokens]``"""
     sampling: Sampling
+    of: int | None = None
+    """What sampling is keyed by in the place of `number`."""
+
+    @property
+    def stream(self) -> int:
+        """What sampling is keyed by."""
+        return self.number if self.of is None else self.of
 
 
 def refuse_unfit(request: Request, vocabulary: int, max_length: int) -> None:

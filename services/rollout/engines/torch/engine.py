@@ -206,7 +206,7 @@ class TorchEngine:
         s.temperature[mine], s.top_p[mine], s.top_k[mine] = sampling.temperature, sampling.top_p, sampling.top_k
         s.number[mine] = request.number
         s.sample[mine] = range(len(mine))
-        s.key[mine] = [stream_key(request.seed, request.number, i) for i in range(len(mine))]
+        s.key[mine] = [stream_key(request.seed, request.stream, i) for i in range(len(mine))]
 
     def _prefill(self, tokens: np.ndarray, lengths: np.ndarray, slots: list[list[int]]) -> torch.Tensor:
         """Runs the first ``lengths[i]`` of each row into its slots, rows of like length together."""

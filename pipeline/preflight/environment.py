@@ -1,0 +1,52 @@
+"""The environment: loaded in a worker, made, and played on the first row."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.rewards import ANSWER, IMPORT_S, TRIAL_S
+from penstock.protocols.experience import Prompt
+from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.pool import Answered, EnvironmentPool
+from penstock.services.runtime.errors import SetupError
+
+KEY = "rollout.environment"
+
+
+def look(config: Config, report: Report) -> None:
+    """Adds to ``report`` what is found."""
+    environment = config.rollout.environment
+    if environment is None:
+        return
+    with report.collect():
+        pool = EnvironmentPool(environment, start_s=IMPORT_S)
+        try:
+            if report.row is not None:
+                report.notes += _play(environment, pool, report.row)
+        finally:
+            pool.close()
+
+
+def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt) -> list[str]:
+    """One turn, with an answer that need not make sense. Returns what one should know. Raises `SetupError`."""
+    truth = row.truth if isinstance(row.truth, str) and row.truth else ANSWER
+    calls: dict[str, Callable[[Answered], None]] = {
+        "reset": lambda heard: pool.reset(0, row, heard),
+        f"step({truth[:60]!r})": lambda heard: pool.step(0, truth, heard),
+    }
+    for name, call in calls.items():
+        said: queue.Queue[tuple[dict[str, Any] | None, str]] = queue.Queue()
+        call(lambda found, error, said=said: said.put((found, error)))  # type: ignore[misc]
+        try:
+            found, error = said.get(timeout=min(TRIAL_S, environment.timeout_s) + 2)
+        except queue.Empty:
+            return [
+                f"{KEY}: {environment.environment}: {name} did not answer within {TRIAL_S:g} s; it was not looked at"
+            ]
+        if found is None:
+            raise SetupError(f"{KEY}: {environment.environment}: {name}, tried on row {row.index}, {error}")
+    return []

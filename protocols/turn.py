@@ -1,0 +1,23 @@
+"""What an environment says after a turn of the policy: `penstock.Turn`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An environment's answer to one turn.
+
+    >>> Turn("17 is too high.", reward=0.0).done
+    False
+    """
+
+    observation: str | Sequence[dict[str, str]] | None = None
+    """What the policy reads next: text, or chat messages with ``role`` and ``content``. Text is a user's message where
+    the prompt is a chat, and goes behind the answer as it is where the prompt is plain text."""
+    reward: float = 0.0
+    """For this turn. A trajectory's reward is the sum over its turns."""
+    done: bool = False
+    """The task is over; the observation, if there is one, is not read any more."""

@@ -1,0 +1,1 @@
+"""Tasks of several turns: what answers the policy, until it says that the task is done."""

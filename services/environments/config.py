@@ -1,0 +1,42 @@
+"""Config section of the environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from penstock.services.runtime.settings import Section
+from penstock.services.user_processes.worker import Program
+
+REGISTRY = {"tools": "penstock.services.environments.tools:Tools"}
+"""Environments by name."""
+HANDLER = "penstock.services.environments.sessions:Sessions"
+
+
+class EnvironmentConfig(Section):
+    """A task of several turns: a Python class that answers the policy. See docs/environments.md."""
+
+    environment: str
+    """A name (``tools``), or ``module:Class`` of your own, e.g. ``my_env:Guess``: one object for each trajectory, with
+    ``step(answer)``, and ``reset(prompt)`` where it wants to see the prompt."""
+    options: dict[str, Any] = {}
+    """What an object is made with, e.g. ``{digits: 2}``."""
+    max_turns: int = Field(8, ge=1)
+    """Turns that the policy has at most, e.g. ``4``; each may be `rollout.sampling.max_new_tokens` long."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Seconds. A call of reset or step that takes longer ends its trajectory without a reward."""
+    workers: int | None = Field(None, ge=1)
+    """Processes that a plain class runs in, for each rollout. null: one, and for a class whose step is async always
+    one; e.g. ``4`` where step computes."""
+
+    @field_validator("environment")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in REGISTRY and value.count(":") != 1:
+            raise ValueError(f"{value!r} is neither module:Class nor one of {', '.join(sorted(REGISTRY))}")
+        return value
+
+    def program(self, key: str = "rollout.environment") -> Program:
+        """For a worker; ``key`` is where it stands in the config."""
+        return Program(HANDLER, REGISTRY.get(self.environment, self.environment), key, self.timeout_s, self.options)

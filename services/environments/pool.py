@@ -1,0 +1,73 @@
+"""The worker processes of an environment, from the rollout's side: a session stays in the worker that it began in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock.protocols.experience import Prompt
+from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.sessions import LOST
+from penstock.services.user_processes.work_queue import WorkerQueue
+from penstock.services.user_processes.worker import START_S, Call
+
+Answered = Callable[[dict[str, Any] | None, str], None]
+"""Told what a call gave, or None and what went wrong; that is `LOST` where its worker died for another's fault, or
+before: the session is to begin again. Called from another thread."""
+
+AT_ONCE = 1024
+"""Calls that an async environment is given at once."""
+
+
+class EnvironmentPool:
+    """Sessions by number."""
+
+    def __init__(self, config: EnvironmentConfig, start_s: float = START_S) -> None:
+        program = config.program()
+        first = WorkerQueue(program, AT_ONCE, start_s=start_s)
+        count = 1 if first.worker.asynchronous else config.workers or 1
+        self._queues = [first, *(WorkerQueue(program, AT_ONCE) for _ in range(count - 1))]
+        for each in self._queues:
+            each.start()
+
+    @property
+    def restarts(self) -> int:
+        """How often a worker had to be started again."""
+        return sum(each.restarts for each in self._queues)
+
+    @property
+    def under_way(self) -> int:
+        """Calls that workers have."""
+        return sum(each.under_way for each in self._queues)
+
+    def reset(self, session: int, prompt: Prompt, answered: Answered) -> None:
+        """Begins a session."""
+        self._call("reset", session, prompt.model_dump(), answered)
+
+    def step(self, session: int, answer: str, answered: Answered) -> None:
+        """Tells it what the policy said."""
+        self._call("step", session, answer, answered)
+
+    def end(self, session: int) -> None:
+        """Forgets it."""
+        self._call("close", session, None, lambda found, error: None)
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for each in self._queues:
+            each.close()
+
+    def _call(self, op: str, session: int, given: Any, answered: Answered) -> None:
+        call = Call({"op": op, "session": session, "given": given})
+
+        def done(_future: Any) -> None:
+            error = call.future.exception()
+            if error is not None:
+                answered(None, str(error))
+            elif LOST in call.future.result():
+                answered(None, LOST)
+            else:
+                answered(call.future.result(), "")
+
+        call.future.add_done_callback(done)
+        self._queues[session % len(self._queues)].submit(call)

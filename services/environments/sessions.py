@@ -1,0 +1,118 @@
+"""Environments in the process that runs them: an object a trajectory."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.protocols.experience import Prompt
+from penstock.protocols.turn import Turn
+from penstock.protocols.wire import WireError, pack
+from penstock.services.runtime.plugins import load_plugin
+
+LOST = "lost"
+"""The answer to a step of a session that this process does not know: it is not the one that the session began in."""
+
+
+class Sessions:
+    """A `user_processes.child.Handler`: calls begin (``reset``), go on (``step``) and end (``close``) a session."""
+
+    asks = ["op", "session", "given"]
+
+    def __init__(self, program: dict[str, Any]) -> None:
+        self._where = f"{program['key']}.environment: {program['function']}"
+        self._make = load_plugin(program["function"], f"{program['key']}.environment")
+        if not inspect.isclass(self._make):
+            raise ValueError(f"{self._where} is a {type(self._make).__name__}; it must be a class")
+        if not callable(getattr(self._make, "step", None)):
+            raise ValueError(f"{self._where} has no method step(answer)")
+        _check_options(self._where, self._make, program["options"])
+        methods = (getattr(self._make, name, None) for name in ("reset", "step", "close"))
+        self.is_async = any(inspect.iscoroutinefunction(method) for method in methods)
+        self.timeout_s, self._options = program["timeout_s"], program["options"]
+        self._open: dict[int, Any] = {}
+
+    def start(self, arguments: dict[str, Any]) -> Any:
+        """See `Handler.start`."""
+        op, session, given = arguments["op"], arguments["session"], arguments["given"]
+        return self._run(op, session, given) if self.is_async else self._run_plain(op, session, given)
+
+    def answer(self, value: Any) -> dict[str, Any]:
+        """See `Handler.answer`."""
+        op, found, tools = value
+        try:
+            said = found if op == LOST else _begun(found, tools) if op == "reset" else _went_on(found)
+            pack(said)
+        except (ValueError, WireError) as error:
+            return {"error": str(error)}
+        return {"value": said}
+
+    async def _run(self, op: str, session: int, given: Any) -> tuple[str, Any, Any]:
+        op, found, tools = self._run_plain(op, session, given)
+        return op, await found if inspect.isawaitable(found) else found, tools
+
+    def _run_plain(self, op: str, session: int, given: Any) -> tuple[str, Any, Any]:
+        if op == "reset":
+            made = self._open[session] = self._make(**self._options)
+            reset = getattr(made, "reset", None)
+            found = reset(Prompt.model_validate(given)) if reset else None
+            return op, found, getattr(made, "tools", None)
+        made = self._open.get(session)
+        if made is None:
+            return LOST, {LOST: True}, None
+        if op == "step":
+            return op, made.step(given), None
+        del self._open[session]
+        return op, getattr(made, "close", lambda: None)(), None
+
+
+def _check_options(where: str, made: type, options: dict[str, Any]) -> None:
+    try:
+        inspect.signature(made).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{where} cannot be made with the options {options}: {error}") from None
+
+
+def _begun(found: Any, tools: Any) -> dict[str, Any]:
+    """What reset returned: None for the prompt as it is, text, or messages."""
+    if found is not None and not isinstance(found, str):
+        _check_messages("reset", found)
+        found = list(found)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"tools is no list of maps (JSON schemas of functions): {str(tools)[:80]}")
+    return {"prompt": found, "tools": tools}
+
+
+def _went_on(found: Any) -> dict[str, Any]:
+    """What step returned: a `Turn`, text that the policy reads next, or None, which ends the task."""
+    turn = found if isinstance(found, Turn) else Turn(found) if isinstance(found, str) else None
+    if found is None:
+        turn = Turn(done=True)
+    if turn is None:
+        raise ValueError(f"step returned {type(found).__name__}; it must return a penstock.Turn, text, or None")
+    try:
+        reward = float(turn.reward)
+    except (TypeError, ValueError):
+        raise ValueError(f"step gave the reward {turn.reward!r}, which is no number") from None
+    if not math.isfinite(reward):
+        raise ValueError(f"step gave the reward {reward}")
+    observation = turn.observation
+    if observation is not None and not isinstance(observation, str):
+        _check_messages("step", observation)
+        observation = list(observation)
+    if not observation and not turn.done:
+        raise ValueError("step gave no observation, though the task is not done")
+    return {"observation": observation, "reward": reward, "done": bool(turn.done)}
+
+
+def _check_messages(method: str, found: Any) -> None:
+    right = isinstance(found, Sequence) and all(
+        isinstance(part, dict)
+        and {"role", "content"} <= part.keys()
+        and all(isinstance(word, str) for word in part.values())
+        for part in found
+    )
+    if not right or not found:
+        raise ValueError(f"{method} gave {str(found)[:80]}, which is neither text nor messages with role and content")

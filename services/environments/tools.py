@@ -1,0 +1,82 @@
+"""The environment ``tools``: functions that the policy may call before it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic.errors import PydanticUserError
+
+from penstock.protocols.turn import Turn
+from penstock.services.runtime.plugins import load_plugin
+
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+"""How Hermes' and Qwen's chat templates ask for a call: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+LONGEST = 8_000
+"""Characters of a result that the policy reads."""
+
+
+class Tools:
+    """Turns with calls are answered by their results, each a message of the role ``tool``; the first turn without one
+    is the answer, and ends the task. It gives no reward: reward functions judge the last turn (``turns[-1]``).
+
+    ``functions``: plain or async functions of yours, ``module:function``. Their type hints and docstrings are what the
+    policy is told, by the tokenizer's chat template.
+    """
+
+    def __init__(self, functions: list[str]) -> None:
+        loaded = [load_plugin(name, "rollout.environment.options.functions") for name in functions]
+        self.tools = [_schema(function) for function in loaded]
+        self._functions = {
+            schema["function"]["name"]: validate_call(function)
+            for schema, function in zip(self.tools, loaded, strict=True)
+        }
+
+    async def step(self, answer: str) -> Turn:
+        """See docs/environments.md."""
+        calls = CALL.findall(answer)
+        if not calls:
+            return Turn(done=True)
+        results = await asyncio.gather(*map(self._run, calls))
+        return Turn([{"role": "tool", "content": result[:LONGEST]} for result in results])
+
+    async def _run(self, text: str) -> str:
+        """What the policy reads of one call; where it was wrong, what was."""
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", {})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return 'error: a call is JSON, {"name": …, "arguments": {…}}'
+        function = self._functions.get(name) if isinstance(name, str) else None
+        if function is None or not isinstance(arguments, dict):
+            return f"error: there is no function {name!r}; there are {', '.join(self._functions)}"
+        try:
+            if inspect.iscoroutinefunction(function):
+                result = await function(**arguments)
+            else:
+                result = await asyncio.to_thread(function, **arguments)
+        except ValidationError as error:
+            return f"error: {name}: {'; '.join(_wrong(part) for part in error.errors())}"
+        except Exception as error:  # the user's own code; the policy may do better next time
+            return f"error: {name} raised {type(error).__name__}: {error}"
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """As chat templates want it."""
+    try:
+        parameters = TypeAdapter(cast(Any, function)).json_schema()
+    except (PydanticUserError, TypeError) as error:
+        raise ValueError(f"{function} cannot be described as a tool: {error}") from error
+    parameters.pop("title", None)
+    about = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": parameters}
+    return {"type": "function", "function": about}
+
+
+def _wrong(part: Any) -> str:
+    return f"{'.'.join(map(str, part['loc']))}: {part['msg']}"

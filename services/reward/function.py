@@ -1,0 +1,64 @@
+"""A reward function in the process that runs it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from penstock.services.runtime.plugins import load_plugin
+
+FLOAT32_MAX = 3.4e38
+OFFERED = (
+    "response", "response_tokens", "turns", "truth", "prompt", "messages", "finish_reason", "group", "sample", "step"
+)  # fmt: skip
+"""What a function may ask for by name, beside its options and the columns that its config names."""
+
+
+class RewardFunction:
+    """The function with its options, its timeout and what it asks for."""
+
+    def __init__(self, program: dict[str, Any]) -> None:
+        self.call: Callable[..., Any] = load_plugin(program["function"], f"{program['key']}.function")
+        if not callable(self.call):
+            raise ValueError(
+                f"{program['key']}.function: {program['function']} is a {type(self.call).__name__}, which "
+                "cannot be called"
+            )
+        self._where = f"{program['key']}: {program['function']}"
+        self.is_async = inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(
+            getattr(self.call, "__call__", None)  # noqa: B004 - an object whose __call__ is async
+        )
+        self.options, self.timeout_s = program["options"], program["timeout_s"]
+        self.asks = self._asks([*OFFERED, *program["columns"]])
+
+    def _asks(self, offered: list[str]) -> list[str]:
+        """Of what is ``offered``, what the function takes. Raises `ValueError` where it wants something else."""
+        parameters = inspect.signature(self.call).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return [name for name in offered if name not in self.options]
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
+        if strange := sorted(required - set(offered) - self.options.keys()):
+            raise ValueError(
+                f"{self._where} asks for {', '.join(strange)}; it may ask for {', '.join(offered)}, and for what its "
+                "options give; with prompts.train.truth_key=null truth is the whole row, a map of its columns"
+            )
+        if strange := sorted(self.options.keys() - names):
+            raise ValueError(f"{self._where} does not take {', '.join(strange)}, which its options give")
+        return [name for name in offered if name in names and name not in self.options]
+
+    def start(self, arguments: dict[str, Any]) -> Any:
+        """See `Handler.start`."""
+        return self.call(**arguments, **self.options)
+
+    def answer(self, value: Any) -> dict[str, Any]:
+        """See `Handler.answer`: a number, finite and no more than float32 holds."""
+        try:
+            reward = float(value)
+        except (TypeError, ValueError):
+            return {"error": f"returned {type(value).__name__}, not a number"}
+        if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:
+            return {"error": f"returned {reward}"}
+        return {"value": reward}

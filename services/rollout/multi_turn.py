@@ -1,0 +1,259 @@
+"""Groups of prompts that an environment answers turn by turn.
+
+reset ──▶ generate ──▶ step ──▶ done, or no turn or room is left ──▶ a trajectory
+             ▲           │
+             └─ observed ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import structlog
+
+from penstock.protocols.experience import Group, Prompt, Trajectory
+from penstock.protocols.messages import Lease
+from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.pool import EnvironmentPool
+from penstock.services.environments.sessions import LOST
+from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
+from penstock.services.rollout.group_maker import Made, handle_of, join
+from penstock.services.rollout.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+MOST_LOST = 3
+"""A session whose worker died under it so often, always by another's doing, is given up."""
+PLACE_BITS, TURN_BITS = 12, 12
+"""Of what a turn's sampling is keyed by, beside the group's number."""
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """One trajectory on its way."""
+
+    work: _Work
+    place: int
+    number: int
+    """What the environment's pool calls it."""
+    parts: list[np.ndarray | Completion]
+    chat: bool = False
+    rewards: list[float] = field(default_factory=list)
+    """Of the turns that are over."""
+    lost: int = 0
+
+    @property
+    def turns(self) -> list[Completion]:
+        """What was sampled so far."""
+        return [part for part in self.parts if isinstance(part, Completion)]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32: all of it so far."""
+        return np.concatenate([part.tokens if isinstance(part, Completion) else part for part in self.parts])
+
+    @property
+    def greedy(self) -> bool:
+        """It is its group's baseline."""
+        return self.place == self.work.lease.sampling.n
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A group that is being made."""
+
+    lease: Lease
+    tokens: np.ndarray
+    """Of the prompt as it was leased."""
+    done: dict[int, Trajectory] = field(default_factory=dict)
+    """By place in the group."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the environment answered."""
+
+    session: _Session
+    number: int
+    op: str
+    found: dict[str, Any] | None
+    error: str
+
+
+class MultiTurn:
+    """See `group_maker.GroupMaker`. ``post`` puts an event into the rollout's inbox, from any thread; ``max_length``:
+    tokens that a trajectory may have, None where the engine alone knows."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        text: Tokenizer,
+        config: EnvironmentConfig,
+        max_length: int | None,
+        post: Callable[[object], None],
+    ) -> None:
+        self._engine, self._text, self._config, self._max_length, self._post = engine, text, config, max_length, post
+        self._pool = EnvironmentPool(config)
+        self._work: dict[int, _Work] = {}
+        self._generating: dict[int, _Session] = {}
+        """By the number of the request that the engine has."""
+        self._sessions = self._requests = 0
+        self._failed = 0
+
+    def start(self, lease: Lease) -> None:
+        """See `GroupMaker.start`."""
+        work = self._work[handle_of(lease)] = _Work(lease, self._text.encode(lease.prompt))
+        for place in range(lease.sampling.trajectories):
+            self._begin(_Session(work, place, 0, []))
+
+    def has(self, lease: Lease) -> bool:
+        """See `GroupMaker.has`."""
+        return handle_of(lease) in self._work
+
+    def take(self, result: Completion | Refusal) -> Made | None:
+        """See `GroupMaker.take`."""
+        session = self._generating.pop(result.number, None)
+        if session is None:
+            return None
+        if isinstance(result, Refusal):
+            return self._refused(session, result.reason)
+        session.parts.append(result)
+        answer = self._text.decode([result.tokens.tolist()])[0]
+        self._pool.step(session.number, answer, self._hear(session, "step"))
+        return None
+
+    def heard(self, event: object) -> Made | None:
+        """See `GroupMaker.heard`."""
+        if not isinstance(event, _Said):
+            raise TypeError(f"unexpected event {type(event).__name__}")
+        session = event.session
+        if event.number != session.number:
+            return None  # of before it began again
+        if event.error == LOST and session.lost < MOST_LOST:
+            session.lost += 1
+            self._begin(session)
+            return None
+        if event.found is None:
+            why = "its worker died too often" if event.error == LOST else event.error
+            return self._end(session, failure=f"{event.op} {why}" if event.error != LOST else why)
+        if event.op == "reset":
+            return self._prompted(session, event.found)
+        return self._stepped(session, event.found)
+
+    def gauges(self) -> dict[str, float]:
+        """See `GroupMaker.gauges`."""
+        return {
+            "environment_calls": self._pool.under_way,
+            "environment_failed": self._failed,
+            "environment_restarts": self._pool.restarts,
+        }
+
+    def close(self) -> None:
+        """See `GroupMaker.close`."""
+        self._pool.close()
+
+    def _begin(self, session: _Session) -> None:
+        """From the start, whatever it had."""
+        self._sessions += 1
+        session.number, session.parts, session.rewards = self._sessions, [], []
+        self._pool.reset(session.number, session.work.lease.prompt, self._hear(session, "reset"))
+
+    def _hear(self, session: _Session, op: str) -> Callable[[dict[str, Any] | None, str], None]:
+        number = session.number
+        return lambda found, error: self._post(_Said(session, number, op, found, error))
+
+    def _prompted(self, session: _Session, found: dict[str, Any]) -> Made | None:
+        leased, said = session.work.lease.prompt, found["prompt"]
+        prompt = leased
+        if said is not None:
+            form = {"text": said} if isinstance(said, str) else {"messages": said}
+            prompt = Prompt(index=leased.index, truth=leased.truth, **form)
+        session.chat = prompt.messages is not None
+        try:
+            tokens = self._text.encode(prompt, found["tools"])
+        except Exception as error:  # a template may raise anything
+            return self._end(session, failure=f"the prompt cannot be used: {error}")
+        session.parts.append(tokens)
+        return self._generate(session)
+
+    def _stepped(self, session: _Session, found: dict[str, Any]) -> Made | None:
+        session.rewards.append(found["reward"])
+        last = session.turns[-1]
+        if found["done"]:
+            return self._end(session, finish_of=last)
+        if len(session.turns) >= self._config.max_turns:
+            return self._end(session)
+        try:
+            session.parts.append(self._text.observe(found["observation"], session.chat, int(last.tokens[-1])))
+        except Exception as error:  # a template may raise anything
+            return self._end(session, failure=f"an observation cannot be used: {error}")
+        return self._generate(session)
+
+    def _generate(self, session: _Session) -> Made | None:
+        lease, tokens = session.work.lease, session.tokens
+        new = lease.sampling.max_new_tokens
+        if self._max_length is not None:
+            new = min(new, self._max_length - len(tokens))
+        if new < 1:
+            return self._refused(session, f"no room is left in rollout.engine.max_length={self._max_length}")
+        one: dict[str, Any] = {"n": 1, "greedy_baseline": False, "max_new_tokens": new}
+        if session.greedy:
+            one["temperature"] = 0.0
+        stream = handle_of(lease) << (PLACE_BITS + TURN_BITS) | session.place << TURN_BITS | len(session.turns)
+        self._requests += 1
+        try:
+            sampling = lease.sampling.model_copy(update=one)
+            self._engine.submit(Request(self._requests, lease.seed, tokens, sampling, stream))
+        except RequestError as error:
+            return self._refused(session, str(error))
+        self._generating[self._requests] = session
+        return None
+
+    def _refused(self, session: _Session, reason: str) -> Made | None:
+        """The engine cannot go on. What was said so far counts, if there is something."""
+        if not session.turns:
+            return self._end(session, failure=reason)
+        session.parts.pop()  # what nobody answers is not part of it
+        return self._end(session)
+
+    def _end(self, session: _Session, finish_of: Completion | None = None, failure: str = "") -> Made | None:
+        work, handle = session.work, handle_of(session.work.lease)
+        self._pool.end(session.number)
+        if self._work.get(handle) is not work:
+            return None  # another of its trajectories has broken the rules
+        if failure:
+            self._failed += 1
+            log.warning("environment failed", group=work.lease.number, trajectory=session.place, error=failure)
+        try:
+            work.done[session.place] = self._trajectory(session, finish_of, failure)
+        except Exception as error:  # an engine's numbers that break a trajectory's rules, say
+            del self._work[handle]
+            return work.lease, f"{type(error).__name__}: {error}"
+        if len(work.done) < work.lease.sampling.trajectories:
+            return None
+        del self._work[handle]
+        trajectories = [work.done[place] for place in range(len(work.done))]
+        return work.lease, Group(work.lease.number, work.lease.prompt, trajectories)
+
+    def _trajectory(self, session: _Session, finish_of: Completion | None, failure: str) -> Trajectory:
+        parts = session.parts or [session.work.tokens]
+        words = self._text.decode([turn.tokens.tolist() for turn in session.turns])
+        rest = np.concatenate([p.tokens if isinstance(p, Completion) else p for p in parts[1:]] or [np.zeros(0, int)])
+        whole = self._text.decode([rest.tolist()])[0]
+        rewards = _placed(parts, session.rewards)
+        return join(parts, whole, finish_of, rewards, tuple(words), failure, session.greedy)
+
+
+def _placed(parts: list[np.ndarray | Completion], rewards: list[float]) -> np.ndarray:
+    """float32 ``[tokens]``: the reward of each turn on its last token."""
+    found, left = [], list(rewards)
+    for part in parts:
+        sampled = isinstance(part, Completion)
+        values = np.zeros(len(part.tokens if isinstance(part, Completion) else part), np.float32)
+        if sampled and left:
+            values[-1] = left.pop(0)
+        found.append(values)
+    return np.concatenate(found)

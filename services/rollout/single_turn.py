@@ -1,0 +1,93 @@
+"""Groups of prompts that are answered once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.protocols.experience import Group
+from penstock.protocols.messages import Lease
+from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request
+from penstock.services.rollout.group_maker import Made, handle_of, join
+from penstock.services.rollout.tokenizer import Tokenizer
+
+BASELINE = 1 << 40
+"""Added to a group's handle for its greedy answer: a request of its own."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """A group that is being generated."""
+
+    lease: Lease
+    tokens: np.ndarray
+    completions: dict[int, Completion] = field(default_factory=dict)
+    """By place in the group; a greedy one is the last."""
+
+
+class SingleTurn:
+    """See `group_maker.GroupMaker`."""
+
+    def __init__(self, engine: Engine, text: Tokenizer) -> None:
+        self._engine, self._text = engine, text
+        self._work: dict[int, _Work] = {}
+        """By what the engine calls them."""
+
+    def start(self, lease: Lease) -> None:
+        """See `GroupMaker.start`."""
+        tokens, sampling = self._text.encode(lease.prompt), lease.sampling
+        work, handle = _Work(lease, tokens), handle_of(lease)
+        own = sampling.model_copy(update={"greedy_baseline": False})
+        self._engine.submit(Request(handle, lease.seed, tokens, own))
+        self._work[handle] = work
+        if sampling.greedy_baseline:
+            greedy = own.model_copy(update={"n": 1, "temperature": 0.0})
+            self._engine.submit(Request(handle + BASELINE, lease.seed, tokens, greedy))
+            self._work[handle + BASELINE] = work
+
+    def has(self, lease: Lease) -> bool:
+        """See `GroupMaker.has`."""
+        return handle_of(lease) in self._work
+
+    def take(self, result: Completion | Refusal) -> Made | None:
+        """See `GroupMaker.take`."""
+        work = self._work.get(result.number)
+        if work is None:
+            return None
+        lease, handle = work.lease, handle_of(work.lease)
+        if isinstance(result, Refusal):
+            self._forget(handle)
+            self._engine.abort(handle)
+            self._engine.abort(handle + BASELINE)
+            return lease, result.reason
+        place = result.sample if result.number == handle else lease.sampling.n
+        work.completions[place] = result
+        if len(work.completions) < lease.sampling.trajectories:
+            return None
+        self._forget(handle)
+        completions = [work.completions[place] for place in range(lease.sampling.trajectories)]
+        try:
+            texts = self._text.decode([c.tokens.tolist() for c in completions])
+            trajectories = [
+                join([work.tokens, c], text, c, greedy=place == lease.sampling.n)
+                for place, (c, text) in enumerate(zip(completions, texts, strict=True))
+            ]
+        except Exception as error:  # an engine's numbers that break a trajectory's rules, say
+            return lease, f"{type(error).__name__}: {error}"
+        return lease, Group(lease.number, lease.prompt, trajectories)
+
+    def heard(self, event: object) -> Made | None:
+        """See `GroupMaker.heard`."""
+        raise TypeError(f"unexpected event {type(event).__name__}")
+
+    def gauges(self) -> dict[str, float]:
+        """See `GroupMaker.gauges`."""
+        return {}
+
+    def close(self) -> None:
+        """See `GroupMaker.close`."""
+
+    def _forget(self, handle: int) -> None:
+        for each in (handle, handle + BASELINE):
+            self._work.pop(each, None)

@@ -1,0 +1,190 @@
+"""The calls of one program that wait for its worker, and those that it has.
+
+    submit ──▶ waiting ──▶ in the worker ──▶ its future has the result, or what went wrong
+                  ▲              │
+                  └── run again ─┘  the worker died, and it was another call's doing
+
+A call that hangs or crashes costs itself alone: the worker is started again, and every other call that it had runs
+again.
+"""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import structlog
+
+from penstock.services.user_processes.frames import NOBODY
+from penstock.services.user_processes.worker import START_S, Call, Program, ProgramError, Worker, WorkerGone
+
+log = structlog.get_logger()
+
+AHEAD_S, MOST_AHEAD = 0.005, 64
+"""A plain program's worker has calls ready for so long, by what they took so far: enough that it never waits for the
+next one, and few enough that none waits behind a slow one while another worker is idle."""
+GRACE_S = 2.0
+"""An async program keeps its own deadlines; a worker whose call is that much past its own is wedged."""
+MOST_DEATHS = 3
+"""A call that was under way at so many deaths of a worker is given up, where nobody knows whose doing they were."""
+
+
+class WorkerQueue:
+    """The calls of one program, in one worker; a pool of several shares what waits."""
+
+    def __init__(
+        self,
+        program: Program,
+        limit: int,
+        waiting: queue.SimpleQueue[Call] | None = None,
+        start_s: float = START_S,
+    ) -> None:
+        self.program = program
+        self.restarts = 0
+        self._waiting = waiting or queue.SimpleQueue[Call]()
+        self._again: deque[Call] = deque()
+        self._under_way: dict[int, Call] = {}
+        """In the order in which they were sent."""
+        self._next = 0
+        self._closing = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self.worker = Worker(program, start_s)
+        self._limit = limit if self.worker.asynchronous else 2
+        self._answered_at = self._call_s = 0.0
+        """Of a plain function: when the last answer came, and what a call takes on average."""
+        self._thread = threading.Thread(target=self._run, name=f"worker-{program.function}", daemon=True)
+
+    def start(self) -> None:
+        """Begins to work."""
+        self._thread.start()
+
+    @property
+    def shared(self) -> queue.SimpleQueue[Call]:
+        """What waits, for another worker of the same program."""
+        return self._waiting
+
+    @property
+    def under_way(self) -> int:
+        """Calls that the worker has."""
+        return len(self._under_way)
+
+    def submit(self, call: Call) -> None:
+        """Queues a call; its future has the result, or what went wrong."""
+        self._waiting.put(call)
+        self.wake()
+
+    def wake(self) -> None:
+        """There is something to do."""
+        try:
+            self._wake_write.send(b"\0")
+        except OSError:
+            pass  # awake already, or closed
+
+    def close(self) -> None:
+        """Ends the worker."""
+        self._closing = True
+        self.wake()
+        self._thread.join(2)
+        self.worker.kill()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._serve()
+            except WorkerGone as gone:
+                self._bury(str(gone))
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.worker.replies, selectors.EVENT_READ, "replies")
+            selector.register(self._wake_read, selectors.EVENT_READ, "wake")
+            while not self._closing:
+                self._send_waiting()
+                for key, _ in selector.select(self._patience()):
+                    if key.data == "wake":
+                        self._wake_read.recv(4096)
+                    else:
+                        for answer in self.worker.read():
+                            self._answered(answer)
+                self._check_deadline()
+
+    def _send_waiting(self) -> None:
+        sending: dict[int, Call] = {}
+        while len(self._under_way) < self._limit and (call := self._take()):
+            self._next += 1
+            self._under_way[self._next] = sending[self._next] = call
+            if self.worker.asynchronous:
+                call.deadline = time.monotonic() + self.program.timeout_s + GRACE_S
+            elif len(self._under_way) == 1:
+                self._answered_at = time.monotonic()
+                call.deadline = self._answered_at + self.program.timeout_s
+        if sending:
+            self.worker.send(sending, next(iter(self._under_way.values())).deadline)
+
+    def _take(self) -> Call | None:
+        if self._again:
+            return self._again.popleft()
+        try:
+            return self._waiting.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _answered(self, answer: dict[str, Any]) -> None:
+        call = self._under_way.pop(answer["id"])
+        if "value" in answer:
+            call.future.set_result(answer["value"])
+        else:
+            call.future.set_exception(ValueError(answer["error"]))
+        if not self.worker.asynchronous:
+            now = time.monotonic()
+            self._call_s += 0.1 * (now - self._answered_at - self._call_s)
+            self._answered_at = now
+            self._limit = max(2, min(MOST_AHEAD, int(AHEAD_S / max(self._call_s, 1e-6))))
+            for following in self._under_way.values():  # the next one runs by now
+                following.deadline = now + self.program.timeout_s
+                break
+
+    def _patience(self) -> float | None:
+        """Seconds until a call is late; None where none is under way. Calls are sent in the order of deadlines."""
+        first = next(iter(self._under_way.values()), None)
+        return max(0.0, first.deadline - time.monotonic()) if first else None
+
+    def _check_deadline(self) -> None:
+        first = next(iter(self._under_way.values()), None)
+        if first and time.monotonic() > first.deadline:
+            raise WorkerGone(f"timed out after {self.program.timeout_s:g} s")
+
+    def _bury(self, reason: str) -> None:
+        """The call that did it fails; the others run again, in a new worker."""
+        running = self.worker.running
+        self.worker.kill()
+        if running not in self._under_way and not self.worker.asynchronous:
+            running = next(iter(self._under_way), NOBODY)  # calls run in their order
+        log.warning("worker ended", function=self.program.function, reason=reason, others=len(self._under_way))
+        for number, call in self._under_way.items():
+            call.deaths += 1
+            late = self.worker.asynchronous and time.monotonic() > call.deadline
+            if number == running or late:
+                call.future.set_exception(ValueError(reason))
+            elif running == NOBODY and call.deaths >= MOST_DEATHS:
+                call.future.set_exception(ValueError(f"{reason}, as it did {call.deaths - 1} times before"))
+            else:
+                self._again.append(call)
+        self._under_way.clear()
+        self.restarts += 1
+        while not self._closing:
+            try:
+                self.worker = Worker(self.program)
+                return
+            except ProgramError as error:  # it loaded before: try until the process is stopped
+                log.error("worker does not start", error=str(error))
+                time.sleep(1)

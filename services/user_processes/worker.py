@@ -1,0 +1,158 @@
+"""One process that runs the user's code, as its parent has it."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import selectors
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO, cast
+
+from penstock.services.runtime.errors import SetupError
+from penstock.services.user_processes.child import BLOCKED
+from penstock.services.user_processes.frames import NOBODY, Mark, frame_size, make_frame, read_frame, write_frame
+
+START_S = 120.0
+
+
+class ProgramError(SetupError):
+    """What the user wrote cannot be loaded; says which and why."""
+
+
+class WorkerGone(Exception):
+    """The worker died, or had to be ended."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a worker runs."""
+
+    handler: str
+    """``module:class`` of ours that calls it: a `child.Handler`, made from this."""
+    function: str
+    """``module:name`` of the user's."""
+    key: str
+    """The config key that names it."""
+    timeout_s: float
+    """Seconds that a call may take."""
+    options: dict[str, Any]
+    """What it is called with besides."""
+    columns: list[str] = field(default_factory=list)
+    """What it may ask for beside what every call is offered."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call: what the program may be given, by name."""
+
+    offered: dict[str, Any]
+    future: Future[Any] = field(default_factory=Future)
+    deadline: float = 0.0
+    """On the monotonic clock, once it is under way."""
+    deaths: int = 0
+
+
+class Worker:
+    """One worker process, its pipes, and the mark that says which call runs."""
+
+    def __init__(self, program: Program, start_s: float = START_S) -> None:
+        self._program = program
+        memory = os.memfd_create("penstock-mark") if hasattr(os, "memfd_create") else _temporary_file()
+        os.ftruncate(memory, os.sysconf("SC_PAGESIZE"))
+        self._mark = Mark(memory)
+        self._mark.set(NOBODY)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "penstock.services.user_processes.child", str(memory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=(memory,),
+            )
+        finally:
+            os.close(memory)
+        self._calls, self.replies = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
+        self._received = bytearray()
+        try:
+            write_frame(self._calls, asdict(program))
+            hello = self._hello(start_s)
+        except (WorkerGone, BrokenPipeError):
+            died = self._process.poll() is not None
+            self.kill()
+            why = "ended while it was imported" if died else f"was not imported within {start_s:g} s"
+            raise ProgramError(f"{program.key}: {program.function} {why}; stderr may say more") from None
+        if "error" in hello:
+            self.kill()
+            raise ProgramError(hello["error"])
+        os.set_blocking(self._calls.fileno(), False)  # a worker that hangs must not hang this process
+        self.asynchronous: bool = hello["asynchronous"]
+        self._asks: list[str] = hello["asks"]
+
+    def send(self, calls: dict[int, Call], deadline: float) -> None:
+        """Begins calls. Raises `WorkerGone`, also where the worker, whose pipe is full, reads nothing until
+        ``deadline`` (on the monotonic clock)."""
+        said = [
+            {"id": number, "arguments": {name: call.offered[name] for name in self._asks}}
+            for number, call in calls.items()
+        ]
+        left = memoryview(make_frame(said))
+        while left:
+            try:
+                left = left[os.write(self._calls.fileno(), left) :]
+            except BlockingIOError:
+                if not select.select([], [self._calls], [], max(0.0, deadline - time.monotonic()))[1]:
+                    raise WorkerGone(f"timed out after {self._program.timeout_s:g} s") from None
+            except BrokenPipeError:
+                raise WorkerGone(self._epitaph()) from None
+
+    def read(self) -> list[dict[str, Any]]:
+        """What has been answered; blocks where nothing has. Raises `WorkerGone` where nothing will be."""
+        data = os.read(self.replies.fileno(), 1 << 16)
+        if not data:
+            raise WorkerGone(self._epitaph())
+        self._received += data
+        answers = []
+        while (size := frame_size(self._received)) is not None and len(self._received) >= size:
+            answers.append(read_frame(io.BytesIO(bytes(self._received[:size]))))
+            del self._received[:size]
+        return answers
+
+    @property
+    def running(self) -> int:
+        """The call whose code runs, or ran when the process ended; `NOBODY` where that is not known."""
+        return self._mark.read()
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self._process.kill()
+        self._process.wait()
+        self._calls.close()
+        self.replies.close()
+
+    def _hello(self, start_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + start_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.replies, selectors.EVENT_READ)
+            while selector.select(max(0.0, deadline - time.monotonic())):
+                if answers := self.read():
+                    return answers[0]
+        raise WorkerGone("it did not start in time")
+
+    def _epitaph(self) -> str:
+        code = self._process.wait()
+        if code == BLOCKED:
+            return f"blocked the event loop for {self._program.timeout_s:g} s"
+        return f"crashed with exit code {code}"
+
+
+def _temporary_file() -> int:
+    import tempfile
+
+    file, name = tempfile.mkstemp()
+    os.unlink(name)  # noqa: PTH108
+    return os.dup(file)

@@ -1,0 +1,131 @@
+"""What an environment does wrong costs its own session, and nothing else."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import Any
+
+import pytest
+
+from penstock.protocols.experience import Prompt
+from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.pool import EnvironmentPool
+from penstock.services.environments.sessions import LOST
+from penstock.services.user_processes.worker import ProgramError
+
+HERE = "tests.environments.games"
+PROMPT = Prompt(index=0, text="p")
+
+
+class Player:
+    """Calls, one after the other or at once."""
+
+    def __init__(self, environment: str, **more: Any) -> None:
+        self.pool = EnvironmentPool(EnvironmentConfig(environment=f"{HERE}:{environment}", **more))
+
+    def begin(self, *sessions: int) -> None:
+        assert all(self.ask([("reset", session, PROMPT) for session in sessions]))
+
+    def ask(self, calls: list[tuple[str, int, Any]]) -> list[Any]:
+        """What each gave, or what went wrong as text."""
+        said: queue.Queue[tuple[int, Any]] = queue.Queue()
+        for index, (op, session, given) in enumerate(calls):
+            heard = lambda found, error, index=index: said.put((index, error if found is None else found))  # noqa: E731
+            (self.pool.reset if op == "reset" else self.pool.step)(session, given, heard)
+        return [found for _, found in sorted((said.get(timeout=30) for _ in calls), key=lambda pair: pair[0])]
+
+    def __enter__(self) -> Player:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+
+
+def test_sessions_are_apart() -> None:
+    with Player("Counting", options={"turns": 3}, workers=2) as player:
+        player.begin(1, 2, 3)
+        first = player.ask([("step", session, "x") for session in (1, 2, 3)])
+        assert first == [{"observation": "turn 1=", "reward": 0.5, "done": False}] * 3
+        assert player.ask([("step", 2, "x")])[0]["reward"] == 1.0
+        assert player.ask([("step", 1, "x"), ("step", 2, "x")])[1]["done"]
+
+
+def test_wrong_answers_of_an_environment_are_named() -> None:
+    with Player("Misbehaving") as player:
+        player.begin(1, 2, 3, 4, 5)
+        found = player.ask([("step", n, said) for n, said in enumerate(("raise", "nan", "list", "silent", "text"), 1)])
+        assert "raised RuntimeError: no idea" in found[0] and "games.py, line" in found[0]
+        assert "reward nan" in found[1] and "step returned list" in found[2] and "no observation" in found[3]
+        assert found[4] == {"observation": "go on", "reward": 0.0, "done": False}
+
+
+@pytest.mark.parametrize("deed", ["hang", "crash"])
+def test_who_was_in_the_same_process_begins_again(deed: str) -> None:
+    with Player("Misbehaving", timeout_s=1.0) as player:
+        player.begin(1, 2)
+        found = player.ask([("step", 1, deed), ("step", 2, "x")])
+        assert found[0] == {"hang": "timed out after 1 s", "crash": "crashed with exit code 3"}[deed]
+        assert found[1] == LOST and player.pool.restarts == 1
+        player.begin(2)
+        assert player.ask([("step", 2, "x")])[0]["reward"] == 1.0
+
+
+def test_an_async_environment_waits_for_all_at_once() -> None:
+    with Player("Waiting", timeout_s=1.5) as player:
+        started = time.monotonic()
+        player.begin(*range(50))
+        found = player.ask([("step", n, "hang" if n == 7 else "done" if n % 2 else "x") for n in range(50)])
+        assert time.monotonic() - started < 10
+        assert found[7].startswith("timed out") and found[9]["done"] and found[8]["observation"] == "go on"
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        (f"{HERE}:NeedsMore", "cannot be made with the options"),
+        (f"{HERE}:Stepless", "has no method step"),
+        (f"{HERE}:add", "it must be a class"),
+        (f"{HERE}:Counted", "did you mean 'Counting'"),
+    ],
+)
+def test_what_is_no_environment_is_refused(environment: str, complaint: str) -> None:
+    with pytest.raises(ProgramError, match=complaint):
+        EnvironmentPool(EnvironmentConfig(environment=environment))
+
+
+def test_tools_are_called_and_told_of() -> None:
+    functions = [f"{HERE}:add", f"{HERE}:look_up"]
+    pool = EnvironmentPool(EnvironmentConfig(environment="tools", options={"functions": functions}))
+    try:
+        said: queue.Queue[Any] = queue.Queue()
+
+        def ask(answer: str) -> Any:
+            pool.step(1, answer, lambda found, error: said.put(found or error))
+            return said.get(timeout=30)
+
+        pool.reset(1, PROMPT, lambda found, error: said.put(found or error))
+        about = said.get(timeout=30)["tools"]
+        assert [tool["function"]["name"] for tool in about] == ["add", "look_up"]
+        assert about[0]["function"]["description"] == "Adds two numbers."
+        assert about[0]["function"]["parameters"]["required"] == ["a"]
+        both = ask(
+            'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+            '<tool_call>\n{"name": "look_up", "arguments": {"word": "gate"}}\n</tool_call>'
+        )
+        assert both["observation"] == [
+            {"role": "tool", "content": "5"},
+            {"role": "tool", "content": '{"word": "gate"}'},
+        ]
+        wrong = {
+            "{": "a call is JSON",
+            '{"name": "subtract"}': "there are add, look_up",
+            '{"name": "add", "arguments": {"a": "x"}}': "a: Input should be a valid integer",
+            '{"name": "look_up", "arguments": {"word": "nothing"}}': "raised KeyError",
+        }
+        for call, complaint in wrong.items():
+            found = ask(f"<tool_call>{call}</tool_call>")
+            assert complaint in found["observation"][0]["content"] and not found["done"]
+        assert ask("It is 5.")["done"]
+    finally:
+        pool.close()

@@ -1,0 +1,196 @@
+"""Tasks of several turns over the real engine and real environments: what is sampled, what is not, and when it ends."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.protocols.experience import UNSAMPLED, Group, Prompt, Sampling, pack_group, unpack_group
+from penstock.protocols.messages import Lease
+from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.modeling import attention  # noqa: F401 - registers ours
+from penstock.services.rollout.group_maker import Made
+from penstock.services.rollout.multi_turn import MultiTurn
+from penstock.services.rollout.single_turn import SingleTurn
+from penstock.services.rollout.tokenizer import Tokenizer
+from tests.rollout.test_torch_engine import engine_for, make
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of one character a token, with 51 of them, as the model has."""
+    found = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(set(ALPHABET[:48])).save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make("qwen3")
+
+
+class Table:
+    """A `MultiTurn`, played until its groups are made."""
+
+    def __init__(self, folder: Path, model: Any, max_length: int | None = 64, **environment: Any) -> None:
+        self.engine, self.text = engine_for(model, {1}), Tokenizer(str(folder))
+        self.inbox: queue.Queue[object] = queue.Queue()
+        config = EnvironmentConfig.model_validate(environment)
+        self.maker = MultiTurn(self.engine, self.text, config, max_length, self.inbox.put)
+
+    def play(self, *leases: Lease) -> list[Group | str]:
+        for lease in leases:
+            self.maker.start(lease)
+        found: dict[int, Group | str] = {}
+        deadline = time.monotonic() + 60
+
+        def keep(made: Made | None) -> None:
+            if made:
+                found[made[0].number] = made[1]
+
+        while len(found) < len(leases):
+            assert time.monotonic() < deadline
+            for result in self.engine.step():
+                keep(self.maker.take(result))
+            try:
+                keep(self.maker.heard(self.inbox.get(timeout=0 if self.engine.pending() else 0.1)))
+            except queue.Empty:
+                pass
+        assert not any(self.maker.has(lease) for lease in leases)
+        return [found[lease.number] for lease in leases]
+
+
+@pytest.fixture
+def table(folder: Path, model: Any) -> Iterator[Any]:
+    made: list[Table] = []
+
+    def opened(**options: Any) -> Table:
+        made.append(Table(folder, model, **options))
+        return made[-1]
+
+    yield opened
+    for each in made:
+        each.maker.close()
+
+
+def lease(number: int = 0, truth: str = "ab", n: int = 3, new: int = 4, **more: Any) -> Lease:
+    sampling = Sampling(n=n, max_new_tokens=new, **more)
+    prompt = Prompt(index=number, text="sort ba=", truth=truth)
+    return Lease(purpose="train", number=number, attempt=1, seed=5, prompt=prompt, sampling=sampling)
+
+
+COUNTING: dict[str, Any] = {"environment": "tests.environments.games:Counting"}
+
+
+def group(found: Group | str) -> Group:
+    assert isinstance(found, Group), found
+    return unpack_group(pack_group(found))
+
+
+def test_only_what_the_policy_said_is_sampled_and_rewards_lie_where_turns_end(table: Any) -> None:
+    at = table(**COUNTING, options={"turns": 3})
+    for trajectory in group(at.play(lease())[0]).trajectories:
+        text = at.text
+        sampled = trajectory.loss_mask == 1
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], trajectory.loss_mask, [0]])))
+        spans = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+        assert len(spans) == len(trajectory.turns) == 3
+        said = text.decode([trajectory.tokens[a:b].tolist() for a, b in spans])
+        assert tuple(said) == trajectory.turns
+        gaps = [trajectory.tokens[a:b].tolist() for a, b in zip([0, *edges[1:-1:2]], edges[::2], strict=True)]
+        assert text.decode(gaps) == ["begin ab=", "turn 1=", "turn 2="]
+        ends = {end - 1: 0.5 * turn for turn, (_, end) in enumerate(spans, 1)}
+        assert {i: float(r) for i, r in enumerate(trajectory.rewards) if r} == ends
+        assert np.all(trajectory.versions[~sampled] == UNSAMPLED) and np.all(trajectory.logprobs[~sampled] == 0)
+        wanted = at.engine.score(at.engine._model.weights, trajectory.tokens)
+        np.testing.assert_allclose(trajectory.logprobs[1:][sampled[1:]], wanted[sampled[1:]], atol=2e-4)
+
+
+def test_the_same_lease_gives_the_same_trajectories_whatever_else_is_played(table: Any) -> None:
+    alone = group(table(**COUNTING).play(lease(7))[0])
+    beside = group(table(**COUNTING).play(lease(6, "ba"), lease(7), lease(8, "cc"))[1])
+    for one, other in zip(alone.trajectories, beside.trajectories, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    assert len({tuple(t.tokens.tolist()) for t in alone.trajectories}) > 1
+
+
+def test_it_ends_where_turns_or_room_do(table: Any) -> None:
+    cut = group(table(**COUNTING, options={"turns": 9}, max_turns=2).play(lease())[0])
+    assert {(t.finish, len(t.turns)) for t in cut.trajectories} == {("length", 2)}
+    full = group(table(**COUNTING, options={"turns": 9}, max_turns=9, max_length=30).play(lease(new=8))[0])
+    for trajectory in full.trajectories:
+        assert trajectory.finish == "length" and 1 <= len(trajectory.turns) < 9 and len(trajectory.tokens) <= 30
+        assert trajectory.loss_mask[-1] == 1, "an observation that nobody answers is left out"
+
+
+def test_a_greedy_baseline_is_one_more_and_says_so(table: Any) -> None:
+    found = group(table(**COUNTING).play(lease(greedy_baseline=True))[0]).trajectories
+    assert [t.greedy for t in found] == [False] * 3 + [True]
+    again = group(table(**COUNTING).play(lease(9, greedy_baseline=True))[0]).trajectories
+    assert found[3].tokens.tolist() == again[3].tokens.tolist(), "it is drawn by nothing"
+
+
+def test_what_goes_wrong_costs_its_own_trajectory(table: Any) -> None:
+    at = table(environment="tests.environments.games:Misbehaving", timeout_s=1.0, max_turns=3)
+    decode = at.text.decode
+    spoken = iter(["raise", *["x"] * 99])
+
+    def spoil(rows: list[list[int]]) -> list[str]:
+        return [next(spoken)] if len(rows) == 1 and len(rows[0]) <= 4 else decode(rows)
+
+    at.text.decode = spoil
+    found = group(at.play(lease())[0]).trajectories
+    failed = [t for t in found if t.failure]
+    assert len(failed) == 1 and "step raised RuntimeError: no idea" in failed[0].failure
+    assert all(float(t.rewards.sum()) == 3.0 for t in found if not t.failure)
+
+
+def test_a_prompt_without_room_is_nobodys_turn(table: Any) -> None:
+    found = group(table(**COUNTING, max_length=5).play(lease())[0]).trajectories
+    assert all("no room" in t.failure and not t.sampled and not t.turns for t in found)
+
+
+def test_single_answers_have_a_greedy_one_more(folder: Path, model: Any) -> None:
+    engine = engine_for(model, {1})
+    maker = SingleTurn(engine, Tokenizer(str(folder)))
+    maker.start(lease(greedy_baseline=True))
+    made = None
+    while made is None:
+        for result in engine.step():
+            made = made or maker.take(result)
+    assert isinstance(made[1], Group) and [t.greedy for t in made[1].trajectories] == [False] * 3 + [True]
+    plain = SingleTurn(engine, Tokenizer(str(folder)))
+    plain.start(lease())
+    other = None
+    while other is None:
+        for result in engine.step():
+            other = other or plain.take(result)
+    assert isinstance(other[1], Group)
+    mine = [t.tokens.tolist() for t in made[1].trajectories[:3]]
+    assert mine == [t.tokens.tolist() for t in other[1].trajectories], "the others are as they would be without it"
+
+
+def test_a_chat_goes_on_as_its_template_says_without_a_token_made_twice(folder: Path) -> None:
+    text = Tokenizer(str(folder))
+    text._tokenizer.chat_template = CHAT
+    text._tokenizer.add_tokens(["<eos>"], special_tokens=True)
+    between = text._tokenizer.decode
+    ended = text._tokenizer.eos_token_id
+    assert between([ended]) == "<eos>"
+    closed = text._tokenizer.decode(text.observe("go on", True, ended))
+    cut_off = text._tokenizer.decode(text.observe("go on", True, text._tokenizer.convert_tokens_to_ids("a")))
+    assert cut_off == "<eos>" + closed, "an answer that was cut off is ended as the template does"
+    assert closed.replace("<unk>", "").endswith("assistant") and "go on<eos>" in closed
+    assert text._tokenizer.decode(text.observe("go on", False, ended)) == "go on"

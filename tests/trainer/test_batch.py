@@ -1,0 +1,78 @@
+"""What a taken batch becomes: where rewards lie, and what is compared with but not trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.protocols.columns import REWARD, Column, ColumnTable, WeightedSum
+from penstock.protocols.experience import Group, as_bytes, lengths_of, pack_group
+from penstock.protocols.messages import Batch, TakenGroup
+from penstock.services.learning.batch import TrainingBatch, open_batch
+from penstock.services.learning.config import KLConfig
+from penstock.services.learning.token_rewards import token_rewards
+from tests.conftest import make_group
+
+TABLE = ColumnTable(
+    columns=(
+        Column(name="reward/exact", scorer="reward", nullable=True),
+        Column(name="reward/environment", scorer="reward", per="token", nullable=True),
+    ),
+    sums=(WeightedSum(name=REWARD, terms={"reward/exact": 2.0, "reward/environment": 0.5}),),
+)
+
+
+def opened(seed: int, greedy_failed: bool = False, with_greedy: bool = True) -> TrainingBatch:
+    random = np.random.default_rng(seed)
+    taken = []
+    for number in range(3):
+        group = make_group(random, number)
+        last = dataclasses.replace(group.trajectories[-1], greedy=with_greedy)
+        group = Group(number, group.prompt, [*group.trajectories[:-1], last])
+        data = pack_group(group)
+        lengths = lengths_of(as_bytes(data))
+        assert lengths.tolist() == [len(t.tokens) for t in group.trajectories]
+        mask = np.concatenate([t.loss_mask for t in group.trajectories])
+        tokens = (random.random(int(lengths.sum())) * mask).astype(np.float32)
+        exact = random.random(4).astype(np.float32)
+        parts = np.split(tokens, np.cumsum(lengths)[:-1])
+        reward = (2 * exact + 0.5 * np.array([part.sum() for part in parts])).astype(np.float32)
+        if greedy_failed and number == 1:
+            reward[-1] = np.nan
+        columns = {"reward/exact": exact, "reward/environment": tokens, REWARD: reward}
+        taken.append(TakenGroup(number=number, experience=as_bytes(data), columns=columns))
+    return open_batch(Batch(step=0, seed=0, groups=taken, committed=0), 2, TABLE)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31 - 1))
+def test_parts_of_a_reward_lie_where_their_column_says_and_the_rest_on_the_last_token(seed: int) -> None:
+    step = opened(seed, with_greedy=False)
+    rows = np.arange(len(step.trajectories))
+    found = token_rewards(step, rows, KLConfig(), {})
+    torch.testing.assert_close(found.tokens.sum(-1), found.scores, atol=1e-5, rtol=1e-5)
+    assert not found.tokens[found.mask == 0].any()
+    for i, trajectory in enumerate(step.trajectories):
+        last = int(np.flatnonzero(trajectory.loss_mask)[-1])
+        given_there = 0.5 * step.token_values["reward/environment"][i]
+        np.testing.assert_allclose(found.tokens[i, :last], given_there[:last], atol=1e-6)
+        rest = float(found.tokens[i, last]) - float(given_there[last])
+        np.testing.assert_allclose(rest, 2 * step.values["reward/exact"][i], atol=1e-4)
+
+
+def test_greedy_answers_are_compared_with_and_not_trained_on() -> None:
+    step = opened(1)
+    assert len(step.trajectories) == 9 and not any(t.greedy for t in step.trajectories)
+    assert step.greedy is not None and step.greedy.shape == (9,) and np.isfinite(step.greedy).all()
+    assert all(len(set(step.greedy[step.groups == number].tolist())) == 1 for number in range(3))
+    assert step.rewarded.all() and len(step.token_values["reward/environment"]) == 9
+    assert step.placed is not None and len(step.placed) == 9
+
+
+def test_whose_greedy_answer_has_no_reward_is_not_trained_on() -> None:
+    step = opened(1, greedy_failed=True)
+    assert step.rewarded.tolist() == [True] * 3 + [False] * 3 + [True] * 3
