@@ -27,6 +27,8 @@ VALUES = "values"
 nothing was sampled."""
 GREEDY = "greedy"
 """No column: what an advantage may be given for each trajectory, the reward of its group's greedy answer."""
+SAMPLED = "sampled"
+"""No column: what an advantage may be given for each token, its log-probability under the policy that sampled it."""
 REFERENCE = "reference"
 """Log-probabilities under a frozen model: float32, a value for each token, 0 where nothing was sampled."""
 

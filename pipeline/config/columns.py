@@ -18,6 +18,8 @@ def columns_read(config: Any) -> dict[str, str]:
             found[name] = f"trainer.algorithm.{choice}.columns"
     if algorithm.kl.coefficient > 0:
         found[REFERENCE] = "trainer.algorithm.kl.coefficient"
+    for index, constraint in enumerate(algorithm.constraints):
+        found[constraint.column] = f"trainer.algorithm.constraints.{index}.column"
     for index, function in enumerate(config.reward.functions):
         found |= dict.fromkeys(function.columns, f"reward.functions.{index}.columns")
     found |= dict.fromkeys(config.reward.columns, "reward.columns")
@@ -50,6 +52,13 @@ def check_columns(config: Any) -> None:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"{key}: no scorer writes a column {name!r}; {hint}")
+    by_token = table.by_token - {term for total in table.sums for term in total.terms}
+    for index, constraint in enumerate(config.trainer.algorithm.constraints):
+        if constraint.column in by_token:
+            raise ValueError(
+                f"trainer.algorithm.constraints.{index}.column: {constraint.column} has a value for each token, and a "
+                "cost one for each trajectory"
+            )
     _check_order(table)
 
 

@@ -231,6 +231,11 @@ class Config(Section):
                 "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm; "
                 "rollout.sampling.max_new_tokens is a good value"
             )
+        if self.with_critic and self.sampling.greedy_baseline:
+            raise ValueError(
+                f"trainer.algorithm: advantage={algorithm.advantage.type} compares with greedy answers, of which a "
+                "critic has no values; leave out the column values"
+            )
         if self.rollout.environment is None and any(f.function == ENVIRONMENT for f in self.reward.functions):
             raise ValueError(
                 "reward.functions: environment stands for what an environment gave, and there is none; set "

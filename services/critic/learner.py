@@ -11,7 +11,7 @@ from penstock.protocols.columns import VALUES
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import KLConfig
+from penstock.services.learning.config import Penalties
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_returns import gae
 from penstock.services.learning.token_rewards import token_rewards
@@ -22,14 +22,14 @@ from penstock.services.runtime import health
 
 class CriticLearner(ModelLearner):
     """A `ModelLearner` whose model gives one number a token; ``gamma`` and ``lam`` are those of the returns that it
-    learns, ``penalty`` is what is taken off the rewards."""
+    learns, ``penalties`` is what is taken off the rewards."""
 
     def __init__(
-        self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalty: KLConfig,
+        self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalties: Penalties,
         world: World | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, config, steps, world)
-        self._config, self._gamma, self._lam, self._penalty = config, gamma, lam, penalty
+        self._config, self._gamma, self._lam, self._penalties = config, gamma, lam, penalties
 
     def values(self, step: TrainingBatch) -> list[np.ndarray]:
         """float32 ``[tokens]`` of each trajectory: the value of the state in which each token was chosen, 0 where
@@ -43,7 +43,7 @@ class CriticLearner(ModelLearner):
         rewarded, updates = np.flatnonzero(step.rewarded), []
         returns = torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0)))
         if rewarded.size:
-            rewards = token_rewards(step, rewarded, self._penalty, self.state)
+            rewards = token_rewards(step, rewarded, self._penalties, self.state)
             old = step.padded(step.token_values[VALUES], rewarded).double() * rewards.mask
             _, found = gae(rewards.tokens, old, rewards.mask, self._gamma, self._lam)
             returns[rewarded, : found.shape[1]] = found.float()

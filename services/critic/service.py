@@ -130,7 +130,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic:
 
     def learner_of(weights: str) -> CriticLearner:
         model = load_trainable(weights, world, device, config.model.dtype, "value")
-        return CriticLearner(model, critic, config.trainer.steps, gamma, lam, config.trainer.algorithm.kl, world)
+        return CriticLearner(model, critic, config.trainer.steps, gamma, lam, config.trainer.algorithm.penalties, world)
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
     saver = checkpoint.Saver(learner, load_tokenizer(path), folder, critic.checkpoint.keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -65,6 +66,23 @@ class LearnerConfig(Section):
     """Compute threads of each process."""
 
 
+class ConstraintConfig(Section):
+    """A cost that is kept below a limit: its weight against the reward, a Lagrange multiplier, rises while the mean is
+    above (Dai et al. 2023, Safe RLHF)."""
+
+    column: str
+    """The cost: a column with a value for each trajectory that the reward's functions or a scorer write, e.g.
+    ``reward/length`` (of ``{function: length, weight: 0}``)."""
+    limit: float
+    """The mean over a step is to be no more, e.g. ``200``."""
+    initial: float = Field(1.0, gt=0)
+    """The multiplier at the start: what one unit of cost takes off the reward, e.g. ``0.1``."""
+    rate: float = Field(0.05, gt=0)
+    """How fast its logarithm rises in a step, for each unit of cost above the limit, e.g. ``0.01``."""
+    largest: float = Field(100.0, gt=0)
+    """Where it stops."""
+
+
 class KLConfig(Section):
     """The penalty for leaving the reference model."""
 
@@ -96,3 +114,11 @@ class KLConfig(Section):
         if self.target is not None and self.place != "reward":
             raise ValueError("target: only a penalty with place=reward has a coefficient that adapts")
         return self
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What is taken off the rewards."""
+
+    kl: KLConfig = field(default_factory=KLConfig)
+    constraints: tuple[ConstraintConfig, ...] = ()

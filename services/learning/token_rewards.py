@@ -10,7 +10,8 @@ import torch
 
 from penstock.protocols.columns import REFERENCE
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import KLConfig
+from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties
+from penstock.services.learning.constraints import lagrangian, multiplier_of, risen
 from penstock.services.learning.kl_in_reward import adapted, kl_in_reward
 from penstock.services.learning.token_returns import on_last_token
 
@@ -31,10 +32,15 @@ class TokenRewards:
     metrics: dict[str, float]
 
 
-def token_rewards(step: TrainingBatch, rows: np.ndarray, penalty: KLConfig, state: dict[str, float]) -> TokenRewards:
-    """Of these ``rows``, all of which have a reward. The coefficient of the next step goes into ``state``: it follows
-    from the steps alone, so every learner that takes them has the same. The divergence is that of the policy that
-    sampled, for the same reason."""
+def token_rewards(step: TrainingBatch, rows: np.ndarray, penalties: Penalties, state: dict[str, float]) -> TokenRewards:
+    """Of these ``rows``, all of which have a reward. Coefficient and multipliers of the next step go into ``state``:
+    they follow from the steps alone, so every learner that takes them has the same. The divergence is that of the
+    policy that sampled, for the same reason."""
+    found = _with_constraints(_whole(step, rows), step, rows, penalties.constraints, state)
+    return _less_kl(found, step, rows, penalties.kl, state)
+
+
+def _whole(step: TrainingBatch, rows: np.ndarray) -> TokenRewards:
     mask = step.padded([t.loss_mask for t in step.trajectories], rows).double()
     scores = torch.from_numpy(step.rewards[rows].astype(np.float64))
     if step.placed is None:
@@ -42,13 +48,39 @@ def token_rewards(step: TrainingBatch, rows: np.ndarray, penalty: KLConfig, stat
     else:
         placed = step.padded(step.placed, rows).double() * mask
         tokens = on_last_token(scores - placed.sum(-1), mask) + placed
+    return TokenRewards(scores, tokens, mask, {})
+
+
+def _with_constraints(
+    found: TokenRewards,
+    step: TrainingBatch,
+    rows: np.ndarray,
+    constraints: tuple[ConstraintConfig, ...],
+    state: dict[str, float],
+) -> TokenRewards:
+    if not constraints or not rows.size:
+        return found
+    costs = [torch.from_numpy(step.values[c.column][rows].astype(np.float64)) for c in constraints]
+    multipliers = [multiplier_of(c, state) for c in constraints]
+    scores, divisor = lagrangian(found.scores, costs, multipliers)
+    tokens = found.tokens / divisor + on_last_token(scores - found.scores / divisor, found.mask)
+    for constraint, cost, multiplier in zip(constraints, costs, multipliers, strict=True):
+        state[f"multiplier/{constraint.column}"] = risen(multiplier, float(cost.mean()), constraint)
+    metrics = {f"multiplier/{c.column}": m for c, m in zip(constraints, multipliers, strict=True)}
+    return TokenRewards(scores, tokens, found.mask, metrics)
+
+
+def _less_kl(
+    found: TokenRewards, step: TrainingBatch, rows: np.ndarray, penalty: KLConfig, state: dict[str, float]
+) -> TokenRewards:
     if not penalty.in_reward:
-        return TokenRewards(scores, tokens, mask, {})
+        return found
+    scores, tokens, mask = found.scores, found.tokens, found.mask
     sampled = step.padded([t.logprobs for t in step.trajectories], rows).double()
     reference = step.padded(step.token_values[REFERENCE], rows).double()
     kl, mean = kl_in_reward(sampled, reference, mask, penalty.kind)
     coefficient = state.get(COEFFICIENT, penalty.coefficient)
     if penalty.target is not None:
         state[COEFFICIENT] = adapted(coefficient, mean, penalty.target, penalty.horizon, len(rows))
-    metrics = {"reward_kl": mean, "kl_coefficient": coefficient}
+    metrics = found.metrics | {"reward_kl": mean, "kl_coefficient": coefficient}
     return TokenRewards(scores - coefficient * kl.sum(-1), tokens - coefficient * kl, mask, metrics)

@@ -12,7 +12,7 @@ from penstock.services.user_processes.worker import Program
 
 REGISTRY = {
     name: f"penstock.services.reward.functions.{name}:{name}"
-    for name in ("code_tests", "exact_match", "judge", "math_verify", "number", "overlong", "reasoning_gym")
+    for name in ("code_tests", "exact_match", "judge", "length", "math_verify", "number", "overlong", "reasoning_gym")
 }
 """Reward functions by name."""
 ENVIRONMENT = "environment"
@@ -26,7 +26,7 @@ class FunctionConfig(Section):
     ``sample``, ``step``, the columns below, and the options."""
 
     function: str = "exact_match"
-    """A name of the registry (code_tests, exact_match, judge, math_verify, number, overlong, reasoning_gym; see
+    """A name of the registry (code_tests, exact_match, judge, length, math_verify, number, overlong, reasoning_gym; see
     docs/scoring.md), ``environment`` for what `rollout.environment` gave, or ``module:function`` of your own, e.g.
     ``my_rewards:judge``."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")

@@ -27,7 +27,10 @@ from penstock.services.runtime.settings import Section
 log = structlog.get_logger()
 
 
-BUILT_IN = {"reward_model": "penstock.services.modeling.reward_model:RewardModel"}
+BUILT_IN = {
+    "reward_model": "penstock.services.modeling.reward_model:RewardModel",
+    "teacher": "penstock.services.modeling.teacher:Teacher",
+}
 """Scorers by name."""
 
 
@@ -36,7 +39,8 @@ class ScorerConfig(Section):
 
     scorer: str
     """``module:Class`` with a method ``score_group(group, columns)`` that returns a map from column to values
-    (float32), e.g. ``my_module:Surprise``; or ``reward_model``, a model of transformers that grades answers."""
+    (float32), e.g. ``my_module:Surprise``; or ``reward_model``, a model of transformers that grades answers, or
+    ``teacher``, one that says how likely each token is."""
     columns: dict[str, Per] = Field(min_length=1)
     """The columns that it writes, and whether each has a value for every ``trajectory`` or for every ``token`` (of all
     trajectories, one after the other), e.g. ``{surprise: token}``."""

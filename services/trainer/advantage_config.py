@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.protocols.columns import VALUES
+from penstock.protocols.columns import GREEDY, REFERENCE, SAMPLED, VALUES
 from penstock.services.trainer.choice import Choice
 
 
@@ -58,7 +58,7 @@ class ReMaxAdvantage(Choice):
     paper = "Li et al. 2023, arXiv:2310.10505"
     compares = False
     by_token = True
-    greedy_baseline = True
+    given = (GREEDY,)
     type: Literal["remax"] = "remax"
 
 
@@ -144,8 +144,36 @@ class GdpoAdvantage(Choice):
         return {"weights": list(self.components.values())}
 
 
+class DistillationAdvantage(Choice):
+    """On-policy distillation: how much likelier a teacher finds each token than the policy that sampled it, which is
+    the reverse KL divergence with the sign turned. Needs no group (`n: 1`), and no reward."""
+
+    implementation = "advantages.distillation:distillation"
+    paper = "Gu et al. 2023, arXiv:2306.08543; Agarwal et al. 2023, arXiv:2306.13649; Lu et al. 2025"
+    compares = False
+    by_token = True
+    given = (SAMPLED,)
+    type: Literal["distillation"] = "distillation"
+    teachers: dict[str, float] = Field({REFERENCE: 1.0}, min_length=1)
+    """Columns of log-probabilities, each with its weight: ``{reference: 1.0}`` is the model of `reference.path`;
+    several are scorers, e.g. ``{maths: 0.5, law: 0.5}``."""
+    gamma: float = Field(0.0, ge=0, le=1)
+    """How much a token answers for what the policy says after it: 0, for itself alone; e.g. ``1.0``."""
+    reward: float = Field(0.0, ge=0)
+    """Weight of the task's own reward beside the teachers, e.g. ``0.1``; 0: it is only watched."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The teachers."""
+        return list(self.teachers)
+
+    def options(self) -> dict[str, Any]:
+        """Weights, in the order of the columns."""
+        return {"weights": list(self.teachers.values()), "gamma": self.gamma, "reward": self.reward}
+
+
 BuiltInAdvantage = (
     GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | GpgAdvantage | PassAtKAdvantage | MaxRlAdvantage
-    | GdpoAdvantage
+    | GdpoAdvantage | DistillationAdvantage
 )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.services.learning.config import KLConfig
+from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.advantage_config import BuiltInAdvantage, GroupAdvantage
 from penstock.services.trainer.choice import Aggregation, Choice, Traits
@@ -231,6 +231,8 @@ class AlgorithmConfig(Section):
     ``behaviour`` holds that ratio already, and both together would count it twice. See docs/algorithms.md."""
     kl: KLConfig = KLConfig()
     """A penalty for leaving the reference model."""
+    constraints: list[ConstraintConfig] = []
+    """Costs that are kept below a limit, e.g. ``[{column: reward/length, limit: 200}]``. See docs/algorithms.md."""
     aggregation: Aggregation | None = None
     """How the losses of tokens become one number, e.g. ``token-mean``: the mean over all tokens of a step, or sums or
     means of each trajectory first; null: as the loss's authors do. See docs/algorithms.md."""
@@ -242,6 +244,11 @@ class AlgorithmConfig(Section):
     @classmethod
     def _expand(cls, data: Any) -> Any:
         return expand(data) if isinstance(data, dict) and data.get("preset") in PRESETS else data
+
+    @property
+    def penalties(self) -> Penalties:
+        """What is taken off the rewards."""
+        return Penalties(self.kl, tuple(self.constraints))
 
     @property
     def aggregated(self) -> Aggregation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from penstock.protocols.columns import GREEDY
 from penstock.services.runtime.settings import Section
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
@@ -14,8 +15,9 @@ class Traits(Section):
 
     least_n: ClassVar[int] = 1
     """Of an advantage: fewer trajectories in a group teach nothing."""
-    greedy_baseline: ClassVar[bool] = False
-    """Of an advantage: each group has a greedy answer more, whose reward it is given last."""
+    given: ClassVar[tuple[str, ...]] = ()
+    """Of an advantage: what it is given behind its columns: `GREEDY`, for which each group has a greedy answer more, or
+    `SAMPLED`."""
     by_token: ClassVar[bool] = False
     """Of an advantage: it takes the reward of each token, not of the whole trajectory."""
     compares: ClassVar[bool] = True
@@ -24,6 +26,11 @@ class Traits(Section):
     """Of a loss: how its authors make one number of its tokens."""
     has_ratio: ClassVar[bool] = True
     """Of a loss: it holds the ratio of the policy to the one that sampled, or that the step starts from."""
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Of an advantage: it wants a greedy answer in each group."""
+        return GREEDY in self.given
 
 
 class Choice(Traits):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.protocols.columns import GREEDY, REFERENCE, REWARD
+from penstock.protocols.columns import GREEDY, REFERENCE, REWARD, SAMPLED
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
@@ -135,7 +135,7 @@ class Learner(ModelLearner):
     def _advantages(self, step: TrainingBatch) -> tuple[torch.Tensor, dict[str, float]]:
         """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""
         rewarded = np.flatnonzero(step.rewarded)
-        rewards = token_rewards(step, rewarded, self._config.algorithm.kl, self.state)
+        rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, self.state)
         columns: dict[str, torch.Tensor] = {}
         for name in self.algorithm.group_columns:
             if name in step.token_values:
@@ -144,6 +144,7 @@ class Learner(ModelLearner):
                 columns[name] = torch.from_numpy(step.values[name][rewarded])
         if step.greedy is not None:
             columns[GREEDY] = torch.from_numpy(step.greedy[rewarded])
+        columns[SAMPLED] = step.padded([t.logprobs for t in step.trajectories], rewarded)
         groups, mask = torch.from_numpy(step.groups[rewarded]), rewards.mask.bool()
         found = torch.zeros((len(step.trajectories), mask.shape[1]))
         found[rewarded] = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens).float()

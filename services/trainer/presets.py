@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
-    "opo", "maxrl", "remax",
+    "opo", "maxrl", "remax", "distillation",
 ]  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -25,6 +25,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "opo": {"advantage": {"type": "opo"}, "loss": {"type": "reinforce"}, "correction": {"type": "truncated"}},
     "maxrl": {"advantage": {"type": "maxrl"}},
     "remax": {"advantage": {"type": "remax"}},
+    "distillation": {
+        "advantage": {"type": "distillation"},
+        "loss": {"type": "reinforce"},
+        "correction": {"type": "truncated"},
+    },
 }
 """What each leaves as it is by default is not named."""
 assert set(PRESETS) == set(get_args(PresetName))

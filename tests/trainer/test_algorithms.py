@@ -47,7 +47,14 @@ def a_step(seed: int, rows: int = 12, length: int = LENGTH) -> tuple[torch.Tenso
 
 def columns(scores: torch.Tensor) -> dict[str, torch.Tensor]:
     values = scores[:, None] * torch.arange(LENGTH + 3) / LENGTH  # of any width: what is beyond the mask is left out
-    return {"reward/a": scores, "reward/b": 1 - scores * scores, "values": values, "greedy": scores / 2}
+    return {
+        "reward/a": scores,
+        "reward/b": 1 - scores * scores,
+        "values": values,
+        "greedy": scores / 2,
+        "reference": values - 1,
+        "sampled": values / 2 - 1,
+    }
 
 
 def loss_and_gradient(chosen: Algorithm, rows: list[int], numbers: tuple[torch.Tensor, ...]) -> tuple[float, Any]:
@@ -66,7 +73,7 @@ def test_an_advantage_does_not_depend_on_order_or_padding(name: str, seed: int) 
     chosen = algorithm(advantage=name)
     scores, mask, groups, *_ = a_step(seed)
     given, width = columns(scores), mask.shape[1]
-    found = chosen.advantages(scores, mask, groups, given | {"values": given["values"][:, :width]})
+    found = chosen.advantages(scores, mask, groups, {n: v[:, :width] if v.ndim > 1 else v for n, v in given.items()})
     assert found.shape == mask.shape and not found[~mask].any()
     order = torch.randperm(len(scores))
     wide = torch.cat([mask, torch.zeros(len(mask), 3, dtype=torch.bool)], 1)[order]

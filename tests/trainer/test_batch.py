@@ -13,7 +13,7 @@ from penstock.protocols.columns import REWARD, Column, ColumnTable, WeightedSum
 from penstock.protocols.experience import Group, as_bytes, lengths_of, pack_group
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.services.learning.batch import TrainingBatch, open_batch
-from penstock.services.learning.config import KLConfig
+from penstock.services.learning.config import Penalties
 from penstock.services.learning.token_rewards import token_rewards
 from tests.conftest import make_group
 
@@ -53,7 +53,7 @@ def opened(seed: int, greedy_failed: bool = False, with_greedy: bool = True) -> 
 def test_parts_of_a_reward_lie_where_their_column_says_and_the_rest_on_the_last_token(seed: int) -> None:
     step = opened(seed, with_greedy=False)
     rows = np.arange(len(step.trajectories))
-    found = token_rewards(step, rows, KLConfig(), {})
+    found = token_rewards(step, rows, Penalties(), {})
     torch.testing.assert_close(found.tokens.sum(-1), found.scores, atol=1e-5, rtol=1e-5)
     assert not found.tokens[found.mask == 0].any()
     for i, trajectory in enumerate(step.trajectories):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from penstock.protocols.columns import REFERENCE
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import KLConfig
+from penstock.services.learning.config import KLConfig, Penalties
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -30,7 +30,7 @@ def with_reference(step: TrainingBatch, distance: float) -> TrainingBatch:
 def test_each_sampled_token_pays_for_itself() -> None:
     step, state = with_reference(a_step(0), 0.5), {}
     rows = np.arange(len(step.trajectories))
-    found = token_rewards(step, rows, KLConfig.model_validate(PENALTY), state)
+    found = token_rewards(step, rows, Penalties(KLConfig.model_validate(PENALTY)), state)
     for row, trajectory in enumerate(step.trajectories):
         wanted = np.zeros(found.tokens.shape[1])
         wanted[: len(trajectory.tokens)] = -0.05 * trajectory.loss_mask

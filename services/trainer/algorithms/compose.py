@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.protocols.columns import GREEDY, REFERENCE
+from penstock.protocols.columns import REFERENCE
 from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token
@@ -147,5 +147,5 @@ def _resolve(config: Choice | CustomFunction, place: Place) -> Callable[..., Any
     options = config.options()
     if place == "correction":  # is done by `Algorithm.loss`, with the mean over the whole step
         options.pop("normalize")
-    names = [*config.columns, *[GREEDY][: config.greedy_baseline]]
+    names = [*config.columns, *config.given]
     return lambda columns, *arguments: function(*arguments, *(columns[name] for name in names), **options)

@@ -1,0 +1,32 @@
+"""Costs that are kept below a limit, by Lagrange multipliers: Dai et al. 2023, arXiv:2310.12773 (Safe RLHF), eq. 9 and
+29."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from penstock.services.learning.config import ConstraintConfig
+
+
+def multiplier_of(constraint: ConstraintConfig, state: dict[str, float]) -> float:
+    """λ as the step finds it."""
+    return state.get(f"multiplier/{constraint.column}", constraint.initial)
+
+
+def risen(multiplier: float, mean_cost: float, constraint: ConstraintConfig) -> float:
+    """λ after a step with this mean cost: its logarithm rises by `ConstraintConfig.rate` times how far the cost is
+    above the limit, and falls where it is below."""
+    grown = math.log(max(multiplier, 1e-6)) + constraint.rate * (mean_cost - constraint.limit)
+    return min(math.exp(min(grown, 50.0)), constraint.largest)
+
+
+def lagrangian(
+    scores: torch.Tensor, costs: Sequence[torch.Tensor], multipliers: Sequence[float]
+) -> tuple[torch.Tensor, float]:
+    """(R − Σ λ C) / (1 + Σ λ) of each row, ``[rows]``, and the divisor, which keeps its size where λ grows."""
+    divisor = 1.0 + sum(multipliers)
+    paid = sum(m * cost for m, cost in zip(multipliers, costs, strict=True))
+    return (scores - paid) / divisor, divisor

@@ -1,0 +1,30 @@
+"""On-policy distillation by reverse KL: Gu et al. 2023, arXiv:2306.08543 (MiniLLM); Agarwal et al. 2023,
+arXiv:2306.13649; with the sampled token's own estimate of the divergence as its advantage: Lu et al. 2025."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.services.learning.token_returns import discounted
+
+
+def distillation(
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    groups: torch.Tensor,
+    *columns: torch.Tensor,
+    weights: Sequence[float],
+    gamma: float,
+    reward: float,
+) -> torch.Tensor:
+    """``columns``: what each teacher says of every sampled token (its log-probability), then what the policy said that
+    sampled it, all ``[rows, length]``. A token's gain is the teachers' weighted mean less the policy's, so the mean of
+    its negative is the reverse divergence; the advantage is the sum of gains from the token on, discounted by
+    ``gamma``, with ``reward`` times the return of the task's own rewards ``tokens``."""
+    *teachers, sampled = columns
+    total = sum(weights)
+    said = sum(weight * teacher for weight, teacher in zip(weights, teachers, strict=True)) / total
+    found = discounted((said - sampled).to(tokens.dtype) * mask, mask, gamma)
+    return (found + reward * discounted(tokens, mask, 1.0)) * mask if reward else found

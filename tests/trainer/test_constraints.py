@@ -1,0 +1,81 @@
+"""Costs below a limit: the multiplier rises while they are above, every learner has the same one, and a checkpoint
+too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.services.learning import checkpoint
+from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.config import ConstraintConfig, Penalties
+from penstock.services.learning.constraints import lagrangian, risen
+from penstock.services.learning.token_rewards import token_rewards
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from tests.trainer.rank_program import a_model
+from tests.trainer.steps import Tokenizer, a_step
+
+LIMIT = {"column": "cost", "limit": 3.0, "initial": 0.5, "rate": 0.1}
+NAME = "multiplier/cost"
+numbers = st.floats(-100, 100)
+
+
+def costly(seed: int, cost: float) -> TrainingBatch:
+    step = a_step(seed)
+    return replace(step, values={**step.values, "cost": np.full(len(step.trajectories), cost, np.float32)})
+
+
+@given(multiplier=st.floats(1e-3, 50), cost=numbers, limit=numbers, rate=st.floats(1e-3, 1))
+def test_a_multiplier_rises_where_the_cost_is_above_and_falls_where_it_is_below(
+    multiplier: float, cost: float, limit: float, rate: float
+) -> None:
+    constraint = ConstraintConfig(column="c", limit=limit, rate=rate, largest=80.0)
+    found = risen(multiplier, cost, constraint)
+    assert 0 <= found <= 80.0
+    assert (found - multiplier) * (cost - limit) >= -1e-6 * max(1, abs(cost - limit))
+
+
+@given(scores=st.lists(numbers, min_size=1, max_size=8), one=st.floats(0, 9), two=st.floats(0, 9))
+def test_costs_are_taken_off_in_proportion(scores: list[float], one: float, two: float) -> None:
+    rewards = torch.tensor(scores, dtype=torch.float64)
+    costs = [rewards * 2, rewards + 1]
+    found, divisor = lagrangian(rewards, costs, [one, two])
+    torch.testing.assert_close(found * divisor, rewards - one * costs[0] - two * costs[1])
+    same, _ = lagrangian(rewards, costs, [0.0, 0.0])
+    torch.testing.assert_close(same, rewards)
+
+
+def test_all_learners_of_a_step_pay_the_same_and_what_lies_on_tokens_adds_up() -> None:
+    penalties = Penalties(constraints=(ConstraintConfig.model_validate(LIMIT),))
+    states: list[dict[str, float]] = [{}, {}]
+    for seed, cost in enumerate((4.0, 4.0, 1.0)):
+        step = costly(seed, cost)
+        found = [token_rewards(step, np.arange(12), penalties, state) for state in states]
+        torch.testing.assert_close(found[0].tokens, found[1].tokens)
+        torch.testing.assert_close(found[0].tokens.sum(-1), found[0].scores)
+        multiplier = found[0].metrics[NAME]
+        wanted = (step.rewards.astype(np.float64) - multiplier * cost) / (1 + multiplier)
+        np.testing.assert_allclose(found[0].scores, wanted, atol=1e-6)
+    assert states[0] == states[1]
+    np.testing.assert_allclose(states[0][NAME], 0.5 * np.exp(0.1 * (1 + 1 - 2)))
+
+
+def test_the_multiplier_is_in_the_checkpoint(tmp_path: Path) -> None:
+    def learner() -> Learner:
+        config = {"algorithm": {"constraints": [LIMIT]}}
+        return Learner(a_model(), TrainerConfig.model_validate(config), 1.0)
+
+    one, again = learner(), learner()
+    assert one.train(costly(0, 9.0))[NAME] == 0.5
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path, 1)
+    path = saver.begin().result()
+    saver.close()
+    checkpoint.restore(again, path)
+    assert again.state == one.state and one.state[NAME] > 0.5
+    assert again.train(costly(1, 9.0))[NAME] == one.train(costly(1, 9.0))[NAME] > 0.5

@@ -1,0 +1,53 @@
+"""A teacher: what its scorer says, and where it pulls the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from penstock.services.modeling.teacher import Teacher
+from penstock.services.trainer.algorithms.advantages.distillation import distillation
+from tests.conftest import TINY, make_group
+
+
+def test_a_teacher_says_what_its_model_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY)).eval()
+    model.save_pretrained(tmp_path)
+    group = make_group(np.random.default_rng(0), 0)
+    found = Teacher(str(tmp_path), column="wise", dtype="float32", device="cpu").score_group(group, {})["wise"]
+    start = 0
+    for trajectory in group.trajectories:
+        ids = torch.from_numpy(trajectory.tokens.astype(np.int64))[None]
+        logs = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None])[:, 0]
+        mine = found[start : start + len(trajectory.tokens)]
+        sampled = trajectory.loss_mask == 1
+        np.testing.assert_allclose(mine[sampled], logs.detach().numpy()[sampled[1:]], atol=1e-4)
+        assert not mine[~sampled].any()
+        start += len(trajectory.tokens)
+    assert start == len(found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31 - 1), gamma=st.sampled_from([0.0, 0.5, 1.0]))
+def test_its_mean_is_the_reverse_divergence_turned(seed: int, gamma: float) -> None:
+    torch.manual_seed(seed)
+    mask = torch.ones(1, 4, dtype=torch.float64)
+    one, two, mine = (torch.log_softmax(torch.randn(5, dtype=torch.float64), -1) for _ in range(3))
+    mixed = (3 * one + two) / 4
+    total = torch.zeros(1, 4, dtype=torch.float64)
+    for tokens in torch.cartesian_prod(*[torch.arange(5)] * 4):
+        rows = [part[tokens][None] for part in (one, two, mine)]
+        found = distillation(mask * 0, mask, torch.zeros(1), *rows, weights=[0.75, 0.25], gamma=gamma, reward=0.0)
+        total += mine[tokens].sum().exp() * found
+    divergence = (mine.exp() * (mine - mixed)).sum()
+    factors = torch.tensor([sum(gamma**k for k in range(4 - place)) for place in range(4)], dtype=torch.float64)
+    torch.testing.assert_close(total[0], -divergence * factors)
+    alike = distillation(mask * 0, mask, torch.zeros(1), mine[None, :4], mine[None, :4], weights=[1.0], gamma=gamma,
+                         reward=0.0)  # fmt: skip
+    assert not alike.any(), "who says the same pulls nowhere"
