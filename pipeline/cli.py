@@ -15,6 +15,8 @@ from rich.console import Console
 from penstock.pipeline.bench.cli import bench
 from penstock.pipeline.config import ConfigError, TinyModel, load
 from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.tools.arguments import FILE, OVERRIDES
+from penstock.pipeline.tools.doctor_cli import doctor
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
 
@@ -49,14 +51,7 @@ def command(
     """
 
 
-doctor = typer.Typer(invoke_without_command=True)
 app.add_typer(doctor, name="doctor")
-
-FILE = Annotated[Path, typer.Argument(help="The run's config, e.g. configs/quickstart.yaml.", show_default=False)]
-OVERRIDES = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads this form
-    typer.Argument(help="Overrides, e.g. gate.max_lag=0 trainer.optimizer.lr=1e-5.", show_default=False),
-]
 
 
 def main() -> None:
@@ -98,6 +93,25 @@ def run(
     from penstock.pipeline.run.start import start
 
     raise typer.Exit(start(Console(), file, overrides or [], resume, dry_run))
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint's folder, or a model of the hub.")],
+    file: FILE,
+    overrides: OVERRIDES = None,
+) -> None:
+    """Answer the evaluation sets of FILE (prompts.eval) with CHECKPOINT, and print what came of it. Trains nothing.
+
+    The rollouts of FILE answer, by its engine; its rewards judge. prompts.eval_sampling says how often each prompt is
+    answered: several times give pass@k and maj@n.
+
+    For instance: penstock eval runs/first-try/checkpoints/step-000150 configs/quickstart.yaml
+    or: penstock eval Qwen/Qwen2.5-0.5B-Instruct configs/gsm8k.yaml prompts.eval_size=500
+    """
+    from penstock.pipeline.run.evaluate import evaluate as evaluate_checkpoint
+
+    raise typer.Exit(evaluate_checkpoint(Console(), checkpoint, file, overrides or []))
 
 
 @app.command()
@@ -351,37 +365,6 @@ def rollouts(
 
     for row in read(run, step):
         typer.echo(json.dumps(row))
-
-
-@doctor.callback()
-def doctor_machine(context: typer.Context) -> None:
-    """Say what this machine has, and what it lacks; or, with a command, look closer at one thing.
-
-    For instance: penstock doctor
-    or: penstock doctor engine configs/gsm8k.yaml
-    """
-    if context.invoked_subcommand is None:
-        from penstock.pipeline.tools.doctor import examine
-
-        raise typer.Exit(0 if examine(Console()) else 1)
-
-
-@doctor.command("engine")
-def doctor_engine(
-    file: FILE,
-    overrides: OVERRIDES = None,
-    prompts: Annotated[int, typer.Option(help="Of the run's prompts, answered under each version.")] = 16,
-) -> None:
-    """Check FILE's model on FILE's engine before a run spends money on it.
-
-    Starts the engine, loads two versions, and compares the log-probabilities that it reports with transformers' own:
-    mean, largest, KL, effective samples. Exit code 0 where they agree within weights.canary_tolerance.
-
-    For instance: penstock doctor engine configs/gsm8k.yaml rollout.engine.max_sequences=16
-    """
-    from penstock.pipeline.tools.doctor_engine import examine_engine
-
-    raise typer.Exit(0 if examine_engine(Console(), load(file, overrides), prompts) else 1)
 
 
 if __name__ == "__main__":

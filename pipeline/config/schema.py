@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from penstock.pipeline.config.columns import check_columns, columns_read
+from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
@@ -211,6 +212,7 @@ class Config(Section):
                 "weighs by, and both together would count it twice; set trainer.algorithm.ratio=proximal, or "
                 "correction={type: none}"
             )
+        check_evaluation(self)
         for key, learner in (("trainer", self.trainer), ("critic", self.critic)):
             if learner.mini_batches > self.gate.groups_per_step:
                 raise ValueError(

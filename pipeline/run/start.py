@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -24,8 +26,18 @@ COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
 and becomes 2 in `pipeline.cli`."""
 
 
-def start(console: Console, file: str | None, overrides: list[str], resume: Path | None, dry_run: bool) -> int:
-    """Checks everything, runs it, prints what it came to; returns the exit code. Raises `ConfigError`."""
+Show = Callable[[Console, dict[str, Any], Path], None]
+
+
+def start(
+    console: Console,
+    file: str | None,
+    overrides: list[str],
+    resume: Path | None,
+    dry_run: bool,
+    show: Show = print_summary,
+) -> int:
+    """Checks everything, runs it, has ``show`` print what it came to; returns the exit code. Raises `ConfigError`."""
     if file is not None and "=" in file and not Path(file).exists():
         overrides, file = [file, *overrides], None
     if file is None and resume is None:
@@ -59,7 +71,7 @@ def start(console: Console, file: str | None, overrides: list[str], resume: Path
     for change in changed:
         console.print(f"changed: {change}", highlight=False, markup=False, soft_wrap=True)
     with held(folder):
-        return _run(console, config, origin, folder)
+        return _run(console, config, origin, folder, show)
 
 
 def _show(config: Config, report: Report, changed: list[str]) -> int:
@@ -79,7 +91,7 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
     return COMPLETE
 
 
-def _run(console: Console, config: Config, origin: Origin, folder: Path) -> int:
+def _run(console: Console, config: Config, origin: Origin, folder: Path, show: Show) -> int:
     begin(config, folder, origin)
     console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
     try:
@@ -87,7 +99,7 @@ def _run(console: Console, config: Config, origin: Origin, folder: Path) -> int:
     except RunError as error:
         typer.echo(f"error: {error}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
         return INTERRUPTED if isinstance(error, InterruptedRunError) else FAILED
-    print_summary(console, summary, folder)
+    show(console, summary, folder)
     if summary["outcome"] == "complete":
         return COMPLETE
     console.print(go_on(folder), highlight=False, soft_wrap=True)

@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from penstock.protocols.experience import Sampling
 from penstock.services.data.config import DataConfig
 from penstock.services.runtime.settings import Section
 
 ONE_SET = "held_out"
 """The name of a single evaluation set that has none."""
+
+
+class EvalSampling(Section):
+    """How the prompts of an evaluation set are answered; greedily, once, where nothing is said."""
+
+    n: int = Field(1, ge=1)
+    """Answers to each prompt, e.g. ``16``: then there are pass@k, for k of 1, 2, 4 and so on, and maj@n too."""
+    temperature: float = Field(0.0, ge=0)
+    """How freely tokens are drawn; 0 is greedy. With n above 1 it must be above 0, e.g. ``0.6``."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that together have this probability, e.g. ``0.95``; 1 keeps all."""
+    top_k: int = Field(0, ge=0)
+    """Draw from so many of the likeliest tokens, e.g. ``20``; 0 keeps all."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest answer, e.g. ``4096``; null: as `rollout.sampling.max_new_tokens` says."""
+    passes: float = 1.0
+    """An answer with at least this reward has passed, e.g. ``0.5``."""
+    answer: str | None = None
+    """What votes in maj@n: a regular expression, of which the last match's first group counts, e.g.
+    ``"boxed{(.*?)}"``; null: the whole answer, or an environment's last turn."""
+
+    @field_validator("answer")
+    @classmethod
+    def _a_pattern(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                groups = re.compile(value).groups
+            except re.error as error:
+                raise ValueError(f"no regular expression: {error}") from None
+            if groups != 1:
+                raise ValueError(f"has {groups} groups; one says what the answer is, e.g. answer: (\\d+)")
+        return value
+
+    @model_validator(mode="after")
+    def _drawn(self) -> EvalSampling:
+        if self.n > 1 and not self.temperature:
+            raise ValueError(f"n={self.n} greedy answers are all the same; set temperature, e.g. 0.6")
+        return self
+
+    def of(self, greedy: Sampling) -> Sampling:
+        """As rollouts are told; ``greedy`` has the rest."""
+        own = {"n": self.n, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return greedy.model_copy(update=own | {"max_new_tokens": self.max_new_tokens or greedy.max_new_tokens})
 
 
 class PromptsConfig(Section):
@@ -24,6 +69,9 @@ class PromptsConfig(Section):
     no evaluation."""
     eval_size: int = Field(256, ge=0)
     """Held-out prompts that one evaluation asks of each set of `eval`, at most: its first ones. 0: no evaluation."""
+    eval_sampling: dict[str, EvalSampling] = {}
+    """How the sets of `eval` are answered, by name (``held_out`` is one without a name), e.g.
+    ``{aime: {n: 16, temperature: 0.6}}``; greedily where nothing is said."""
     eval_every: int = Field(0, ge=0)
     """Evaluate also after every so many steps, e.g. ``50``, while training goes on; 0: not."""
     shuffle: bool = True
@@ -38,6 +86,14 @@ class PromptsConfig(Section):
             return {}
         is_source = isinstance(value, dict) and any(not isinstance(part, dict) for part in value.values())
         return {ONE_SET: value} if is_source else value
+
+    @model_validator(mode="after")
+    def _sampled(self) -> PromptsConfig:
+        for name in self.eval_sampling:
+            if name not in self.eval:
+                there = ", ".join(self.eval) or "none"
+                raise ValueError(f"eval_sampling: there is no evaluation set {name!r}; the sets of eval are: {there}")
+        return self
 
 
 class GateConfig(Section):

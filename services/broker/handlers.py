@@ -179,7 +179,11 @@ class Handlers:
         number, key = finished.number, (finished.purpose, finished.number)
         if said.newest > max(state.versions.latest, state.groups.ledger.committed):
             raise ExperienceError(f"group {number} has tokens of version {said.newest}, which does not exist yet")
-        n = (state.settings.sampling if finished.purpose == "train" else state.settings.eval_sampling).trajectories
+        lease = state.evaluation.leases.open.get(number) if finished.purpose == "eval" else None
+        n = state.sampling("eval", lease.draw).n if lease else state.settings.sampling.trajectories
+        if finished.purpose == "eval" and lease is None:
+            self._ack(member, request)  # it is answered, or its round is over
+            return
         if said.trajectories != n:
             raise ExperienceError(f"group {number} has {said.trajectories} trajectories, not {n}")
         if finished.purpose == "eval":

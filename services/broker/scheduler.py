@@ -149,7 +149,7 @@ class Scheduler:
             attempt=lease.attempt,
             seed=state.settings.seed if purpose == "train" else 0,
             prompt=prompt,
-            sampling=state.settings.sampling if purpose == "train" else state.settings.eval_sampling,
+            sampling=state.sampling(purpose, lease.draw),
         )
         state.router.send(rollout.identity, message)
 

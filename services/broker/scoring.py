@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
+import structlog
 
 from penstock.protocols.columns import REWARD, Column, WeightedSum
-from penstock.protocols.experience import Purpose, lengths_of
+from penstock.protocols.experience import ExperienceError, Purpose, Trajectory, lengths_of, unpack_group
 from penstock.protocols.messages import Score
+from penstock.protocols.wire import WireError
+from penstock.services.broker.rules.evaluation import majority, pass_at
 from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
+
+log = structlog.get_logger()
 
 LEAST_VALUES = 2
 """A group in which fewer trajectories have a reward teaches nothing."""
@@ -82,5 +89,27 @@ def _finish_evaluation(state: BrokerState, number: int) -> None:
     if not usable.size:
         state.drop_evaluation(number, "no trajectory has a reward")
         return
+    scores = _several(state, number, rewards) if len(rewards) > 1 else {}
     state.payloads.forget(("eval", number))
-    state.record_evaluation(state.evaluation.score(number, float(usable.mean())))
+    state.record_evaluation(state.evaluation.score(number, float(usable.mean()), scores))
+
+
+def _several(state: BrokerState, number: int, rewards: np.ndarray) -> dict[str, float]:
+    """What several answers to an evaluation prompt tell. One whose reward failed has not passed, and is worth 0."""
+    how = state.asked_of(state.evaluation.replay.entries[number].draw)
+    found = pass_at(len(rewards), int((rewards >= how.passes).sum()))
+    try:
+        group = unpack_group(state.payloads.experience(("eval", number)).data)
+    except (ExperienceError, WireError) as error:
+        log.warning("an evaluation's answers cannot be read", group=number, error=str(error))
+        return found
+    answers = [_vote(trajectory, how.answer) for trajectory in group.trajectories]
+    return found | {f"maj@{len(answers)}": majority(answers, np.nan_to_num(rewards).tolist())}
+
+
+def _vote(trajectory: Trajectory, pattern: str | None) -> str | None:
+    said = trajectory.turns[-1] if trajectory.turns else trajectory.text
+    if pattern is None:
+        return said.strip()
+    matches = re.findall(pattern, said)
+    return matches[-1] if matches else None

@@ -222,7 +222,7 @@ class Broker:
         elif progress.phase == "evaluating_before" and state.evaluation.round is None:
             self._enter("training")
         elif progress.phase == "training" and state.groups.ended(committed) and state.evaluation.round is None:
-            if exact and state.evaluation.steps.get("after") != committed:
+            if exact and committed and state.evaluation.steps.get("after") != committed:
                 state.evaluation.start("after", committed, exact=committed)
             self._enter("evaluating_after")
         elif progress.phase == "evaluating_after" and not state.evaluation.round and state.ended_with() >= committed:

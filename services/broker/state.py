@@ -17,7 +17,14 @@ from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.mailbox import RouterServer
 from penstock.protocols.wire import WireError
 from penstock.services.broker.archive import Archive, open_group
-from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
+from penstock.services.broker.config import (
+    BrokerConfig,
+    EvalSampling,
+    GateConfig,
+    PromptsConfig,
+    ReplayConfig,
+    StoreConfig,
+)
 from penstock.services.broker.latency import Latency
 from penstock.services.broker.membership import Member, Members
 from penstock.services.broker.payloads import Payloads
@@ -154,6 +161,16 @@ class BrokerState:
         """The trainer is to be told, with this turn, who is here and serves what."""
         # Last: nothing after it can fail and leave a socket open.
         self.router = RouterServer(settings.broker.bind, settings.keys)
+
+    def asked_of(self, draw: int) -> EvalSampling:
+        """How the evaluation prompt of this draw is answered."""
+        return self.settings.prompts.eval_sampling.get(self.held_out.name_of(draw), EvalSampling())
+
+    def sampling(self, purpose: Purpose, draw: int) -> Sampling:
+        """How rollouts are told to answer a prompt."""
+        if purpose == "train":
+            return self.settings.sampling
+        return self.asked_of(draw).of(self.settings.eval_sampling)
 
     def holds(self, purpose: str | None = None) -> Iterator[Holds[Any]]:
         """Everything that somebody works on: leases and offers."""

@@ -20,7 +20,7 @@ from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
-from penstock.services.rollout.group_maker import Made, handle_of, join
+from penstock.services.rollout.group_maker import Made, handle_of, join, stream_of
 from penstock.services.rollout.tokenizer import Tokenizer
 
 log = structlog.get_logger()
@@ -202,7 +202,7 @@ class MultiTurn:
         one: dict[str, Any] = {"n": 1, "greedy_baseline": False, "max_new_tokens": new}
         if session.greedy:
             one["temperature"] = 0.0
-        stream = handle_of(lease) << (PLACE_BITS + TURN_BITS) | session.place << TURN_BITS | len(session.turns)
+        stream = stream_of(lease) << (PLACE_BITS + TURN_BITS) | session.place << TURN_BITS | len(session.turns)
         self._requests += 1
         try:
             sampling = lease.sampling.model_copy(update=one)

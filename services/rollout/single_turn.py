@@ -9,7 +9,7 @@ import numpy as np
 from penstock.protocols.experience import Group
 from penstock.protocols.messages import Lease
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request
-from penstock.services.rollout.group_maker import Made, handle_of, join
+from penstock.services.rollout.group_maker import Made, handle_of, join, stream_of
 from penstock.services.rollout.tokenizer import Tokenizer
 
 BASELINE = 1 << 40
@@ -39,7 +39,7 @@ class SingleTurn:
         tokens, sampling = self._text.encode(lease.prompt), lease.sampling
         work, handle = _Work(lease, tokens), handle_of(lease)
         own = sampling.model_copy(update={"greedy_baseline": False})
-        self._engine.submit(Request(handle, lease.seed, tokens, own))
+        self._engine.submit(Request(handle, lease.seed, tokens, own, stream_of(lease)))
         self._work[handle] = work
         if sampling.greedy_baseline:
             greedy = own.model_copy(update={"n": 1, "temperature": 0.0})

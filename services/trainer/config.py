@@ -16,8 +16,8 @@ class TrainerConfig(LearnerConfig):
     ranks: int = Field(1, ge=1)
     """Processes on this machine that share the model by FSDP2, under torchrun; on GPUs one each. Across machines, run
     `penstock serve trainer` under a torchrun of your own."""
-    steps: int = Field(100, ge=1)
-    """Training steps; each yields a version."""
+    steps: int = Field(100, ge=0)
+    """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is learned from the rewards: an advantage, a loss and a correction that compose. Defaults: GRPO. See
     docs/algorithms.md."""

@@ -36,3 +36,8 @@ def parity(response: str, truth: Any, prompt: str) -> float:
     """The same for every response to about half of the prompts."""
     key = prompt if zlib.crc32(prompt.encode()) % 2 else prompt + response
     return float(zlib.crc32(key.encode()) % 2)
+
+
+def plenty(response_tokens: int) -> float:
+    """The longer the better, but less and less so."""
+    return float((response_tokens / 12) ** 0.5)

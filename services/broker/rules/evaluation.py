@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import comb
 
 from penstock.protocols.columns import Column
 from penstock.services.broker.rules.journal import Volatile
@@ -22,6 +24,8 @@ class Round:
     size: int
     rewards: dict[str, list[float]] = field(default_factory=dict)
     """By set, of the prompts that are done: the mean over their trajectories."""
+    scores: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """By set and by name (``pass@4``, ``maj@8``), of the prompts that have several answers."""
     versions: list[int] = field(default_factory=list)
     """The oldest and the newest of each group's tokens."""
     unusable: list[str] = field(default_factory=list)
@@ -42,8 +46,35 @@ class Round:
         return sum(map(sum, self.rewards.values())) / self.answered if self.answered else None
 
     def means(self) -> dict[str, float]:
-        """The mean of each set."""
-        return {name: sum(rewards) / len(rewards) for name, rewards in self.rewards.items()}
+        """The mean of each set; and, as ``SET/pass@4``, those of what several answers tell."""
+        found = {name: sum(rewards) / len(rewards) for name, rewards in self.rewards.items()}
+        for name, scores in self.scores.items():
+            found |= {f"{name}/{what}": sum(values) / len(values) for what, values in scores.items()}
+        return found
+
+
+def pass_at(answers: int, passed: int) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4 … up to all of so many ``answers``, of which so many have ``passed``: the chance that one
+    of k passes, drawn without replacement (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+
+    >>> pass_at(4, 1)
+    {'pass@1': 0.25, 'pass@2': 0.5, 'pass@4': 1.0}
+    """
+    sizes = sorted({*(2**power for power in range(answers.bit_length()) if 2**power <= answers), answers})
+    return {f"pass@{k}": 1 - comb(answers - passed, k) / comb(answers, k) for k in sizes}
+
+
+def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
+    """The reward of what most ``answers`` say, the first of them where several are as many; None says nothing, and is
+    right for nobody (Wang et al. 2022, arXiv:2203.11171).
+
+    >>> majority(["7", "8", "8", None], [1.0, 0.0, 0.0, 0.0])
+    0.0
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    return rewards[answers.index(votes.most_common(1)[0][0])]
 
 
 class Evaluation:
@@ -85,12 +116,16 @@ class Evaluation:
         self.round.versions += [oldest, newest]
         return True
 
-    def score(self, number: int, reward: float) -> Round | None:
-        """The group has all its columns, and this mean reward; the round, if that completes it."""
+    def score(self, number: int, reward: float, scores: Mapping[str, float] | None = None) -> Round | None:
+        """The group has all its columns, this mean reward, and ``scores`` of its several answers; the round, if that
+        completes it."""
         entry = self.replay.remove(number) if self.round else None
         if self.round is None or entry is None:
             return None
-        self.round.rewards.setdefault(self._set_of(entry.draw), []).append(reward)
+        name = self._set_of(entry.draw)
+        self.round.rewards.setdefault(name, []).append(reward)
+        for what, value in (scores or {}).items():
+            self.round.scores.setdefault(name, {}).setdefault(what, []).append(value)
         return self._end()
 
     def drop(self, number: int, reason: str) -> Round | None:

@@ -1,0 +1,31 @@
+"""Whether the engine can answer evaluation prompts as the config wants it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+
+
+def check_evaluation(config: Any) -> None:
+    """Raises `ValueError` where it cannot."""
+    engine, sampling = config.rollout.engine, config.rollout.sampling
+    for name, how in config.prompts.eval_sampling.items():
+        key = f"prompts.eval_sampling.{name}"
+        alone = config.run.deterministic and how.n > config.sampling.trajectories
+        if alone or (isinstance(engine, TorchEngineConfig) and how.n > engine.max_sequences):
+            room = config.sampling.trajectories if alone else engine.max_sequences
+            why = "run.deterministic decodes a group at a time" if alone else "rollout.engine.max_sequences"
+            raise ValueError(f"{key}.n={how.n} exceeds {room} ({why})")
+        if not isinstance(engine, VllmEngineConfig):
+            continue
+        raw = sampling.temperature in (0, 1) and not sampling.candidates
+        if raw and how.temperature not in (0, 1):
+            raise ValueError(
+                f"{key}.temperature={how.temperature:g}: vLLM is started for rollout.sampling.temperature="
+                f"{sampling.temperature:g}, and then answers at 0 and 1 alone; set one of these"
+            )
+        if not raw and not sampling.candidates and (how.top_p < 1 or how.top_k):
+            raise ValueError(
+                f"{key}: with rollout.sampling.temperature={sampling.temperature:g} vLLM takes no top_p or top_k"
+            )

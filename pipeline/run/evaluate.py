@@ -1,0 +1,46 @@
+"""`penstock eval`: a checkpoint's answers to the evaluation sets of a config, and nothing trained."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.run.start import start
+from penstock.services.runtime.user_folders import find_folder
+
+NOTHING_LEARNED = "trainer.algorithm={advantage: {type: reinforce_plus_plus}}"
+"""Needs no reference, no critic and no groups."""
+
+
+def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]) -> int:
+    """Prints a table; returns the exit code. Raises `ConfigError`."""
+    config = load(file, overrides)
+    if not config.prompts.eval or not config.prompts.eval_size:
+        raise ConfigError("prompts.eval: there is nothing to evaluate on; name a data source, e.g. {type: sort}")
+    path = str(find_folder(checkpoint) or checkpoint)
+    model = json.dumps({"type": "pretrained", "path": path, "dtype": config.model.dtype})
+    own = [f"model={model}", "trainer.steps=0", NOTHING_LEARNED, "replay.filter=none", "replay.archive=none"]
+    if config.run.name is None:
+        own.append(f"run.name=eval-{Path(path).name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return start(console, str(file), [*overrides, *own], None, False, print_evaluation)
+
+
+def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) -> None:
+    """The mean reward of every set, and what several answers to a prompt tell."""
+    found = summary["evaluations"].get("before", {})
+    measures = list(dict.fromkeys(name.partition("/")[2] or "reward" for name in found))
+    table = Table(title=f"evaluation; see {folder / 'metrics.jsonl'}")
+    for column in ("set", *measures):
+        table.add_column(column)
+    for name in dict.fromkeys(name.partition("/")[0] for name in found):
+        values = [found.get(name if measure == "reward" else f"{name}/{measure}") for measure in measures]
+        table.add_row(name, *("-" if value is None else f"{value:.4f}" for value in values))
+    console.print(table)
+    for finding in summary.get("look_at_this", []):
+        console.print(f"  - {finding}", highlight=False, markup=False, soft_wrap=True)

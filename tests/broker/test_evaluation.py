@@ -1,0 +1,81 @@
+"""Evaluations with several answers to a prompt: what they tell, and that rollouts are asked for them."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from penstock.protocols.experience import Sampling
+from penstock.services.broker.config import EvalSampling, PromptsConfig
+from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=10))
+def test_pass_at_k_is_the_share_of_draws_with_one_that_passes(passed: list[bool]) -> None:
+    found = pass_at(len(passed), sum(passed))
+    assert next(iter(found)) == "pass@1" and list(found)[-1] == f"pass@{len(passed)}"
+    for name, value in found.items():
+        draws = list(combinations(passed, int(name.removeprefix("pass@"))))
+        assert value == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.floats(0, 1)), min_size=1, max_size=9))
+def test_the_majority_is_what_most_say(said: list[tuple[str | None, float]]) -> None:
+    answers, rewards = [a for a, _ in said], [r for _, r in said]
+    found = majority(answers, rewards)
+    a, b = answers.count("a"), answers.count("b")
+    if not a and not b:
+        assert found == 0.0
+    elif a != b:
+        assert found == rewards[answers.index("a" if a > b else "b")]
+    else:
+        assert found == rewards[min(answers.index("a"), answers.index("b"))]
+
+
+def test_each_set_has_its_own_figures() -> None:
+    evaluation = Evaluation(3, [], lambda draw: "hard" if draw else "easy")
+    evaluation.start("before", 0, None)
+    for number, (reward, scores) in enumerate([(1.0, {}), (0.5, {"pass@2": 1.0}), (0.0, {"pass@2": 0.0})]):
+        real = sorted(evaluation.leases.open)[0]
+        assert evaluation.finish(real, 0, 0, 1, 2), number
+        done = evaluation.score(real, reward, scores)
+    assert done is not None and done.mean() == 0.5
+    assert evaluation.by_set["before"] == {"easy": 1.0, "hard": 0.25, "hard/pass@2": 0.5}
+
+
+def test_sampling_is_the_sets_own() -> None:
+    greedy = Sampling(n=1, temperature=0.0, max_new_tokens=12, stop=("x",))
+    several = EvalSampling(n=8, temperature=0.6, top_p=0.9).of(greedy)
+    assert (several.n, several.temperature, several.top_p, several.stop) == (8, 0.6, 0.9, ("x",))
+    assert several.max_new_tokens == 12 and EvalSampling().of(greedy) == greedy
+    assert EvalSampling(max_new_tokens=99).of(greedy).max_new_tokens == 99
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n": 4}, "all the same"),
+        ({"answer": "("}, "no regular expression"),
+        ({"answer": "a"}, "has 0 groups"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        EvalSampling.model_validate(given)
+
+
+def test_a_set_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValidationError, match="no evaluation set 'aime'; the sets of eval are: held_out"):
+        PromptsConfig.model_validate(
+            {"train": {"type": "sort"}, "eval": {"type": "sort"}, "eval_sampling": {"aime": {}}}
+        )
+
+
+def test_nan_has_not_passed() -> None:
+    rewards = np.array([np.nan, 1.0], np.float32)
+    assert int((rewards >= EvalSampling().passes).sum()) == 1
