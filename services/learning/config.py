@@ -78,7 +78,7 @@ class ConstraintConfig(Section):
     initial: float = Field(0.05, gt=0)
     """The multiplier at the start: what one unit of cost takes off the reward, e.g. ``0.01``. Begin low: where costs
     outweigh all rewards the policy learns to say nothing."""
-    rate: float = Field(0.03, gt=0)
+    rate: float = Field(0.02, gt=0)
     """How fast its logarithm rises in a step, for each unit of cost above the limit, e.g. ``0.001`` for tokens."""
     largest: float = Field(100.0, gt=0)
     """Where it stops."""

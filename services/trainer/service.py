@@ -85,7 +85,8 @@ class Trainer:
             self._train(batch)
         self._settle()
         if self._desk.stopped is None:
-            self._save()
+            if self._learner.version:  # else it is what it began as
+                self._save()
             self._saving.finish(final=True)
             self._desk.until_stopped()
         elif self._learner.version and not self._publisher.error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
+from penstock.pipeline.run.summary import steps_of
 from tests.e2e.runs import ROOT, Run, check_promises
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
@@ -40,6 +42,32 @@ def test_a_task_of_two_turns_with_a_tool_is_learned(tmp_path: Path) -> None:
     summary = Run(tmp_path, [], ROOT / "examples" / "own-environment" / "config.yaml").wait(500)
     check_promises(summary)
     assert summary["reward_first"] <= 0.1 and summary["reward_last"] >= 0.85
+
+
+def test_answers_are_kept_as_short_as_a_constraint_wants_them(tmp_path: Path) -> None:
+    """A reward for length with falling returns: without a limit the longest answer is the best one."""
+    functions = '[{function: "tests.e2e.rewards:plenty"}, {function: length, weight: 0}]'
+    limit = "[{column: reward/length, limit: 6.0, initial: 0.02, rate: 0.02}]"
+    chosen = ["advantage={type: rloo}", f"constraints={limit}"]
+    run = Run(tmp_path, [f"reward.functions={functions}", *(f"trainer.algorithm.{choice}" for choice in chosen)])
+    check_promises(run.wait(500))
+    last = steps_of(run.folder)[-50:]
+    assert 5.0 <= mean(row["reward/length"] for row in last) <= 7.0
+    worth = (1 / 12 / 6) ** 0.5 / 2  # what a token more earns at the limit
+    assert 0.5 * worth <= mean(row["multiplier/reward/length"] for row in last) <= 2 * worth
+
+
+def test_a_teacher_is_caught_up_with(tmp_path: Path) -> None:
+    for name in ("teacher", "policy"):
+        (tmp_path / name).mkdir()
+    teacher = Run(tmp_path / "teacher", ["trainer.steps=100"])
+    assert teacher.wait(500)["reward_last"] >= 0.9
+    path = f"reference.path={teacher.folder / 'checkpoints' / 'step-000100'}"
+    chosen = ["preset=distillation", "loss=null", "kl.coefficient=0"]
+    run = Run(tmp_path / "policy", [path, "trainer.steps=60", *(f"trainer.algorithm.{choice}" for choice in chosen)])
+    summary = run.wait(500)
+    check_promises(summary)
+    assert summary["reward_first"] <= 0.3 and summary["reward_last"] >= 0.85
 
 
 @pytest.mark.parametrize("method", METHODS)
