@@ -32,10 +32,14 @@ from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.truncated import truncated
 from penstock.services.trainer.algorithms.corrections.weights import mean_terms
 from penstock.services.trainer.algorithms.losses.cispo import cispo
+from penstock.services.trainer.algorithms.losses.clip_cov import clip_cov
+from penstock.services.trainer.algorithms.losses.clip_cov import pick as pick_clipped
 from penstock.services.trainer.algorithms.losses.dppo import dppo_kl, dppo_tv
 from penstock.services.trainer.algorithms.losses.dro import dro
 from penstock.services.trainer.algorithms.losses.geo_mean import geo_mean
 from penstock.services.trainer.algorithms.losses.gspo import gspo
+from penstock.services.trainer.algorithms.losses.kl_cov import kl_cov
+from penstock.services.trainer.algorithms.losses.kl_cov import pick as pick_penalized
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 from penstock.services.trainer.algorithms.losses.reinforce import reinforce
 from penstock.services.trainer.algorithms.losses.sapo import sapo
@@ -122,7 +126,30 @@ def loss(function: Callable[..., Any], agg: str | None = None) -> Check:
     return check
 
 
-OPTIONS = ("clip", "dual", "tau", "threshold", "ratio_cap", "beta")
+OPTIONS = ("clip", "dual", "tau", "threshold", "ratio_cap", "beta", "kl_coef")
+
+
+def picking(function: Callable[..., Any], pick: Callable[..., torch.Tensor], *names: str) -> Check:
+    """A loss that picks tokens out of the whole update: by the options ``names``."""
+
+    def check(given: dict[str, Any], numbers: Numbers) -> None:
+        log_prob, mask = tensor(given["log_prob"], grad=True), tensor(given["mask"])
+        old, advantages = tensor(given["old_log_prob"]), tensor(given["advantages"])
+        chosen = {name: given[name] for name in names}
+        picked = pick(old, log_prob.detach(), advantages, mask, torch.Generator().manual_seed(0), **chosen).double()
+        names_of = inspect.signature(function).parameters
+        options = {name: value for name, value in given.items() if name in names_of and name.startswith(OPTIONS)}
+        weights = optional(given["importance_weights"])
+        losses, metrics = function(old, log_prob, advantages, mask, weights, picked, **options)
+        found = agg_loss(losses, mask, given["agg"], given.get("length_scale"))
+        if "loss" in numbers.wanted:
+            numbers.same("loss", found)
+            found.backward()
+            numbers.same("grad_log_prob", log_prob.grad)
+        for name in metrics.keys() & numbers.wanted.keys():
+            numbers.same(name, metrics[name])
+
+    return check
 
 
 def correction(function: Callable[..., Any], level: str) -> Check:
@@ -225,6 +252,8 @@ CHECKS: dict[str, Check] = {
     "kl_in_reward": check_kl_in_reward,
     "agg_loss": check_agg_loss,
     "cispo": loss(cispo),
+    "clip_cov": picking(clip_cov, pick_clipped, "clip_low", "clip_high", "cov_low", "cov_high", "drop_fraction"),
+    "kl_cov": picking(kl_cov, pick_penalized, "top_fraction"),
     "dppo_kl": loss(dppo_kl),
     "dppo_tv": loss(dppo_tv),
     "dro": loss(dro),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.protocols.columns import PICKED
 from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.advantage_config import BuiltInAdvantage, GroupAdvantage
@@ -127,6 +128,57 @@ class DroLoss(Choice):
     """Weight of the penalty."""
 
 
+class ClipCovLoss(Choice):
+    """Clip-Cov: PPO's clip, and some tokens whose advantage and probability go together most lose their loss, which
+    keeps the entropy up."""
+
+    implementation = "losses.clip_cov:clip_cov"
+    picks_by = "losses.clip_cov:pick"
+    given = (PICKED,)
+    paper = "Cui et al. 2025, arXiv:2505.22617"
+    type: Literal["clip_cov"] = "clip_cov"
+    clip_low: float = Field(0.2, ge=0)
+    """The ratio is kept above 1 - clip_low, e.g. ``0.1``."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio is kept below 1 + clip_high, e.g. ``0.28``."""
+    cov_low: float = Field(1.0)
+    """Tokens whose covariance is larger may be picked, e.g. ``0.5``."""
+    cov_high: float = Field(5.0)
+    """Those whose covariance is larger than this are left alone."""
+    drop_fraction: float = Field(2e-4, gt=0, le=1)
+    """At most this share of an update's tokens is picked; at least one may be."""
+
+    def options(self) -> dict[str, Any]:
+        """Of the loss itself."""
+        return {"clip_low": self.clip_low, "clip_high": self.clip_high}
+
+    def picking(self) -> dict[str, Any]:
+        """Of the choice of tokens."""
+        return self.model_dump(exclude={"type"})
+
+
+class KlCovLoss(Choice):
+    """KL-Cov: the plain ratio, and tokens whose advantage and probability go together most pay for moving."""
+
+    implementation = "losses.kl_cov:kl_cov"
+    picks_by = "losses.kl_cov:pick"
+    given = (PICKED,)
+    paper = "Cui et al. 2025, arXiv:2505.22617"
+    type: Literal["kl_cov"] = "kl_cov"
+    top_fraction: float = Field(2e-4, gt=0, le=1)
+    """The share of an update's tokens that pay; at least one does."""
+    kl_coef: float = Field(1.0, ge=0)
+    """What they pay for each nat that they move, e.g. ``0.1``."""
+
+    def options(self) -> dict[str, Any]:
+        """Of the loss itself."""
+        return {"kl_coef": self.kl_coef}
+
+    def picking(self) -> dict[str, Any]:
+        """Of the choice of tokens."""
+        return {"top_fraction": self.top_fraction}
+
+
 # --- corrections -----------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +253,17 @@ class CustomFunction(Traits):
 
 
 BuiltInLoss = (
-    ClippedLoss | ReinforceLoss | GspoLoss | CispoLoss | SapoLoss | GeoMeanLoss | DppoTvLoss | DppoKlLoss | DroLoss
+    ClippedLoss
+    | ReinforceLoss
+    | GspoLoss
+    | CispoLoss
+    | SapoLoss
+    | GeoMeanLoss
+    | DppoTvLoss
+    | DppoKlLoss
+    | DroLoss
+    | ClipCovLoss
+    | KlCovLoss
 )
 BuiltInCorrection = NoCorrection | TruncatedCorrection | IcePopCorrection
 AdvantageConfig = Annotated[BuiltInAdvantage | CustomFunction, Field(discriminator="type")]

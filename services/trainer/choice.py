@@ -16,8 +16,8 @@ class Traits(Section):
     least_n: ClassVar[int] = 1
     """Of an advantage: fewer trajectories in a group teach nothing."""
     given: ClassVar[tuple[str, ...]] = ()
-    """Of an advantage: what it is given behind its columns: `GREEDY`, for which each group has a greedy answer more, or
-    `SAMPLED`."""
+    """What it is given behind its columns: an advantage `GREEDY`, for which each group has a greedy answer more, or
+    `SAMPLED`; a loss `PICKED`."""
     by_token: ClassVar[bool] = False
     """Of an advantage: it takes the reward of each token, not of the whole trajectory."""
     compares: ClassVar[bool] = True
@@ -39,6 +39,8 @@ class Choice(Traits):
     implementation: ClassVar[str] = ""
     """``package.module:function`` below `services.trainer.algorithms`; empty: there is nothing to compute."""
     paper: ClassVar[str] = ""
+    picks_by: ClassVar[str] = ""
+    """Of a loss that is given `PICKED`: the function that picks tokens, like `implementation`."""
 
     @property
     def columns(self) -> list[str]:
@@ -48,3 +50,7 @@ class Choice(Traits):
     def options(self) -> dict[str, Any]:
         """What its function is called with besides."""
         return self.model_dump(exclude={"type"})
+
+    def picking(self) -> dict[str, Any]:
+        """What the function that picks is called with."""
+        return {}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.protocols.columns import GREEDY, REFERENCE, REWARD, SAMPLED
+from penstock.protocols.columns import GREEDY, PICKED, REFERENCE, REWARD, SAMPLED
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
@@ -74,6 +74,8 @@ class Learner(ModelLearner):
         totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)))
         if not totals.tokens:
             return 0.0, {}
+        if self.algorithm.picks:
+            token_values[PICKED] = self._picked(step, chosen, advantages, before)
         plan = self.plan(trajectories, step.groups[chosen])
 
         def parts() -> Iterator[Part]:
@@ -149,6 +151,20 @@ class Learner(ModelLearner):
         found = torch.zeros((len(step.trajectories), mask.shape[1]))
         found[rewarded] = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens).float()
         return found, rewards.metrics
+
+    def _picked(
+        self, step: TrainingBatch, chosen: np.ndarray, advantages: torch.Tensor, before: list[np.ndarray] | None
+    ) -> list[np.ndarray]:
+        """float32 ``[tokens]`` for each ``chosen`` trajectory: 1 where the loss picks a token, out of all of them."""
+        found = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
+        now = [found[i] for i in chosen]
+        behaviour = [step.trajectories[i].logprobs for i in chosen]
+        old = behaviour if self._config.algorithm.ratio == "behaviour" else before or now
+        mask = step.padded([t.loss_mask for t in step.trajectories], chosen).bool()
+        every, width = range(len(chosen)), mask.shape[1]
+        log_prob, before_it, seed = step.padded(now, every), step.padded(old, every), int(step.groups[chosen[0]])
+        picked = self.algorithm.pick(log_prob, before_it, advantages[chosen, :width], mask, seed)
+        return [picked[row, : len(values)].numpy().astype(np.float32) for row, values in enumerate(now)]
 
     @torch.no_grad()
     def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:

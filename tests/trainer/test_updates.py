@@ -72,3 +72,19 @@ def test_more_mini_batches_than_groups_are_refused() -> None:
     given = {"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}, "gate": {"groups_per_step": 4}}
     with pytest.raises(ValidationError, match=r"trainer\.mini_batches=8 is more than gate\.groups_per_step=4"):
         Config.model_validate({**given, "trainer": {"mini_batches": 8}})
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_tokens_that_a_loss_picks_do_not_depend_on_the_micro_batches(loss: str) -> None:
+    options = {"clip_cov": {"cov_low": 0.0, "drop_fraction": 0.1}, "kl_cov": {"top_fraction": 0.1}}[loss]
+    found = []
+    for budget in (64, 100_000):
+        config = {"tokens_per_micro_batch": budget, "algorithm": {"loss": {"type": loss, **options}}}
+        one = Learner(a_model(), TrainerConfig.model_validate(config), 1.0)
+        value, metrics = one.accumulate(a_step(0))
+        found.append((value, metrics, [p.grad.clone() for p in one.parameters.values() if p.grad is not None]))
+    (value, metrics, gradient), (other, more, again) = found
+    assert value == pytest.approx(other, abs=1e-5) and metrics == pytest.approx(more, abs=1e-4)
+    assert 0 < metrics["dropped_fraction" if loss == "clip_cov" else "penalized_fraction"] <= 0.11
+    for mine, its in zip(gradient, again, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-3)

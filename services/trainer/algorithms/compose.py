@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.protocols.columns import REFERENCE
+from penstock.protocols.columns import PICKED, REFERENCE
 from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token
@@ -61,8 +61,10 @@ class Algorithm:
         self._correction = None if none else _resolve(config.correction, "correction")
         self.group_columns = config.advantage.columns
         """Columns that the advantage reads, beside the reward."""
-        self.columns = [*config.loss.columns, *config.correction.columns]
-        """Columns that loss and correction read."""
+        self.columns = [*config.loss.columns, *config.loss.given, *config.correction.columns]
+        """Columns that loss and correction read, and what the loss is given beside."""
+        self.picks = PICKED in config.loss.given
+        """The loss treats some tokens of an update in another way: `pick` says which."""
         self._in_loss = config.kl.coefficient > 0 and not config.kl.in_reward
         if self._in_loss:
             self.columns.append(REFERENCE)
@@ -89,6 +91,16 @@ class Algorithm:
         if self._config.advantage.by_token:
             scores = on_last_token(scores, mask) if tokens is None else tokens
         return self._advantage(columns, scores, mask, groups)
+
+    def pick(
+        self, log_prob: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, seed: int
+    ) -> torch.Tensor:
+        """bool ``[rows, length]``: what the loss picks of all tokens of an update, on the host; the same for the same
+        ``seed``."""
+        assert isinstance(self._config.loss, Choice)
+        found = _function(self._config.loss.picks_by)
+        generator = torch.Generator().manual_seed(seed)
+        return found(old, log_prob, advantages, mask, generator, **self._config.loss.picking())
 
     def weights(self, part: Part) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """The correction's importance weights of a part, not normalised; None where there is no correction."""
@@ -142,10 +154,14 @@ def _resolve(config: Choice | CustomFunction, place: Place) -> Callable[..., Any
     """The function, to be called with the columns at hand before its own arguments."""
     if isinstance(config, CustomFunction):
         return CustomChoice(config, place)
-    module, _, name = config.implementation.partition(":")
-    function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    function = _function(config.implementation)
     options = config.options()
     if place == "correction":  # is done by `Algorithm.loss`, with the mean over the whole step
         options.pop("normalize")
     names = [*config.columns, *config.given]
     return lambda columns, *arguments: function(*arguments, *(columns[name] for name in names), **options)
+
+
+def _function(implementation: str) -> Callable[..., Any]:
+    module, _, name = implementation.partition(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
