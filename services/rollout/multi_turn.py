@@ -25,7 +25,7 @@ from penstock.services.rollout.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
-MOST_LOST = 3
+MOST_LOST = 20
 """A session whose worker died under it so often, always by another's doing, is given up."""
 PLACE_BITS, TURN_BITS = 12, 12
 """Of what a turn's sampling is keyed by, beside the group's number."""

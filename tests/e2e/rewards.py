@@ -11,17 +11,23 @@ from typing import Any
 _calls = itertools.count()
 
 
-def moody(response: str, truth: Any, prompt: str) -> float:
-    """Raises, hangs, crashes or returns NaN for a few responses, always the same ones."""
-    match zlib.crc32((prompt + response).encode()) % 60:
-        case 0:
-            raise ValueError("not in the mood")
+def moody(response: str, truth: Any, messages: list[dict[str, str]], sample: int, group: int) -> Any:
+    """Does everything wrong that a function can, each in the second answer of some groups."""
+    print("a word on stdout")  # noqa: T201
+    messages.clear()  # its own copy
+    match group % 10 if sample == 1 else None:
         case 1:
+            raise ValueError("not in the mood")
+        case 2:
             return float("nan")
-        case 2 if zlib.crc32(response.encode()) % 5 == 0:
+        case 3:
+            return [1.0]
+        case 4 if group < 12:
             time.sleep(1000)
-        case 3 if zlib.crc32(response.encode()) % 5 == 0:
+        case 5:
             os._exit(1)
+        case 6:
+            return float(len(bytearray(2 << 30)) > 0)
     return float(response == truth)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -55,11 +58,49 @@ def test_weights_travel_by_gloo(tmp_path: Path) -> None:
     assert summary["version"] == 6
 
 
-def test_misbehaving_rewards_are_counted_drops(tmp_path: Path) -> None:
-    functions = "[{function: 'tests.e2e.rewards:moody', timeout_s: 1.0}]"
-    summary = Run(tmp_path, [*SHORT, f"reward.functions={functions}"]).wait()
+class Judge(BaseHTTPRequestHandler):
+    """Answers 429, 500, HTML, or after a minute, to a few questions each; else a grade."""
+
+    asked = itertools.count(1)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        turn = next(self.asked)
+        code = {5: 429, 9: 500}.get(turn, 200)
+        body = json.dumps({"choices": [{"message": {"content": "7"}}]}).encode()
+        if turn % 20 == 13:
+            body = b"<html>busy</html>"
+        if turn == 17:
+            time.sleep(60)
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_misbehaving_rewards_cost_their_own_trajectories_and_are_named(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    judge = f"{{function: judge, trial: false, timeout_s: 3.0, options: {{url: '{url}', model: m}}}}"
+    functions = f"[{{function: 'tests.e2e.rewards:moody', timeout_s: 1.0}}, {judge}]"
+    run = Run(tmp_path, [*SHORT, f"reward.functions={functions}"])
+    summary = run.wait()
+    server.shutdown()
     check_promises(summary)
-    assert summary["rewards_failed"] > 0 and summary["steps"] == 6
+    assert summary["steps"] == 6 and summary["groups_dropped"] == 0 and summary["groups_trained"] == 48
+    kinds = summary["reward_failures"]["reward/moody"]
+    assert kinds.keys() >= {"raised ValueError", "returned nan", "returned list, not a number", "timed out"}, kinds
+    assert any(kind.startswith("crashed") for kind in kinds)
+    graded = summary["reward_failures"]["reward/judge"]
+    assert graded.keys() >= {"raised JudgeError", "timed out"}, graded
+    assert all(total <= 12 for total in kinds.values()), "nobody pays for another"
+    page = (run.folder / "report.html").read_text()
+    assert "moody" in page and "timed out" in page and "JudgeError" in page
+    rows = steps_of(run.folder)
+    assert 0 < sum(row["reward_missing"] for row in rows) <= summary["rewards_failed"]
 
 
 def test_a_reward_that_always_fails_ends_the_run_and_says_why(tmp_path: Path) -> None:
