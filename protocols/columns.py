@@ -40,7 +40,9 @@ METRICS = frozenset(
         "reward_missing", "groups_without_variance", "tokens", "tokens_lagging", "lag_mean", "lag_max", "wait_s",
         "response_tokens", "finished_share", "groups_unreadable", "train_step_s", "publish_wait_s", "mismatch",
         "mismatch_bound", "gather_s", "digest_s", "leased", "waiting", "unscored", "ready", "groups_dropped",
-        "rejected_tokens", "rejected_rows",
+        "rejected_tokens", "rejected_rows", "turns", "reward_greedy", "reward_kl", "kl_coefficient", "critic_loss",
+        "critic_value_mean", "critic_return_mean", "critic_explained_variance", "critic_clip_fraction",
+        "critic_grad_norm", "critic_skipped", "critic_lr",
     )
 )  # fmt: skip
 """Names in the row of a step, which no column and no metric of the user's own may have: columns stand there too."""
