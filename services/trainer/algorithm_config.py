@@ -213,6 +213,12 @@ class IcePopCorrection(TruncatedCorrection):
     upper: float = Field(5.0, gt=0)
     """Tokens (or trajectories) with a larger weight are left out, e.g. ``2.0``."""
 
+    @model_validator(mode="after")
+    def _a_band(self) -> IcePopCorrection:
+        if self.lower > self.upper:
+            raise ValueError(f"lower={self.lower:g} exceeds upper={self.upper:g}: every token would be left out")
+        return self
+
 
 class RejectRule(Section):
     """Leaves out tokens, or whole trajectories, that the trainer's policy finds too unlike what the engine said."""

@@ -27,6 +27,9 @@ METHODS = {
     "sapo": ["loss={type: sapo}"],
     "gmpo": ["loss={type: geo_mean}"],
     "dppo": ["loss={type: dppo_tv}"],
+    "clip_cov": ["loss={type: clip_cov}"],
+    "kl_cov": ["loss={type: kl_cov}"],
+    "gdpo": ["advantage={type: gdpo, components: {reward/exact_match: 1.0}}"],
     "dro": ["loss={type: dro}"],
     "icepop": ["loss={type: reinforce}", "correction={type: icepop}"],
 }

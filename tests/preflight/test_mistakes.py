@@ -195,6 +195,8 @@ MISTAKES = [
       overrides=["rollout.environment={environment: 'mine:Stepless'}"]),
     m("an environment that raises", "rollout.environment: mine:Angry: step(", "raised KeyError: 'no'",
       overrides=["rollout.environment={environment: 'mine:Angry'}"]),
+    m("a band without room", "lower=3 exceeds upper=2: every token would be left out", overrides=[
+      "trainer.algorithm.correction={type: icepop, lower: 3, upper: 2}", "trainer.algorithm.ratio=proximal"]),
     m("no environment to reward", "reward.functions: environment stands for what an environment gave",
       overrides=["reward.functions=[{function: environment}]"]),
     m("a module that is not there", "reward.functions.0.function: cannot load 'mime:good'", "looked in",
