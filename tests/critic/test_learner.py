@@ -16,7 +16,7 @@ from penstock.services.critic.learner import CriticLearner
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import KLConfig, OptimizerConfig
+from penstock.services.learning.config import OptimizerConfig, Penalties
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.values import value_head
@@ -36,7 +36,7 @@ def policy(tmp_path: Path) -> Path:
 def critic_of(path: Path, tokens: int = 8192, lr: float = 1e-2) -> CriticLearner:
     config = CriticConfig(tokens_per_micro_batch=tokens, optimizer=OptimizerConfig(lr=lr))
     return CriticLearner(
-        load_trainable(str(path), World(CPU), CPU, "float32", "value"), config, 50, 1.0, 1.0, KLConfig()
+        load_trainable(str(path), World(CPU), CPU, "float32", "value"), config, 50, 1.0, 1.0, Penalties()
     )
 
 
@@ -117,7 +117,7 @@ def test_it_computes_in_16_bits_and_learns_in_32(policy: Path) -> None:
     world = World(CPU)
     try:
         model = load_trainable(str(policy), world, CPU, "bfloat16", "value")
-        learner = CriticLearner(model, CriticConfig(), 50, 1.0, 1.0, KLConfig(), world)
+        learner = CriticLearner(model, CriticConfig(), 50, 1.0, 1.0, Penalties(), world)
         plain, step = critic_of(policy), a_step(5)
         for one in (learner, plain):
             with torch.no_grad():
