@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -16,6 +17,8 @@ from penstock.services.runtime.user_folders import may_be_on_hub
 
 ANSWER_S = 2.0
 OFFLINE = "HF_HUB_OFFLINE"
+READERS = ("huggingface_hub.constants", "datasets.config")
+"""Modules that keep what the variable said under its name."""
 
 
 def keys(config: Config) -> set[str]:
@@ -57,9 +60,16 @@ def without_hub(config: Config, report: Report) -> Iterator[None]:
         return
     before = os.environ.get(OFFLINE)
     os.environ[OFFLINE] = "1"
+    # Libraries that are loaded already have read the variable.
+    loaded = [module for module in map(sys.modules.get, READERS) if module]
+    read = [getattr(module, OFFLINE) for module in loaded]
+    for module in loaded:
+        setattr(module, OFFLINE, True)
     try:
         yield
     finally:
+        for module, value in zip(loaded, read, strict=True):
+            setattr(module, OFFLINE, value)
         if before is None:
             del os.environ[OFFLINE]
         else:
