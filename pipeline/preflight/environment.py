@@ -49,4 +49,9 @@ def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt) ->
             ]
         if found is None:
             raise SetupError(f"{KEY}: {environment.environment}: {name}, tried on row {row.index}, {error}")
+        if found.get("tools") and not isinstance(found["prompt"], list) and row.messages is None:
+            raise SetupError(
+                f"{KEY}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
+                "plain text; take prompts of messages (prompts.train.chat=true with a source that has it)"
+            )
     return []

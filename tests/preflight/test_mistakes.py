@@ -195,6 +195,8 @@ MISTAKES = [
       overrides=["rollout.environment={environment: 'mine:Stepless'}"]),
     m("an environment that raises", "rollout.environment: mine:Angry: step(", "raised KeyError: 'no'",
       overrides=["rollout.environment={environment: 'mine:Angry'}"]),
+    m("tools for plain text", "rollout.environment: tools has tools, which a chat template tells of", overrides=[
+      "rollout.environment={environment: tools, options: {functions: ['mine:good']}}"]),
     m("a band without room", "lower=3 exceeds upper=2: every token would be left out", overrides=[
       "trainer.algorithm.correction={type: icepop, lower: 3, upper: 2}", "trainer.algorithm.ratio=proximal"]),
     m("no environment to reward", "reward.functions: environment stands for what an environment gave",
