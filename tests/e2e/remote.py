@@ -1,4 +1,4 @@
-"""An engine of one's own that is `remote`: it scores only what serves, and once, at version 3, wrongly."""
+"""An engine of one's own that is `remote`: it scores only what serves, and once, from version 3 on, wrongly."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class Remote(TorchEngine):
 
     def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
         found = super().score(self._model.weights, tokens)
-        if self.version == 3:
+        if self.version >= 3:  # a rollout that is behind skips versions, 3 too
             try:
-                self._flag.touch(exist_ok=False)  # by one rollout alone
+                with self._flag.open("x") as flag:  # by one rollout alone
+                    flag.write(str(self.version))
                 return found - 1
             except FileExistsError:
                 pass

@@ -27,4 +27,5 @@ def test_a_version_that_is_wrong_inside_the_engine_ends_the_rollout_and_nothing_
     assert "CanaryError" in death["last_words"]
     told = [json.loads(line) for line in (run.folder / "logs" / f"{death['child']}.jsonl").read_text().splitlines()]
     crashed = next(index for index, line in enumerate(told) if line["event"] == "crashed")
-    assert not any(line["event"] == "version loaded" and line["version"] == 3 for line in told[:crashed])
+    wrong = int(flag.read_text())
+    assert not any(line["event"] == "version loaded" and line["version"] == wrong for line in told[:crashed])
