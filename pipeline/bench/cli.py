@@ -95,6 +95,33 @@ def bench_scoring(
     run_bench(Console(), config, folder, lags.split(","), steps, mean, set(parts.split(",")))
 
 
+@bench.command("lag")
+def bench_lag(
+    config: Annotated[Path, typer.Option(help="The task.")] = Path("configs/quickstart.yaml"),
+    folder: Annotated[Path, typer.Option(help="Where the runs go; those that it has are kept.")] = Path(
+        "runs/bench-lag"
+    ),
+    lags: Annotated[str, typer.Option(help="gate.max_lag of the runs: how many versions old a token may be.")] = (
+        "0,1,2,4,8"
+    ),
+    corrections: Annotated[str, typer.Option(help="What corrects for it.")] = (
+        "none,token-tis,icepop,sequence-mask,decoupled"
+    ),
+    seeds: Annotated[int, typer.Option(help="Runs of each.")] = 5,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 60,
+    rate: Annotated[float, typer.Option(help="Learning rate; a large one makes age cost more.")] = 1e-3,
+) -> None:
+    """What old experience costs: the reward after some steps, by the bound on its age and by what corrects for it.
+
+    For instance: penstock bench lag --lags 0,8 --corrections none,token-tis --seeds 1
+    """
+    from penstock.pipeline.bench.lag import bench as run_bench
+
+    run_bench(
+        Console(), config, folder, [int(lag) for lag in lags.split(",")], corrections.split(","), seeds, steps, rate
+    )
+
+
 @bench.command("broker")
 def bench_broker(
     rollouts: Annotated[str, typer.Option(help="Simulated rollouts, comma-separated.")] = "1,16,256",
