@@ -31,6 +31,13 @@ PICKED = "picked"
 """No column: what a loss may be given for each token, 1 where it is one of those that it picks out of the update."""
 SAMPLED = "sampled"
 """No column: what an advantage may be given for each token, its log-probability under the policy that sampled it."""
+POLICY = "policy"
+"""No column: what an advantage may be given for each token, its log-probability under the policy of the step's start,
+which is computed for it, as are `SQUARES` and `WEIGHTS`."""
+SQUARES = "squares"
+"""No column: the sum of all squared probabilities where the token was chosen, under the same policy."""
+WEIGHTS = "weights"
+"""No column: the correction's weight of each token, not normalised; 1 without a correction."""
 REFERENCE = "reference"
 """Log-probabilities under a frozen model: float32, a value for each token, 0 where nothing was sampled."""
 

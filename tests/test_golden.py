@@ -17,12 +17,14 @@ from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import discounted, gae, whiten
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.token_statistics import token_statistics
 from penstock.services.trainer.algorithm_config import RejectRule
 from penstock.services.trainer.algorithms.advantages.gdpo import gdpo
 from penstock.services.trainer.algorithms.advantages.gpg import gpg
 from penstock.services.trainer.algorithms.advantages.grpo import grpo
 from penstock.services.trainer.algorithms.advantages.grpo_passk import grpo_passk
 from penstock.services.trainer.algorithms.advantages.opo import opo
+from penstock.services.trainer.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from penstock.services.trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline
 from penstock.services.trainer.algorithms.advantages.remax import remax
 from penstock.services.trainer.algorithms.advantages.rloo import rloo
@@ -172,7 +174,7 @@ def correction(function: Callable[..., Any], level: str) -> Check:
 def check_rejection(given: dict[str, Any], numbers: Numbers) -> None:
     kept, metrics = rejection(
         tensor(given["train_log_prob"]), tensor(given["rollout_log_prob"]), tensor(given["mask"]),
-        [RejectRule.model_validate(rule) for rule in given["rules"]],
+        [RejectRule.model_validate(rule) for rule in given["rules"]], -torch.ones_like(tensor(given["mask"])),
     )  # fmt: skip
     numbers.same("mask", kept.double())
     for name in metrics.keys() & numbers.wanted.keys():
@@ -234,6 +236,37 @@ def check_adaptive_kl(given: dict[str, Any], numbers: Numbers) -> None:
     numbers.same("coefficients", torch.tensor(found, dtype=torch.float64))
 
 
+def check_optimal_token_baseline(given: dict[str, Any], numbers: Numbers) -> None:
+    rewards, mask = tensor(given["rewards"]), tensor(given["mask"])
+    found = optimal_token_baseline(
+        rewards, mask, torch.tensor(given["groups"]), tensor(given["log_prob"]), tensor(given["sum_sq_probs"]),
+        optional(given["importance_weights"]), zero_tail=given["zero_tail"],
+    )  # fmt: skip
+    numbers.same("advantages", found)
+    numbers.same("returns", discounted(rewards, mask, 1.0))
+
+
+def check_token_logprob(given: dict[str, Any], numbers: Numbers) -> None:
+    logits, mask, labels = tensor(given["logits"], grad=True), tensor(given["mask"]), torch.tensor(given["labels"])
+    found = token_statistics(logits.flatten(0, 1), labels.flatten(), wanted=("log_prob", "entropy", "squares"))
+    log_prob, entropy, squares = found.unflatten(1, labels.shape)
+    for name, values in {"log_prob": log_prob, "entropy": entropy, "sum_sq_probs": squares}.items():
+        numbers.same(name, values)
+    (log_prob * mask).sum().backward()
+    numbers.same("grad_logits", logits.grad)
+
+
+def check_entropy_loss(given: dict[str, Any], numbers: Numbers) -> None:
+    logits, mask = tensor(given["logits"], grad=True), tensor(given["mask"])
+    some = torch.zeros(mask.numel(), dtype=torch.long)
+    (entropy,) = token_statistics(logits.flatten(0, 1), some, wanted=("entropy",)).unflatten(1, mask.shape)
+    numbers.same("token_entropy", entropy)
+    found = agg_loss(entropy, mask, given["agg"], given.get("length_scale"))
+    numbers.same("loss", found)
+    found.backward()
+    numbers.same("grad_logits", logits.grad)
+
+
 def check_mismatch(given: dict[str, Any], numbers: Numbers) -> None:
     mismatch, half = Mismatch(), len(given["mask"]) // 2
     for rows in (slice(0, half), slice(half, None), slice(0, 0)):  # however a step is cut, an empty part too
@@ -257,6 +290,7 @@ CHECKS: dict[str, Check] = {
     "dppo_kl": loss(dppo_kl),
     "dppo_tv": loss(dppo_tv),
     "dro": loss(dro),
+    "entropy_loss": check_entropy_loss,
     "gae": check_gae,
     "gdpo": check_gdpo,
     "geo_mean": loss(geo_mean, "rows"),
@@ -273,6 +307,8 @@ CHECKS: dict[str, Check] = {
     "kl_penalty": check_kl_penalty,
     "offpolicy_metrics": check_mismatch,
     "opo": advantage(opo),
+    "optimal_token_baseline": check_optimal_token_baseline,
+    "optimal_token_baseline_multi_turn": check_optimal_token_baseline,
     "ppo_clip": loss(ppo_clip),
     "reinforce": loss(reinforce),
     "reinforce_plus_plus": check_reinforce_plus_plus,
@@ -281,6 +317,7 @@ CHECKS: dict[str, Check] = {
     "remax": check_remax,
     "rloo": advantage(rloo),
     "sapo": loss(sapo, "seq-mean-token-mean"),
+    "token_logprob": check_token_logprob,
     "value_loss": check_value_loss,
 }
 

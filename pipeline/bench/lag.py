@@ -20,7 +20,7 @@ CORRECTIONS = {
     "none": PLAIN,
     "token-tis": [*PLAIN, "trainer.algorithm.correction={type: truncated}"],
     "icepop": [*PLAIN, "trainer.algorithm.correction={type: icepop}"],
-    "sequence-mask": [*PLAIN, "trainer.algorithm.reject=[{kind: seq_mean_k3, upper: 0.02}]"],
+    "sequence-mask": [*PLAIN, "trainer.algorithm.reject=[{kind: seq_mean_k1, upper: 1.1, of: negative}]"],
     "decoupled": [
         "trainer.algorithm.loss={type: ppo_clip, clip_low: 0.2, clip_high: 0.28}",
         "trainer.algorithm.kl.coefficient=0",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
-from penstock.protocols.columns import GREEDY, PICKED, SAMPLED
+from penstock.protocols.columns import GREEDY, PICKED, POLICY, SAMPLED, SQUARES, WEIGHTS
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithm_config import CustomFunction
@@ -49,7 +49,8 @@ def _try(config: Config, own: list[str]) -> None:
     scores, groups = torch.rand(rows, dtype=torch.float64), torch.arange(GROUPS).repeat_interleave(rows // GROUPS)
     token = config.columns.by_token
     by_row = {name: torch.rand((rows, LENGTH) if name in token else rows) for name in algorithm.group_columns}
-    by_row |= {GREEDY: torch.rand(rows), SAMPLED: -torch.rand(rows, LENGTH)}
+    by_row |= {GREEDY: torch.rand(rows), SAMPLED: -torch.rand(rows, LENGTH), POLICY: -torch.rand(rows, LENGTH)}
+    by_row |= {SQUARES: torch.rand(rows, LENGTH), WEIGHTS: torch.ones(rows, LENGTH)}
     mask = torch.ones(rows, LENGTH, dtype=torch.bool)
     mask[::2, -1] = False  # the last token of every second row does not count
     advantages = algorithm.advantages(scores, mask, groups, by_row).float().to(device)

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens under a model: shared by the trainer and the reference."""
+"""What a model says of sampled tokens, without ever holding all logits: shared by the trainer and the reference."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.token_statistics import Statistic, token_statistics
 
 LOGIT_BYTES = 256 << 20
 """Logits are made in chunks of at most this size."""
@@ -20,13 +21,20 @@ LOGIT_BYTES = 256 << 20
 def logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
     """Log-probability of every sampled token under ``model`` at ``temperature``: float32
     ``[trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
+    return statistics(model, rows, temperature, ("log_prob",))[0]
+
+
+def statistics(model: Any, rows: Rows, temperature: float, wanted: tuple[Statistic, ...]) -> torch.Tensor:
+    """What is ``wanted`` of the distribution that each sampled token was chosen from, see `token_statistics`: float32
+    ``[wanted, trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
     base = getattr(model, model.base_model_prefix, None)
     if base is None:
         logits = model(**model_inputs(model, rows), use_cache=False).logits
-        flat = _pick(logits.flatten(0, 1)[rows.source], rows.target, temperature, rows.candidates)
+        logits = logits.flatten(0, 1)[rows.source]
+        flat = token_statistics(logits, rows.target, temperature, rows.candidates, wanted)
     else:
-        flat = _chunked(model, hidden_states(base, model_inputs(model, rows), rows), rows, temperature)
-    return rows.scatter(flat)
+        flat = _chunked(model, hidden_states(base, model_inputs(model, rows), rows), rows, temperature, wanted)
+    return torch.stack([rows.scatter(values) for values in flat])
 
 
 def hidden_states(base: Any, inputs: dict[str, Any], rows: Rows) -> torch.Tensor:
@@ -79,28 +87,18 @@ def _head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
         model._modules[prefix] = base
 
 
-def _chunked(model: Any, hidden: torch.Tensor, rows: Rows, temperature: float) -> torch.Tensor:
+def _chunked(
+    model: Any, hidden: torch.Tensor, rows: Rows, temperature: float, wanted: tuple[Statistic, ...]
+) -> torch.Tensor:
     vocabulary = model.config.get_text_config().vocab_size
     size = max(1, LOGIT_BYTES // (4 * vocabulary))
 
-    def chunk(part: torch.Tensor, wanted: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
-        return _pick(_head(model, part), wanted, temperature, candidates)
+    def chunk(part: torch.Tensor, targets: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
+        return token_statistics(_head(model, part), targets, temperature, candidates, wanted)
 
     if len(hidden) <= size:
         return chunk(hidden, rows.target, rows.candidates)
     targets = rows.target.split(size)
     candidates = [None] * len(targets) if rows.candidates is None else rows.candidates.split(size)
     parts = zip(hidden.split(size), targets, candidates, strict=True)
-    return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts])
-
-
-def _pick(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, candidates: torch.Tensor | None
-) -> torch.Tensor:
-    logits = logits.float() / (temperature or 1.0)
-    total = logits.logsumexp(-1)
-    if candidates is not None:
-        over_candidates = logits.gather(-1, candidates.clamp(min=0)).masked_fill(candidates < 0, -torch.inf)
-        some = (candidates >= 0).any(-1)
-        total = torch.where(some, over_candidates.masked_fill(~some[:, None], 0.0).logsumexp(-1), total)
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - total
+    return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], -1)

@@ -74,14 +74,17 @@ class _Row:
 def by_trajectory(
     trajectories: Sequence[Trajectory], passes: Iterable[Rows], compute: Callable[[Rows], torch.Tensor]
 ) -> list[np.ndarray]:
-    """What ``compute`` gives for each of ``passes`` (``[trajectories, longest - 1]``, aligned with its mask), taken
-    apart: float32 ``[tokens]`` of each trajectory, 0 for its first."""
-    found = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
+    """What ``compute`` gives for each of ``passes`` (``[trajectories, longest - 1]``, aligned with its mask, or several
+    such, ``[which, trajectories, longest - 1]``), taken apart: float32 ``[tokens]``, or ``[which, tokens]``, of each
+    trajectory, 0 for its first."""
+    found = [np.zeros(0, np.float32)] * len(trajectories)
     for rows in passes:
         health.beat()
-        values = compute(rows).cpu().numpy()
+        values = compute(rows).float().cpu().numpy()
         for k, index in enumerate(rows.index):
-            found[index][1:] = values[k, : len(found[index]) - 1]
+            size = len(trajectories[index].tokens)
+            found[index] = np.zeros((*values.shape[:-2], size), np.float32)
+            found[index][..., 1:] = values[..., k, : size - 1]
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.protocols.columns import GREEDY, REFERENCE, SAMPLED, VALUES
+from penstock.protocols.columns import GREEDY, POLICY, REFERENCE, SAMPLED, SQUARES, VALUES, WEIGHTS
 from penstock.services.trainer.choice import Choice
 
 
@@ -92,6 +92,20 @@ class OpoAdvantage(Choice):
     type: Literal["opo"] = "opo"
 
 
+class OptimalTokenBaselineAdvantage(Choice):
+    """The return of each token, less the group's baseline of least variance at that step, which weighs rows by the
+    gradient's expected length so far. Takes a forward pass more."""
+
+    implementation = "advantages.optimal_token_baseline:optimal_token_baseline"
+    paper = "cf. Greensmith et al. 2004, JMLR 5; token by token: Li et al. 2025"
+    least_n = 2
+    by_token = True
+    given = (POLICY, SQUARES, WEIGHTS)
+    type: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+    zero_tail: bool = True
+    """Where one answer of a group is alone in going on, its tokens have no baseline; false: their own return is it."""
+
+
 class GpgAdvantage(Choice):
     """GPG: the reward, less the group's mean, scaled up by the share of rewards that are not 0."""
 
@@ -174,6 +188,6 @@ class DistillationAdvantage(Choice):
 
 BuiltInAdvantage = (
     GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | ReinforcePlusPlusAdvantage
-    | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | GpgAdvantage | PassAtKAdvantage | MaxRlAdvantage
-    | GdpoAdvantage | DistillationAdvantage
+    | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage | GpgAdvantage
+    | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | DistillationAdvantage
 )  # fmt: skip

@@ -232,12 +232,15 @@ class RejectRule(Section):
     upper: float = Field(gt=0)
     """More is left out; for k1 a ratio, e.g. ``1.4``."""
     lower: float | None = Field(None, gt=0)
-    """Less is left out; for k1 alone, a ratio, e.g. ``0.75``."""
+    """Less is left out; for k1 alone, a ratio, e.g. ``0.75``; null: no bound below."""
+    of: Literal["all", "negative"] = "all"
+    """``negative``: only what has a negative advantage is left out (DeepSeek-V3.2, with ``seq_mean_k1``): a policy must
+    not learn to avoid what it would not say any more, e.g. ``negative``."""
 
     @model_validator(mode="after")
     def _bounds(self) -> RejectRule:
-        if self.kind.endswith("k1") != (self.lower is not None):
-            raise ValueError(f"lower: {self.kind} {'needs it' if self.kind.endswith('k1') else 'has none'}")
+        if self.lower is not None and not self.kind.endswith("k1"):
+            raise ValueError(f"lower: {self.kind} has none; leave it out, or take a rule of k1")
         return self
 
 
@@ -299,6 +302,9 @@ class AlgorithmConfig(Section):
     ``behaviour`` holds that ratio already, and both together would count it twice. See docs/algorithms.md."""
     kl: KLConfig = KLConfig()
     """A penalty for leaving the reference model."""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """What a nat of the policy's entropy takes off the loss, by token, e.g. ``0.001``: it keeps the policy from
+    settling early. The entropy is exact, over the whole vocabulary; 0: none, and the metric is an estimate."""
     constraints: list[ConstraintConfig] = []
     """Costs that are kept below a limit, e.g. ``[{column: reward/length, limit: 200}]``. See docs/algorithms.md."""
     aggregation: Aggregation | None = None

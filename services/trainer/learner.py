@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.protocols.columns import GREEDY, PICKED, REFERENCE, REWARD, SAMPLED
+from penstock.protocols.columns import GREEDY, PICKED, POLICY, REFERENCE, REWARD, SAMPLED, SQUARES, WEIGHTS
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.packing import Rows, plan_rows
-from penstock.services.modeling.parallel.fsdp import forward, reshard, sum_gradients
+from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
 from penstock.services.trainer.config import TrainerConfig
@@ -78,10 +79,12 @@ class Learner(ModelLearner):
             token_values[PICKED] = self._picked(step, chosen, advantages, before)
         plan = self.plan(trajectories, step.groups[chosen])
 
+        wanted: tuple[Statistic, ...] = ("log_prob", "entropy") if self.algorithm.wants_entropy else ("log_prob",)
+
         def parts() -> Iterator[Part]:
             for rows, _ in plan:
                 health.beat()
-                log_prob = forward(self.model, rows, self._temperature)
+                log_prob, *entropy = forward_statistics(self.model, rows, self._temperature, wanted)
                 index = torch.tensor(rows.index, device=self.device)
                 columns = {
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
@@ -89,7 +92,7 @@ class Learner(ModelLearner):
                 }
                 advantage = advantages[chosen[list(rows.index)], 1 : log_prob.shape[1] + 1].to(self.device)
                 old = None if before is None else rows.column(before)
-                yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns, old)
+                yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns, old, *entropy)
 
         return self._backward(plan, parts, totals, [t.versions for t in trajectories])
 
@@ -113,7 +116,8 @@ class Learner(ModelLearner):
             share: float = counts_once * _share(rows, totals)
             if counts_once:
                 mismatch.add(part.policy, part.behaviour, part.mask, rows.column(versions) == self.version)
-            found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
+            if part.entropy is None:  # an estimate, from the sampled tokens alone
+                found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
         total, *means = self.world.sum([total, *sums.values()])
@@ -148,9 +152,31 @@ class Learner(ModelLearner):
             columns[GREEDY] = torch.from_numpy(step.greedy[rewarded])
         columns[SAMPLED] = step.padded([t.logprobs for t in step.trajectories], rewarded)
         groups, mask = torch.from_numpy(step.groups[rewarded]), rewards.mask.bool()
+        if self.algorithm.weighs_policy:
+            columns |= self._policy_columns(step, rewarded, mask, columns[SAMPLED])
         found = torch.zeros((len(step.trajectories), mask.shape[1]))
         found[rewarded] = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens).float()
         return found, rewards.metrics
+
+    def _policy_columns(
+        self, step: TrainingBatch, chosen: np.ndarray, mask: torch.Tensor, sampled: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What the present policy says of the ``chosen`` trajectories' tokens, and the correction's weights."""
+
+        def compute(rows: Rows) -> torch.Tensor:
+            return forward_statistics(self.model, rows, self._temperature, ("log_prob", "squares"))
+
+        found = self.evaluate(step, compute)
+        policy, squares = (step.padded([of[which] for of in found], chosen) for which in (0, 1))
+        read = {
+            name: step.padded(step.token_values[name], chosen)
+            if name in step.token_values
+            else torch.from_numpy(step.values[name][chosen])[:, None]
+            for name in self.algorithm.columns
+            if name != PICKED
+        }
+        weights, _ = self.algorithm.weights(Part(policy, sampled, torch.zeros_like(policy), mask, read))
+        return {POLICY: policy, SQUARES: squares, WEIGHTS: torch.ones_like(policy) if weights is None else weights}
 
     def _picked(
         self, step: TrainingBatch, chosen: np.ndarray, advantages: torch.Tensor, before: list[np.ndarray] | None

@@ -54,6 +54,9 @@ def columns(scores: torch.Tensor) -> dict[str, torch.Tensor]:
         "greedy": scores / 2,
         "reference": values - 1,
         "sampled": values / 2 - 1,
+        "policy": values / 3 - 1,
+        "squares": values / 4,
+        "weights": 1 + values / 5,
     }
 
 

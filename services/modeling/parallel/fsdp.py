@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.logprobs import statistics
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.rows import rows_of
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.modeling.values import values
 from penstock.services.runtime.errors import SetupError
 
@@ -39,15 +40,20 @@ def shard(model: Any, world: World, dtype: str) -> None:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
     # FSDP gathers a unit's parameters before its forward: the log-probabilities go around `forward`.
-    for name, function in (("penstock_logprobs", logprobs), ("penstock_values", values)):
+    for name, function in (("penstock_statistics", statistics), ("penstock_values", values)):
         setattr(model, name, types.MethodType(function, model))
         register_fsdp_forward_method(model, name)
 
 
 def forward(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
     """`services.modeling.logprobs.logprobs`, for a model that may be cut."""
-    own = getattr(model, "penstock_logprobs", None)
-    return own(rows, temperature) if own else logprobs(model, rows, temperature)
+    return forward_statistics(model, rows, temperature, ("log_prob",))[0]
+
+
+def forward_statistics(model: Any, rows: Rows, temperature: float, wanted: tuple[Statistic, ...]) -> torch.Tensor:
+    """`services.modeling.logprobs.statistics`, for a model that may be cut."""
+    own = getattr(model, "penstock_statistics", None)
+    return own(rows, temperature, wanted) if own else statistics(model, rows, temperature, wanted)
 
 
 def forward_values(model: Any, rows: Rows) -> torch.Tensor:

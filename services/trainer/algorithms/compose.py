@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.protocols.columns import PICKED, REFERENCE
+from penstock.protocols.columns import PICKED, POLICY, REFERENCE
 from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token
@@ -43,6 +43,8 @@ class Part:
     """What the config's choices read, by column: ``[rows, length - 1]``, or ``[rows, 1]``."""
     proximal: torch.Tensor | None = None
     """Of the policy that the step began with; None where that is the present one."""
+    entropy: torch.Tensor | None = None
+    """Of each token's distribution, in nats; where the algorithm `wants_entropy`."""
 
     @property
     def policy(self) -> torch.Tensor:
@@ -61,6 +63,10 @@ class Algorithm:
         self._correction = None if none else _resolve(config.correction, "correction")
         self.group_columns = config.advantage.columns
         """Columns that the advantage reads, beside the reward."""
+        self.weighs_policy = POLICY in config.advantage.given
+        """The advantage is given what the policy of the step's start says of each token."""
+        self.wants_entropy = config.entropy_bonus > 0
+        """Parts have their entropy, with its gradient."""
         self.columns = [*config.loss.columns, *config.loss.given, *config.correction.columns]
         """Columns that loss and correction read, and what the loss is given beside."""
         self.picks = PICKED in config.loss.given
@@ -127,13 +133,16 @@ class Algorithm:
         losses, found = self._loss(part.columns, old, part.log_prob, part.advantages, part.mask, weights)
         metrics |= found
         if config.reject:
-            kept, found = rejection(part.policy, part.behaviour, part.mask, config.reject)
+            kept, found = rejection(part.policy, part.behaviour, part.mask, config.reject, part.advantages)
             losses = losses * kept
             metrics |= found
         if self._in_loss:
             kl = kl_penalty(part.log_prob, part.columns[REFERENCE], config.kl.kind, config.kl.gradient)
             losses = losses + config.kl.coefficient * kl
             metrics["reference_kl"] = masked_mean(kl.detach(), part.mask)
+        if part.entropy is not None:
+            losses = losses - config.entropy_bonus * part.entropy
+            metrics["entropy"] = masked_mean(part.entropy.detach(), part.mask)
         loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, totals.tokens, totals.sequences)
         return loss, metrics
 
