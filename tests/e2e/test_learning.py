@@ -19,6 +19,7 @@ METHODS = {
     "rloo": ["advantage={type: rloo}"],
     "reinforce_plus_plus": ["advantage={type: reinforce_plus_plus}"],
     "reinforce_plus_plus_baseline": ["advantage={type: reinforce_plus_plus_baseline}"],
+    "optimal_token_baseline": ["advantage={type: optimal_token_baseline}", *PLAIN],
     "opo": ["advantage={type: opo}", *PLAIN],
     "gpg": ["advantage={type: gpg}", *PLAIN],
     "maxrl": ["advantage={type: maxrl}"],

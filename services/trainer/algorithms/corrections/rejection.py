@@ -21,7 +21,8 @@ def rejection(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The mask of what passes all ``rules``; all tensors ``[rows, length]``. With d = train - rollout within ±20, k1 is
     -d, k2 d²/2, k3 exp(d) - 1 - d; a rule of rows compares their sum, mean or maximum over valid tokens, and drops the
-    whole row. A rule for negative advantages drops only what has one. Metrics: the shares of valid tokens that are dropped, and of rows that lose one."""
+    whole row; one for negative advantages only where the advantage is. Metrics: the shares of valid tokens that are
+    dropped, and of rows that lose one."""
     valid = mask.bool()
     kept = valid.clone()
     d = ((train_log_prob - rollout_log_prob).detach() * valid).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
