@@ -53,7 +53,7 @@ def _find(path: str, key: str) -> None:
 def _encode(config: Config, report: Report) -> None:
     """The first rows as tokens: the tokenizer and its chat template work, and there is room for an answer."""
     from penstock.services.modeling.load import load_config
-    from penstock.services.rollout.tokenizer import Tokenizer
+    from penstock.services.turns.tokenizer import Tokenizer
 
     assert isinstance(config.model, PretrainedModel)
     text = load_config(config.model.path).get_text_config()

@@ -23,10 +23,10 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
 from penstock.services.rollout.service import make_engine
-from penstock.services.rollout.tokenizer import Tokenizer
 from penstock.services.runtime import logs
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.mismatch import Mismatch
+from penstock.services.turns.tokenizer import Tokenizer
 
 NUDGE = 0.02
 """Relative change of every weight that makes the second version."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,9 +13,8 @@ from pydantic.errors import PydanticUserError
 
 from penstock.protocols.turn import Turn
 from penstock.services.runtime.plugins import load_plugin
+from penstock.services.turns.tool_calls import CALL
 
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-"""How Hermes' and Qwen's chat templates ask for a call: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
 LONGEST = 8_000
 """Characters of a result that the policy reads."""
 

@@ -1,13 +1,10 @@
-"""How a lease becomes a finished group: the interface, and what its makers share."""
+"""How a lease becomes a finished group: the interface of its makers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
-from penstock.protocols.experience import UNSAMPLED, Group, Trajectory, no_candidates, no_rewards
+from penstock.protocols.experience import Group
 from penstock.protocols.messages import Lease
 from penstock.services.rollout.engines.base import Completion, Refusal
 
@@ -47,43 +44,3 @@ def stream_of(lease: Lease) -> int:
     """What a group's sampling is keyed by: its number, or, in an evaluation, its prompt's, so that each evaluation
     draws alike."""
     return lease.number if lease.purpose == "train" else -1 - lease.prompt.index
-
-
-def join(
-    parts: Sequence[np.ndarray | Completion],
-    text: str,
-    finish_of: Completion | None,
-    rewards: np.ndarray | None = None,
-    turns: tuple[str, ...] = (),
-    failure: str = "",
-    greedy: bool = False,
-) -> Trajectory:
-    """A trajectory of ``parts``, one behind the other: int32 arrays of tokens that were not sampled, and completions.
-    It ends as ``finish_of`` did; None: it was cut off."""
-    candidates = any(isinstance(part, Completion) and part.candidate_counts.size for part in parts)
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("tokens", "mask", "logprobs", "versions", "counts")}
-    for part in parts:
-        sampled = isinstance(part, Completion)
-        tokens = part.tokens if isinstance(part, Completion) else part
-        size = len(tokens)
-        columns["tokens"].append(tokens)
-        columns["mask"].append(np.full(size, sampled, np.uint8))
-        columns["logprobs"].append(np.minimum(part.logprobs, 0) if isinstance(part, Completion) else np.zeros(size))
-        columns["versions"].append(part.versions if isinstance(part, Completion) else np.full(size, UNSAMPLED))
-        counted = isinstance(part, Completion) and part.candidate_counts.size
-        columns["counts"].append(part.candidate_counts if counted else np.zeros(size))  # type: ignore[union-attr]
-    ids = [part.candidate_ids for part in parts if isinstance(part, Completion)]
-    return Trajectory(
-        tokens=np.concatenate(columns["tokens"]).astype(np.int32),
-        loss_mask=np.concatenate(columns["mask"]),
-        logprobs=np.concatenate(columns["logprobs"]).astype(np.float32),
-        versions=np.concatenate(columns["versions"]).astype(np.int32),
-        text=text,
-        finish=finish_of.finish if finish_of else "length",
-        candidate_counts=np.concatenate(columns["counts"]).astype(np.int32) if candidates else no_candidates(),
-        candidate_ids=np.concatenate(ids).astype(np.int32) if candidates else no_candidates(),
-        rewards=no_rewards() if rewards is None else rewards,
-        turns=turns,
-        failure=failure,
-        greedy=greedy,
-    )

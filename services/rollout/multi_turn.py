@@ -20,8 +20,9 @@ from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
-from penstock.services.rollout.group_maker import Made, handle_of, join, stream_of
-from penstock.services.rollout.tokenizer import Tokenizer
+from penstock.services.rollout.group_maker import Made, handle_of, stream_of
+from penstock.services.turns.joining import join
+from penstock.services.turns.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
@@ -244,7 +245,8 @@ class MultiTurn:
         rest = np.concatenate([p.tokens if isinstance(p, Completion) else p for p in parts[1:]] or [np.zeros(0, int)])
         whole = self._text.decode([rest.tolist()])[0]
         rewards = _placed(parts, session.rewards)
-        return join(parts, whole, finish_of, rewards, tuple(words), failure, session.greedy)
+        finish = finish_of.finish if finish_of else "length"
+        return join(parts, whole, finish, rewards, tuple(words), failure, session.greedy)
 
 
 def _placed(parts: list[np.ndarray | Completion], rewards: list[float]) -> np.ndarray:

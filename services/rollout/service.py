@@ -38,11 +38,11 @@ from penstock.services.rollout.engines.base import Engine, EngineError, WorkerEn
 from penstock.services.rollout.group_maker import GroupMaker, Made
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.single_turn import SingleTurn
-from penstock.services.rollout.tokenizer import Tokenizer
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import load_plugin
+from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.canary import CanaryError, check_canary
 from penstock.services.weights.receiver.receiver import Prepared, Receiver

@@ -9,8 +9,9 @@ import numpy as np
 from penstock.protocols.experience import Group
 from penstock.protocols.messages import Lease
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request
-from penstock.services.rollout.group_maker import Made, handle_of, join, stream_of
-from penstock.services.rollout.tokenizer import Tokenizer
+from penstock.services.rollout.group_maker import Made, handle_of, stream_of
+from penstock.services.turns.joining import join
+from penstock.services.turns.tokenizer import Tokenizer
 
 BASELINE = 1 << 40
 """Added to a group's handle for its greedy answer: a request of its own."""
@@ -70,7 +71,7 @@ class SingleTurn:
         try:
             texts = self._text.decode([c.tokens.tolist() for c in completions])
             trajectories = [
-                join([work.tokens, c], text, c, greedy=place == lease.sampling.n)
+                join([work.tokens, c], text, c.finish, greedy=place == lease.sampling.n)
                 for place, (c, text) in enumerate(zip(completions, texts, strict=True))
             ]
         except Exception as error:  # an engine's numbers that break a trajectory's rules, say

@@ -26,9 +26,9 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.reward.functions.exact_match import exact_match
 from penstock.services.rollout.engines.base import Request
 from penstock.services.rollout.engines.torch.engine import TorchEngine
-from penstock.services.rollout.tokenizer import Tokenizer
 from penstock.services.runtime.failpoint import VARIABLE
 from penstock.services.trainer.learner import Learner
+from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.chaos.harness import SMALL
 from tests.e2e.runs import ROOT, Run, check_promises

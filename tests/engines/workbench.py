@@ -17,7 +17,7 @@ from penstock.protocols.experience import Sampling
 from penstock.services.rollout.config import EngineConfig, RolloutConfig, SamplingConfig
 from penstock.services.rollout.engines.base import Completion, Engine, Request
 from penstock.services.rollout.service import make_engine
-from penstock.services.rollout.tokenizer import Tokenizer
+from penstock.services.turns.tokenizer import Tokenizer
 
 LETTERS = [chr(0x4E00 + i) for i in range(297)]
 CLOSE = 2e-4

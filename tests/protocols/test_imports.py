@@ -34,7 +34,7 @@ def test_no_heavy_import(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-SHARED = {"runtime", "modeling", "data", "weights", "learning", "environments", "user_processes"}
+SHARED = {"runtime", "modeling", "data", "weights", "learning", "environments", "user_processes", "turns"}
 """Rooms of ``services/`` that every actor may use."""
 
 

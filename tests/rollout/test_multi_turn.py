@@ -19,7 +19,7 @@ from penstock.services.modeling import attention  # noqa: F401 - registers ours
 from penstock.services.rollout.group_maker import Made
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.single_turn import SingleTurn
-from penstock.services.rollout.tokenizer import Tokenizer
+from penstock.services.turns.tokenizer import Tokenizer
 from tests.rollout.test_torch_engine import engine_for, make
 
 CHAT = (

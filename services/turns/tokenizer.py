@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from penstock.protocols.experience import Prompt
 from penstock.services.modeling.load import load_tokenizer
-from penstock.services.rollout.engines.base import RequestError
 
+Message = Mapping[str, Any]
+"""Of a chat: ``role`` and ``content``, and for some templates more."""
 _ANSWER = "penstock answers"
 """Stands for an answer, to see what a template puts behind one."""
+
+
+class TextError(ValueError):
+    """A prompt or an observation that cannot be made tokens of; says why. It costs itself alone."""
 
 
 class Tokenizer:
@@ -23,35 +28,45 @@ class Tokenizer:
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``; without one,
-        their contents are joined by blank lines. Raises `RequestError` where tools cannot be told of."""
-        if tools and (prompt.messages is None or not self._tokenizer.chat_template):
-            raise RequestError(
+        their contents are joined by blank lines. Raises `TextError` where tools cannot be told of."""
+        if tools and (prompt.messages is None or not self.has_template):
+            raise TextError(
                 "tools are told by a chat template: the prompt must be messages (chat: true), and the tokenizer must "
                 "have one"
             )
-        if prompt.text is not None:
-            ids = self._tokenizer(prompt.text)["input_ids"]
-        elif self._tokenizer.chat_template:
-            ids = self._tokenizer.apply_chat_template(
-                prompt.messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        else:
-            ids = self._tokenizer(prompt.as_text())["input_ids"]
+        if prompt.messages is not None:
+            return self.encode_chat(prompt.messages, tools)
+        return np.array(self._tokenizer(prompt.as_text())["input_ids"], np.int32)
+
+    @property
+    def has_template(self) -> bool:
+        """It knows how a chat is told to the model."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
+        """int32 ``[tokens]``, up to where the answer begins. Without a chat template the contents are joined by blank
+        lines, and nobody is told of ``tools``."""
+        if not self.has_template:
+            return np.array(self._tokenizer(_contents(messages))["input_ids"], np.int32)
+        ids = self._tokenizer.apply_chat_template(
+            list(messages), tools=list(tools or ()) or None, add_generation_prompt=True, tokenize=True,
+            return_dict=False,
+        )  # fmt: skip
         return np.array(ids, np.int32)
 
-    def observe(self, observation: str | list[dict[str, str]], chat: bool, ended_with: int) -> np.ndarray:
+    def observe(self, observation: str | Sequence[Message], chat: bool, ended_with: int) -> np.ndarray:
         """int32 ``[tokens]``: what stands between an answer, whose last token is ``ended_with``, and the next one. In
         a ``chat`` it is what the template puts there, less the end of the answer where that was sampled; else the
         observation alone. Tokens that were sampled are never made again from text."""
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        if not chat or not self._tokenizer.chat_template:
-            text = "\n\n".join(message["content"] for message in messages)
+        if not chat or not self.has_template:
+            text = _contents(messages)
         else:
             around = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
             whole = self._tokenizer.apply_chat_template(around, add_generation_prompt=True, tokenize=False)
             _, found, text = whole.partition(_ANSWER)
             if not found:
-                raise RequestError("the chat template leaves out what the assistant said; it cannot be used in turns")
+                raise TextError("the chat template leaves out what the assistant said; it cannot be used in turns")
             text = text.removeprefix(self._tokenizer.decode([ended_with]))
         return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
@@ -67,3 +82,7 @@ class Tokenizer:
         stops = getattr(generation_config, "eos_token_id", None)
         listed = stops if isinstance(stops, list) else [stops]
         return {int(i) for i in (*listed, self._tokenizer.eos_token_id) if i is not None}
+
+
+def _contents(messages: Sequence[Message]) -> str:
+    return "\n\n".join(message.get("content") or "" for message in messages)

@@ -1,0 +1,58 @@
+"""How a policy asks for tools, in its own words: found in what it said, by a parser for each way of asking."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.services.runtime.plugins import load_plugin
+
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+"""How Hermes' and Qwen's chat templates ask for a call: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool that the policy asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+Parser = Callable[[str], tuple[str, list[Call]]]
+"""From what the policy said to what is left for people, and the calls in it."""
+
+
+def hermes(text: str) -> tuple[str, list[Call]]:
+    """Calls between ``<tool_call>`` and ``</tool_call>``, as JSON. Where one is not sound, all of it is text.
+
+    >>> hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    ('Let me see.', [Call(name='add', arguments={'a': 1})])
+    """
+    calls = []
+    for found in CALL.findall(text):
+        try:
+            said = json.loads(found)
+            name, arguments = said["name"], said.get("arguments", {})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return text, []
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return text, []
+        calls.append(Call(name, arguments))
+    return (CALL.sub("", text).strip(), calls) if calls else (text, [])
+
+
+def plain(text: str) -> tuple[str, list[Call]]:
+    """No calls, whatever it says."""
+    return text, []
+
+
+PARSERS: dict[str, Parser] = {"hermes": hermes, "none": plain}
+
+
+def parser(name: str, key: str) -> Parser:
+    """The one that the config's ``key`` names: one of `PARSERS`, or ``module:function``."""
+    return PARSERS[name] if name in PARSERS else load_plugin(name, key)
