@@ -14,10 +14,13 @@ from importlib import import_module
 from typing import Any
 
 _DOOR = {
+    "AgentClient": "penstock.protocols.agent_client",
+    "AsyncAgentClient": "penstock.protocols.agent_client",
     "Config": "penstock.pipeline.config",
     "ConfigError": "penstock.pipeline.config",
     "Group": "penstock.protocols.experience",
     "Prompt": "penstock.protocols.experience",
+    "RunOver": "penstock.protocols.agent_client",
     "Trajectory": "penstock.protocols.experience",
     "Turn": "penstock.protocols.turn",
     "load_config": "penstock.pipeline.config",

@@ -165,6 +165,8 @@ class Mailbox:
     def _send(self, item: _Request | list[bytes | memoryview]) -> None:
         if self.fenced:
             raise self.fenced
+        if self._closing.is_set():
+            raise DeadlineError("nothing can be said any more: the mailbox was closed")
         self._outgoing.put(item)
         self._wake()
 

@@ -9,11 +9,13 @@ from pydantic import Field, model_validator
 
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
+from penstock.pipeline.config.gateway import check_gateway
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.critic.config import CriticConfig
+from penstock.services.gateway.config import GatewayConfig
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reward.config import ENVIRONMENT, RewardConfig
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
@@ -116,6 +118,8 @@ class Config(Section):
     """The processes that say how good an answer is."""
     reference: ReferenceConfig = ReferenceConfig()
     """The processes that run a frozen model, for the KL penalty."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The processes that agents outside the pipeline speak to."""
     critic: CriticConfig = CriticConfig()
     """PPO's critic: the process that learns what is still to be won."""
     scorers: dict[str, ScorerConfig] = {}
@@ -160,11 +164,13 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _judged_by_its_environment(cls, data: Any) -> Any:
-        """Where there is an environment, and nothing else is said, the reward is what it gives."""
+        """Where there is an environment, or agents, and nothing else is said, the reward is what they give."""
         if not isinstance(data, dict):
             return data
-        rollout, reward = data.get("rollout") or {}, data.get("reward") or {}
-        if isinstance(rollout, dict) and isinstance(reward, dict) and rollout.get("environment"):
+        rollout, reward, gateway = (data.get(key) or {} for key in ("rollout", "reward", "gateway"))
+        if not all(isinstance(section, dict) for section in (rollout, reward, gateway)):
+            return data
+        if rollout.get("environment") or gateway.get("count"):
             data = {**data, "reward": {"functions": [{"function": ENVIRONMENT}], **reward}}
         return data
 
@@ -238,10 +244,12 @@ class Config(Section):
                 f"trainer.algorithm: advantage={algorithm.advantage.type} compares with greedy answers, of which a "
                 "critic has no values; leave out the column values"
             )
-        if self.rollout.environment is None and any(f.function == ENVIRONMENT for f in self.reward.functions):
+        if self.gateway.count:
+            check_gateway(self)
+        elif self.rollout.environment is None and any(f.function == ENVIRONMENT for f in self.reward.functions):
             raise ValueError(
-                "reward.functions: environment stands for what an environment gave, and there is none; set "
-                "rollout.environment, or take another function"
+                "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
+                "rollout.environment or gateway.count, or take another function"
             )
         check_columns(self)
         return self

@@ -187,6 +187,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         eval_sampling=config.rollout.sampling.greedy(),
         columns=config.columns,
         learners=registry.learners(config),
+        agents=config.gateway.count > 0,
         tensorboard=config.run.tensorboard,
         deterministic=config.run.deterministic,
         keys=keys.load_broker(folder / "broker.json") if exposed else None,

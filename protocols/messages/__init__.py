@@ -1,5 +1,22 @@
 """Every message between actors, by what it is about. A field that a message does not declare is refused."""
 
+from penstock.protocols.messages.agents import (
+    AgentAbandon,
+    AgentBeat,
+    AgentChat,
+    AgentFinish,
+    AgentGenerate,
+    AgentOpen,
+    AgentOpened,
+    AgentRefused,
+    AgentReply,
+    Generate,
+    Generated,
+    Note,
+    TurnAnswer,
+    TurnKey,
+    TurnRequest,
+)
 from penstock.protocols.messages.base import Message, from_envelope, to_envelope
 from penstock.protocols.messages.generation import Failed, Finished, Lease
 from penstock.protocols.messages.membership import (
@@ -50,6 +67,15 @@ from penstock.protocols.messages.training import (
 
 __all__ = [
     "Ack",
+    "AgentAbandon",
+    "AgentBeat",
+    "AgentChat",
+    "AgentFinish",
+    "AgentGenerate",
+    "AgentOpen",
+    "AgentOpened",
+    "AgentRefused",
+    "AgentReply",
     "Batch",
     "Bucket",
     "Bye",
@@ -63,6 +89,8 @@ __all__ = [
     "Fenced",
     "Fetch",
     "Finished",
+    "Generate",
+    "Generated",
     "Heartbeat",
     "HeartbeatAck",
     "Hello",
@@ -78,6 +106,7 @@ __all__ = [
     "LoadFailed",
     "Loaded",
     "Message",
+    "Note",
     "Place",
     "Propose",
     "PublishCost",
@@ -96,6 +125,9 @@ __all__ = [
     "StopRun",
     "Take",
     "TakenGroup",
+    "TurnAnswer",
+    "TurnKey",
+    "TurnRequest",
     "Welcome",
     "Work",
     "WorkItem",

@@ -1,4 +1,4 @@
-"""Leases to rollouts, finished groups from them."""
+"""Leases to rollouts or gateways, finished groups from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from penstock.protocols.messages.base import Message
 
 
 class Lease(Message):
-    """broker → rollout: generate group ``number``. The same number with a higher attempt is the same group again."""
+    """broker → rollout or gateway: generate group ``number``. The same number with a higher attempt is the same group
+    again."""
 
     purpose: Purpose
     number: int
@@ -15,6 +16,8 @@ class Lease(Message):
     seed: int
     prompt: Prompt
     sampling: Sampling
+    records: dict[str, Bytes] = {}
+    """What gateways have had kept of it: `agents.Note`, and of each turn its note and its answer."""
 
 
 class Finished(Message):

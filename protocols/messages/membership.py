@@ -7,8 +7,9 @@ from typing import Literal
 from penstock.protocols.experience import Purpose
 from penstock.protocols.messages.base import Message
 
-Holding = dict[Purpose, list[int]]
-"""Numbers of groups."""
+Held = Purpose | Literal["turn"]
+Holding = dict[Held, list[int]]
+"""Numbers of groups, and of turns."""
 
 
 class Hello(Message):

@@ -13,6 +13,7 @@ from penstock.protocols import wire
 from penstock.protocols.columns import ColumnError
 from penstock.protocols.experience import ExperienceError
 from penstock.services.broker import scoring
+from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.membership import Member, MembershipError
 from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.scheduler import Scheduler, Waiting
@@ -24,9 +25,14 @@ log = structlog.get_logger()
 
 LEARNER = "learner"
 """In the place of a kind: every kind that trains on the ledger's steps."""
+GENERATOR = "generator"
+"""In the place of a kind: who makes groups, rollouts or, where there are agents, gateways."""
 SENDERS: dict[type[m.Message], str] = {
-    m.Finished: "rollout",
-    m.Failed: "rollout",
+    m.Finished: GENERATOR,
+    m.Failed: GENERATOR,
+    m.TurnRequest: "gateway",
+    m.Note: "gateway",
+    m.Generated: "rollout",
     m.Loaded: "rollout",
     m.LoadFailed: "rollout",
     m.Reach: "rollout",
@@ -48,7 +54,7 @@ SENDERS: dict[type[m.Message], str] = {
 class Handlers:
     """One for each message; answers leave with the turn."""
 
-    def __init__(self, state: BrokerState, scheduler: Scheduler) -> None:
+    def __init__(self, state: BrokerState, scheduler: Scheduler, desk: AgentDesk) -> None:
         self._state, self._scheduler = state, scheduler
         self._handlers: dict[type[m.Message], Callable[[Member, int, Any], None]] = {
             m.Heartbeat: self._on_heartbeat,
@@ -73,6 +79,9 @@ class Handlers:
             m.StatusRequest: self._on_status,
             m.LedgerRequest: self._on_ledger,
             m.StopRun: self._on_stop_run,
+            m.TurnRequest: desk.on_turn,
+            m.Note: desk.on_note,
+            m.Generated: desk.on_generated,
         }
 
     def handle(self, identity: str, request: int, message: m.Message) -> None:
@@ -109,6 +118,8 @@ class Handlers:
 
     def _may_say(self, member: Member, kind: type[m.Message]) -> bool:
         wanted = SENDERS.get(kind, member.kind)
+        if wanted == GENERATOR:
+            wanted = "gateway" if self._state.settings.agents else "rollout"
         return member.kind == wanted or (wanted == LEARNER and member.kind in self._state.settings.learners)
 
     def _ack(self, member: Member, request: int) -> None:
@@ -119,6 +130,8 @@ class Handlers:
     def _on_hello(self, identity: str, request: int, hello: m.Hello) -> None:
         state = self._state
         kinds = {"rollout", "observer", *state.settings.learners, *state.scorers}
+        if state.settings.agents:
+            kinds.add("gateway")
         try:
             older = state.members.join(identity, hello, time.time(), kinds)
         except MembershipError as error:
@@ -127,13 +140,13 @@ class Handlers:
         if older and older.identity != identity:
             state.release(older.identity)
             state.router.send(older.identity, m.Fenced(by=identity))
-        for purpose in ("train", "eval"):
+        for purpose in ("train", "eval", "turn"):
             holding = set(hello.holding.get(purpose, ()))
             for holds in state.holds(purpose):
                 # An incarnation that this broker has replaced without seeing it: what it held is free.
                 for holder in [h for h in holds.holders() if h.rpartition("#")[0] == hello.name and h != identity]:
                     holds.release(holder)
-                holds.release(identity, holding if hello.kind == "rollout" else frozenset())
+                holds.release(identity, holding if hello.kind in ("rollout", "gateway") else frozenset())
         if hello.kind == "trainer":
             self._on_trainer(hello)
         log.info("member joined", member=hello.name, kind=hello.kind, host=hello.host, pid=hello.pid)
@@ -184,7 +197,7 @@ class Handlers:
         if finished.purpose == "eval" and lease is None:
             self._ack(member, request)  # it is answered, or its round is over
             return
-        if said.trajectories != n:
+        if said.trajectories != n and not (state.settings.agents and said.trajectories > n):  # sessions may branch
             raise ExperienceError(f"group {number} has {said.trajectories} trajectories, not {n}")
         if finished.purpose == "eval":
             if state.evaluation.finish(number, said.oldest, said.newest, said.trajectories, said.tokens):
@@ -196,6 +209,7 @@ class Handlers:
         else:
             state.progress.totals["late_answers"] += 1
             log.info("late answer", group=number, sender=member.name)
+        state.sessions_ended(finished.purpose, number)
         self._ack(member, request)
 
     def _on_failed(self, member: Member, request: int, failed: m.Failed) -> None:

@@ -40,7 +40,7 @@ class Waiting:
     since: float
 
 
-class _Room:
+class Room:
     """Members with room, the one with the most first."""
 
     def __init__(self, members: list[Member]) -> None:
@@ -50,12 +50,12 @@ class _Room:
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def take(self, version: int = -1, exact: bool = False) -> Member | None:
-        """The one with the most room of those that serve at least ``version``, or exactly that. Who does not is left
-        out from now on: what comes next asks for no less."""
+    def take(self, version: int | None = -1, exact: bool = False) -> Member | None:
+        """The one with the most room of those that serve at least ``version``, or exactly that; None: of all. Who does
+        not is left out from now on: what comes next asks for no less."""
         while self._heap:
             member = heappop(self._heap)[2]
-            if member.version == version if exact else member.version >= version:
+            if version is None or (member.version == version if exact else member.version >= version):
                 return member
         return None
 
@@ -84,26 +84,27 @@ class Scheduler:
         leases = state.groups.leases
         alone = {leases.holder(lease.number) for lease in leases.open.values() if lease.attempt > SUSPECT_AFTER}
         rollouts = [r for r in rollouts if r.identity not in alone]
-        self._grant_evaluation(_Room(rollouts), now)
+        self.grant_evaluation(Room(rollouts), now)
         if state.progress.phase == "training" and state.evaluation.leases.waiting() is None:
             self._grant_training(rollouts, now)
 
-    def _grant_evaluation(self, room: _Room, now: float) -> None:
+    def grant_evaluation(self, room: Room, now: float, anybody: bool = False) -> None:
+        """Evaluation prompts to who has ``room`` and serves the round's version, or to ``anybody``."""
         state = self._state
         while room and state.evaluation.round and (lease := state.evaluation.leases.waiting()):
             if lease.attempt >= state.settings.broker.max_attempts:
                 state.drop_evaluation(lease.number, f"leased {lease.attempt} times without an answer")
                 continue
             exact = state.evaluation.round.exact
-            rollout = room.take(-1 if exact is None else exact, exact is not None)
+            rollout = room.take(None if anybody else -1 if exact is None else exact, exact is not None)
             if rollout is None:
                 return
-            self._lease("eval", lease, rollout, now)
+            self.lease("eval", lease, rollout, now)
             room.put_back(rollout)
 
     def _grant_training(self, rollouts: list[Member], now: float) -> None:
         state, groups = self._state, self._state.groups
-        room = _Room(rollouts)
+        room = Room(rollouts)
         newest = max((r.version for r in rollouts), default=-1)
         while room and groups.consecutive_drops < state.settings.broker.max_consecutive_drops:
             lease = groups.next_lease(newest)
@@ -119,16 +120,16 @@ class Scheduler:
                 if not idle:
                     return
                 rollouts.remove(idle[0])
-                room = _Room(rollouts)
-                self._lease("train", lease, idle[0], now)
+                room = Room(rollouts)
+                self.lease("train", lease, idle[0], now)
                 continue
             rollout = room.take(required)
             if rollout is None:
                 return
-            self._lease("train", lease, rollout, now)
+            self.lease("train", lease, rollout, now)
             room.put_back(rollout)
 
-    def _lease(self, purpose: Purpose, lease: Lease, rollout: Member, now: float) -> None:
+    def lease(self, purpose: Purpose, lease: Lease, rollout: Member, now: float) -> None:
         """Gives it to ``rollout``; a prompt that cannot be used costs its group alone."""
         state = self._state
         try:
@@ -140,6 +141,7 @@ class Scheduler:
             return
         if purpose == "train" and lease.attempt == 0:
             state.progress.totals["leased"] += 1
+        records = state.kept_of(purpose, lease)
         book = state.groups.leases if purpose == "train" else state.evaluation.leases
         book.grant(lease, rollout.identity, now + state.settings.broker.lease_s)
         rollout.given += 1
@@ -150,6 +152,7 @@ class Scheduler:
             seed=state.settings.seed if purpose == "train" else 0,
             prompt=prompt,
             sampling=state.sampling(purpose, lease.draw),
+            records=records,
         )
         state.router.send(rollout.identity, message)
 
@@ -157,7 +160,7 @@ class Scheduler:
 
     def offer(self, scorer: str) -> None:
         """Gives finished groups to the scorers of a kind, in number order, as far as their credit reaches."""
-        room = _Room(self._state.members.of_kind(scorer))
+        room = Room(self._state.members.of_kind(scorer))
         work: dict[str, list[m.WorkItem]] = {}
         for purpose in ("eval", "train"):
             if room:
@@ -165,7 +168,7 @@ class Scheduler:
         for identity, items in work.items():
             self._state.router.send(identity, m.Work(items=items))
 
-    def _offer(self, scorer: str, purpose: Purpose, room: _Room, work: dict[str, list[m.WorkItem]]) -> None:
+    def _offer(self, scorer: str, purpose: Purpose, room: Room, work: dict[str, list[m.WorkItem]]) -> None:
         state, replay = self._state, replay_of(self._state, purpose)
         deadline = time.time() + state.settings.broker.lease_s
         for entry, columns in replay.unoffered(scorer):

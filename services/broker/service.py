@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 from penstock.protocols import messages as m
+from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.handlers import Handlers
 from penstock.services.broker.scheduler import Scheduler
 from penstock.services.broker.state import BrokerSettings, BrokerState, Phase
@@ -32,7 +33,8 @@ class Broker:
     def __init__(self, settings: BrokerSettings, store_url: str) -> None:
         self._state = BrokerState(settings, store_url)
         self._scheduler = Scheduler(self._state)
-        self._handlers = Handlers(self._state, self._scheduler)
+        self._agents = AgentDesk(self._state, self._scheduler)
+        self._handlers = Handlers(self._state, self._scheduler, self._agents)
         self._over_since: float | None = None
         self._alone_since: float | None = None
         self._met = False
@@ -161,7 +163,7 @@ class Broker:
                     if member.kind != "observer":
                         state.router.send(member.identity, m.Stop(reason=progress.stop_reason or "the run is complete"))
         else:
-            self._scheduler.grant(now)
+            (self._agents if state.settings.agents else self._scheduler).grant(now)
             for scorer in state.scorers:
                 self._scheduler.offer(scorer)
             self._scheduler.serve_take(now)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.columns import REWARD, Column, ColumnTable
-from penstock.protocols.experience import ExperienceError, Purpose, Sampling
+from penstock.protocols.experience import ExperienceError, Purpose, Sampling, as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.mailbox import RouterServer
 from penstock.protocols.wire import WireError
@@ -29,11 +30,14 @@ from penstock.services.broker.latency import Latency
 from penstock.services.broker.membership import Member, Members
 from penstock.services.broker.payloads import Payloads
 from penstock.services.broker.recorder import Recorder
+from penstock.services.broker.records import Records
 from penstock.services.broker.rules.evaluation import Evaluation
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import DropKind, GroupTracker
 from penstock.services.broker.rules.holds import Holds
+from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import Step
+from penstock.services.broker.rules.turns import Turns
 from penstock.services.broker.samples import rows
 from penstock.services.broker.store import Store
 from penstock.services.broker.tally import Tally
@@ -70,6 +74,8 @@ class BrokerSettings:
     tensorboard: bool
     learners: tuple[str, ...] = ("trainer",)
     """Kinds of actors that train on every step; the trainer, which publishes, is one of them."""
+    agents: bool = False
+    """Groups are made by agents, through gateways; rollouts answer their turns."""
     deterministic: bool = False
     keys: BrokerKeys | None = None
     """Needed where ``broker.bind`` is not on the loopback."""
@@ -149,7 +155,7 @@ class BrokerState:
             settings.steps,
             self.prompts.limit,
             settings.gate.prefetch,
-            self.payloads.delete,
+            self._release,
             self._archive_step,
             self._dropped,
         )
@@ -157,6 +163,8 @@ class BrokerState:
         self.members = Members(self.store)
         self.scorers = list(dict.fromkeys(column.scorer for column in columns))
         """Kinds of actors that write columns."""
+        self.turns = Turns(first_id=time.time_ns() // 1_000_000 * 1_000)  # beyond those of a broker before this one
+        self.records = Records(self.store)
         self.receivers_changed = False
         """The trainer is to be told, with this turn, who is here and serves what."""
         # Last: nothing after it can fail and leave a socket open.
@@ -176,6 +184,8 @@ class BrokerState:
         """Everything that somebody works on: leases and offers."""
         if purpose in (None, "train"):
             yield from (self.groups.leases.holds, self.groups.replay.holds)
+        if purpose in (None, "turn"):
+            yield self.turns.holds
         if purpose in (None, "eval"):
             yield from (self.evaluation.leases.holds, self.evaluation.replay.holds)
 
@@ -196,6 +206,25 @@ class BrokerState:
         if member:
             member.given -= 1
 
+    def kept_of(self, purpose: Purpose, lease: Lease) -> dict[str, np.ndarray]:
+        """What gateways have had kept of the sessions of a group that is leased now."""
+        if not self.settings.agents:
+            return {}
+        if lease.attempt == 0:
+            self.records.begin((purpose, lease.number))
+        return {name: as_bytes(data) for name, data in self.records.of((purpose, lease.number)).items()}
+
+    def sessions_ended(self, purpose: Purpose, number: int) -> None:
+        """The group is finished, or begins anew, or never will be: nothing is kept of its sessions."""
+        if self.settings.agents:
+            self.turns.end((purpose, number))
+            self.records.end((purpose, number))
+
+    def _release(self, number: int) -> None:
+        """A training group is not needed any more at all."""
+        self.payloads.delete(number)
+        self.sessions_ended("train", number)
+
     def serves_current(self, rollout: Member) -> bool:
         """It serves a version of the present timeline."""
         return self.versions.serves(rollout.version, rollout.digest)
@@ -204,6 +233,7 @@ class BrokerState:
         """The group will never be trained on."""
         self.payloads.forget(("train", number))
         self.groups.drop(number, reason, kind)
+        self.sessions_ended("train", number)
 
     def drop_any(self, purpose: Purpose, number: int, reason: str, kind: DropKind) -> None:
         """Of training or of evaluation."""
@@ -219,6 +249,7 @@ class BrokerState:
     def drop_evaluation(self, number: int, reason: str) -> None:
         """The evaluation prompt will have no reward."""
         log.warning("an evaluation prompt has no reward", group=number, reason=reason)
+        self.sessions_ended("eval", number)
         self.payloads.forget(("eval", number))
         self.progress.totals["eval_unusable"] += 1
         self.record_evaluation(self.evaluation.drop(number, reason))

@@ -74,18 +74,18 @@ class Store:
         found = self._persist(lambda: self._redis.hgetall(self._prefix + table))
         return {key.decode(): msgpack.unpackb(value) for key, value in found.items()}
 
-    def put_payload(self, number: int, part: str, data: bytes | memoryview) -> None:
+    def put_payload(self, number: int, part: str, data: bytes | memoryview, table: str = "payload") -> None:
         """Writes one part (experience, rewards, reference) of a group."""
-        self._queued.append(("HSET", f"{self._prefix}payload:{number}", part, data))
+        self._queued.append(("HSET", f"{self._prefix}{table}:{number}", part, data))
 
-    def payloads(self, numbers: list[int]) -> list[dict[str, bytes]]:
+    def payloads(self, numbers: list[int], table: str = "payload") -> list[dict[str, bytes]]:
         """The parts of each group, in one round trip. What a store that was restarted has lost is sent again first."""
 
         def read() -> list[Any]:
             pipeline = self._redis.pipeline(transaction=False)
             pipeline.hget(self._prefix + "meta", "commits")
             for number in numbers:
-                pipeline.hgetall(f"{self._prefix}payload:{number}")
+                pipeline.hgetall(f"{self._prefix}{table}:{number}")
             return pipeline.execute()
 
         commits, *groups = self._persist(read)
@@ -95,9 +95,9 @@ class Store:
             _, *groups = self._persist(read)
         return [{part.decode(): data for part, data in group.items()} for group in groups]
 
-    def delete_payloads(self, number: int) -> None:
+    def delete_payloads(self, number: int, table: str = "payload") -> None:
         """Frees a group."""
-        self._queued.append(("DEL", f"{self._prefix}payload:{number}"))
+        self._queued.append(("DEL", f"{self._prefix}{table}:{number}"))
 
     def commit(self) -> None:
         """Makes everything queued durable. Waits for a store that is away; raises `StoreError` if it stays away."""

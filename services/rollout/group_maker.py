@@ -38,9 +38,3 @@ def handle_of(lease: Lease) -> int:
     """What the engine calls a group: a training group's own number; one of an evaluation must not be mistaken for
     it."""
     return lease.number if lease.purpose == "train" else -1 - lease.number
-
-
-def stream_of(lease: Lease) -> int:
-    """What a group's sampling is keyed by: its number, or, in an evaluation, its prompt's, so that each evaluation
-    draws alike."""
-    return lease.number if lease.purpose == "train" else -1 - lease.prompt.index

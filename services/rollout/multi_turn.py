@@ -20,16 +20,15 @@ from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
-from penstock.services.rollout.group_maker import Made, handle_of, stream_of
+from penstock.services.rollout.group_maker import Made, handle_of
 from penstock.services.turns.joining import join
+from penstock.services.turns.streams import turn_stream
 from penstock.services.turns.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
 MOST_LOST = 20
 """A session whose worker died under it so often, always by another's doing, is given up."""
-PLACE_BITS, TURN_BITS = 12, 12
-"""Of what a turn's sampling is keyed by, beside the group's number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -203,7 +202,7 @@ class MultiTurn:
         one: dict[str, Any] = {"n": 1, "greedy_baseline": False, "max_new_tokens": new}
         if session.greedy:
             one["temperature"] = 0.0
-        stream = stream_of(lease) << (PLACE_BITS + TURN_BITS) | session.place << TURN_BITS | len(session.turns)
+        stream = turn_stream(lease, session.place, len(session.turns))
         self._requests += 1
         try:
             sampling = lease.sampling.model_copy(update=one)

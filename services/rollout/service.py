@@ -15,7 +15,6 @@ import structlog
 import torch
 
 from penstock.protocols.experience import (
-    Purpose,
     as_bytes,
     pack_group,
     summarize,
@@ -25,6 +24,8 @@ from penstock.protocols.messages import (
     Credit,
     Failed,
     Finished,
+    Generate,
+    Generated,
     HelloNeeded,
     Lease,
     Loaded,
@@ -32,12 +33,14 @@ from penstock.protocols.messages import (
     Message,
     Stop,
 )
+from penstock.protocols.messages.membership import Held
 from penstock.services.modeling import determinism
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
-from penstock.services.rollout.engines.base import Engine, EngineError, WorkerEngine
+from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, WorkerEngine
 from penstock.services.rollout.group_maker import GroupMaker, Made
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.single_turn import SingleTurn
+from penstock.services.rollout.turn_server import TurnServer
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
@@ -50,7 +53,8 @@ from penstock.services.weights.receiver.worker_desk import WorkerDesk
 
 log = structlog.get_logger()
 
-Key = tuple[Purpose, int]
+Key = tuple[Held, int]
+Said = Finished | Failed | Generated
 
 DURABLE_DEADLINE_S = 120.0
 DRAIN_S = 10.0
@@ -60,9 +64,9 @@ RETAIN_S = 5.0
 
 @dataclass(frozen=True)
 class _Answered:
-    """The broker's answer to a `Finished` or `Failed`, posted to the inbox."""
+    """The broker's answer to what was `Said`, posted to the inbox."""
 
-    message: Finished | Failed
+    message: Said
     tokens: int
     error: BaseException | None
 
@@ -89,7 +93,7 @@ class Rollout:
         self._text = Tokenizer(model_path)
         self.engine = make_engine(config, model_path, dtype, self._text)
         self._receiver = self._make_receiver(weights, context)
-        self._maker = self._make_maker(config)
+        self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
         self._outbox: set[Key] = set()
         self._retained: deque[tuple[float, Finished, int]] = deque()
         """What became durable lately: said again to a broker that was restarted, whose store may have lost it."""
@@ -137,7 +141,7 @@ class Rollout:
             if self.engine.pending():
                 with self.actor.busy():
                     for result in self.engine.step():
-                        self._finish(self._maker.take(result))
+                        self._take(result)
             self._update_gauges()
         self._empty_outbox()
         self._receiver.close()
@@ -170,6 +174,8 @@ class Rollout:
     def _handle(self, event: object) -> None:
         if isinstance(event, Lease):
             self._start(event)
+        elif isinstance(event, Generate):
+            self._serve(event)
         elif isinstance(event, Prepared):
             self._swap(event)
         elif isinstance(event, _Answered):
@@ -199,6 +205,23 @@ class Rollout:
         except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
             self._fail(lease, f"{type(error).__name__}: {error}")
 
+    def _serve(self, asked: Generate) -> None:
+        """One turn of an agent's session."""
+        if self._turns.has(asked.id) or ("turn", asked.id) in self._outbox:
+            self._closed += 1  # as in `_start`
+            self._give_credit()
+        elif refused := self._turns.start(asked):
+            self._outbox.add(_key(refused))
+            self._send(refused, 0)
+
+    def _take(self, result: Completion | Refusal) -> None:
+        """The engine is done with a turn, or with a part of a group."""
+        if answered := self._turns.take(result):
+            self._outbox.add(_key(answered))
+            self._send(answered, 0)
+        else:
+            self._finish(self._maker.take(result))
+
     def _fail(self, lease: Lease, reason: str) -> None:
         log.warning("group failed", group=lease.number, prompt=lease.prompt.index, error=reason)
         self._outbox.add(_key(lease))
@@ -222,7 +245,7 @@ class Rollout:
         )
         self._send(finished, finished.summary.sampled)
 
-    def _send(self, message: Finished | Failed, tokens: int) -> None:
+    def _send(self, message: Said, tokens: int) -> None:
         """Says it until the broker has called it durable."""
 
         def answered(future: Future[Message]) -> None:
@@ -231,18 +254,18 @@ class Rollout:
         self.actor.mailbox.ask_later(message, DURABLE_DEADLINE_S).add_done_callback(answered)
 
     def _answered(self, answer: _Answered) -> None:
-        number = answer.message.number
+        key = _key(answer.message)
         if isinstance(answer.error, DeadlineError):
-            log.warning("not durable yet; sending again", group=number, error=str(answer.error))
+            log.warning("not durable yet; sending again", what=key, error=str(answer.error))
             self._send(answer.message, answer.tokens)
             return
-        self._outbox.discard(_key(answer.message))
-        self.actor.put_down(*_key(answer.message))
+        self._outbox.discard(key)
+        self.actor.put_down(*key)
         self._closed += 1
         if answer.error:
-            log.error("the broker refused a group", group=number, error=str(answer.error))
+            log.error("the broker refused an answer", what=key, error=str(answer.error))
         elif isinstance(answer.message, Finished) and answer.message.purpose == "train":
-            row = {"group": number, "attempt": answer.message.attempt, "tokens": answer.tokens}
+            row = {"group": answer.message.number, "attempt": answer.message.attempt, "tokens": answer.tokens}
             self._finished.write(json.dumps(row | {"time": time.time()}) + "\n")
             self._retained.append((time.monotonic(), answer.message, answer.tokens))
             while self._retained and time.monotonic() - self._retained[0][0] > RETAIN_S:
@@ -305,7 +328,9 @@ class Rollout:
         self.actor.gauges = gauges
 
 
-def _key(message: Lease | Finished | Failed) -> Key:
+def _key(message: Lease | Said) -> Key:
+    if isinstance(message, Generated):
+        return "turn", message.id
     return message.purpose, message.number
 
 
@@ -317,7 +342,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         config.weights,
         context.model_path,
         config.model.dtype,
-        config.sampling.trajectories,
+        1 if config.gateway.count else config.sampling.trajectories,  # agents ask for one answer at a time
         config.run.deterministic,
     )
 

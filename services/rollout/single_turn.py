@@ -9,8 +9,9 @@ import numpy as np
 from penstock.protocols.experience import Group
 from penstock.protocols.messages import Lease
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request
-from penstock.services.rollout.group_maker import Made, handle_of, stream_of
+from penstock.services.rollout.group_maker import Made, handle_of
 from penstock.services.turns.joining import join
+from penstock.services.turns.streams import stream_of
 from penstock.services.turns.tokenizer import Tokenizer
 
 BASELINE = 1 << 40

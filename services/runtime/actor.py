@@ -17,10 +17,10 @@ from typing import NoReturn
 
 import structlog
 
-from penstock.protocols.experience import Purpose
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import FencedError, Mailbox, incarnation_of
-from penstock.protocols.messages import Bye, Heartbeat, Hello, Holding, Lease, Message, Stop, Welcome, Work
+from penstock.protocols.messages import Bye, Generate, Heartbeat, Hello, Holding, Lease, Message, Stop, Welcome, Work
+from penstock.protocols.messages.membership import Held
 from penstock.services.runtime import health
 
 log = structlog.get_logger()
@@ -97,8 +97,8 @@ class Actor:
         """The version of the weights that this actor serves; -1 for none."""
         self.digest = ""
         self.hellos = 0
-        self.held: set[tuple[Purpose, int]] = set()
-        """Groups that it was given, in the inbox or at work, until `put_down`."""
+        self.held: set[tuple[Held, int]] = set()
+        """Groups and turns that it was given, in the inbox or at work, until `put_down`."""
         self.error: str | None = None
         """Why it ends, where that is not the run's end."""
         self.introduction: Callable[[], list[Message]] = list
@@ -140,7 +140,7 @@ class Actor:
         self.mailbox.close()
         log.info("left", reason=reason)
 
-    def put_down(self, purpose: Purpose, number: int) -> None:
+    def put_down(self, purpose: Held, number: int) -> None:
         """It is done with this group."""
         self.held.discard((purpose, number))
 
@@ -171,6 +171,8 @@ class Actor:
     def _arrived(self, message: Message) -> None:
         if isinstance(message, Lease):
             self.held.add((message.purpose, message.number))
+        elif isinstance(message, Generate):
+            self.held.add(("turn", message.id))
         elif isinstance(message, Work):
             self.held.update((item.purpose, item.number) for item in message.items)
 

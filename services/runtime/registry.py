@@ -21,6 +21,7 @@ SPECS = (
     "penstock.services.reward.spec:SPEC",
     "penstock.services.reference.spec:SPEC",
     "penstock.services.critic.spec:SPEC",
+    "penstock.services.gateway.spec:SPEC",
 )
 CUSTOM = "penstock.services.runtime.custom_scorer:make"
 

@@ -1,0 +1,298 @@
+"""An agent's side of the gateway, over ZeroMQ: `penstock.AgentClient`. Imports no torch.
+
+>>> with AgentClient("runs/my-run") as client:                      # doctest: +SKIP
+...     with client.session() as session:
+...         reply = session.chat([{"role": "user", "content": session.task.text}])
+...         session.finish(reward=float(reply.text == session.task.truth))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from penstock.protocols import messages as m
+from penstock.protocols.experience import Finish, Prompt, Purpose, as_bytes
+from penstock.protocols.keys import ClientKeys, load_client
+from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
+
+TURN_S = 600.0
+SAY_S = 120.0
+BEAT_S = 3.0
+START_S = 120.0
+"""How long a client waits for a run to be under way."""
+
+
+class AgentRefusedError(RuntimeError):
+    """What the gateway says no to. ``code`` is for programs: ``no_session``, ``unknown_session``, ``session_lost``,
+    ``run_over``, …; docs/agents.md has all."""
+
+    def __init__(self, refusal: m.AgentRefused) -> None:
+        super().__init__(refusal.reason)
+        self.status, self.code, self.retry_s = refusal.status, refusal.code, refusal.retry_s
+
+
+class RunOver(AgentRefusedError):
+    """The run has ended: there is nothing left to do."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said in one turn."""
+
+    turn: int
+    message: dict[str, Any]
+    """As chat completions have it; put it into the next request as it is."""
+    finish: Finish
+    tokens: np.ndarray
+    """int32 ``[tokens]``: exactly these are trained on."""
+    logprobs: np.ndarray
+    """float32 ``[tokens]``"""
+    versions: np.ndarray
+    """int32 ``[tokens]``: the version of the policy that sampled each."""
+
+    @property
+    def text(self) -> str:
+        """What it said, less the calls in it."""
+        return self.message["content"]
+
+    @property
+    def calls(self) -> list[tuple[str, dict[str, Any], str]]:
+        """The tools that it asks for: name, arguments, and the id that the result must carry."""
+        found = [(call["function"], call["id"]) for call in self.message.get("tool_calls", ())]
+        return [(function["name"], json.loads(function["arguments"]), id) for function, id in found]
+
+
+class _Line:
+    """A connection to one gateway, with its answers as futures."""
+
+    def __init__(self, gateway: str | Path, keys: ClientKeys | None) -> None:
+        address, found = _address(gateway)
+        self._mailbox = Mailbox(address, incarnation_of(f"agent-{secrets.token_hex(4)}"), keys or found)
+        self._mailbox.beat_s, self._mailbox.beat = BEAT_S, lambda: m.AgentBeat(sessions=list(self.sessions))
+        self.sessions: set[str] = set()
+        """Those that are open: said with every heartbeat."""
+        self._numbers = itertools.count()
+        self._name = secrets.token_hex(8)
+
+    def ask(self, message: m.Message, deadline_s: float) -> Future[m.Message]:
+        return self._mailbox.ask_later(message, deadline_s)
+
+    def request(self) -> str:
+        """A name for a request, which no other has."""
+        return f"{self._name}-{next(self._numbers)}"
+
+    def close(self) -> None:
+        self._mailbox.close()
+
+
+def _address(gateway: str | Path) -> tuple[str, ClientKeys | None]:
+    """Of one of the gateways of a run, which the run's folder names once it is under way; or the address itself."""
+    if "://" in str(gateway):
+        return str(gateway), None
+    deadline = time.monotonic() + START_S
+    while not (files := sorted((Path(gateway) / "gateways").glob("*.json"))):
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"{gateway}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above "
+                "0, under way?"
+            )
+        time.sleep(0.2)
+    keys = Path(gateway) / "keys" / "client.json"
+    reach = load_client(keys).to_reach() if keys.is_file() else None
+    return json.loads(random.choice(files).read_text())["zmq"], reach
+
+
+def _checked(message: m.Message) -> Any:
+    if isinstance(message, m.AgentRefused):
+        raise (RunOver if message.code == "run_over" else AgentRefusedError)(message)
+    return message
+
+
+def _reply(message: m.AgentReply) -> Reply:
+    arrays = (
+        np.frombuffer(getattr(message, name).tobytes(), kind)
+        for name, kind in (("tokens", np.int32), ("logprobs", np.float32), ("versions", np.int32))
+    )
+    return Reply(message.turn, message.message, message.finish, *arrays)
+
+
+class _Asked:
+    """A session's messages, the same for both clients."""
+
+    def __init__(self, line: _Line, opened: m.AgentOpened) -> None:
+        self._line, self.id = line, opened.session
+        self.task: Prompt = opened.task
+        """What the run asks."""
+        self.purpose: Purpose = opened.purpose
+        """``eval``: it is measured, and never trained on."""
+        self.base_url = opened.base_url
+        """For what speaks OpenAI's or Anthropic's API: `OpenAI(base_url=session.base_url, api_key="any")`."""
+        self.ended = False
+        line.sessions.add(self.id)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._line.sessions.discard(self.id)
+
+    def _chat(self, messages: Any, tools: Any, max_tokens: int | None, stop: Sequence[str]) -> m.AgentChat:
+        return m.AgentChat(
+            session=self.id, request=self._line.request(), messages=[dict(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools], max_tokens=max_tokens, stop=list(stop),
+        )  # fmt: skip
+
+    def _generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None) -> m.AgentGenerate:
+        given = as_bytes(np.asarray(tokens, np.int32).tobytes())
+        return m.AgentGenerate(session=self.id, request=self._line.request(), tokens=given, max_tokens=max_tokens)
+
+
+class AgentSession(_Asked):
+    """One task in an agent's hands. Left without `finish`, it is given to another agent."""
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The policy's answer to a conversation. Raises `AgentRefusedError` or `DeadlineError`."""
+        asked = self._chat(messages, tools, max_tokens, stop)
+        return _reply(_checked(self._line.ask(asked, TURN_S).result(TURN_S + 5)))
+
+    def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
+        """The policy's answer to token ids."""
+        return _reply(_checked(self._line.ask(self._generate(tokens, max_tokens), TURN_S).result(TURN_S + 5)))
+
+    def finish(self, reward: float | None = None) -> None:
+        """Done. Without a ``reward`` the run's reward functions say how good it was."""
+        _checked(self._line.ask(m.AgentFinish(session=self.id, reward=reward), SAY_S).result(SAY_S + 5))
+        self._end()
+
+    def abandon(self, reason: str = "given up by its agent") -> None:
+        """Another agent may try, from the start."""
+        self._end()
+        _checked(self._line.ask(m.AgentAbandon(session=self.id, reason=reason[:1000]), SAY_S).result(SAY_S + 5))
+
+    def __enter__(self) -> AgentSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, AgentRefusedError | DeadlineError):
+            self._end()
+        elif not self.ended:
+            self.abandon(f"{type(error).__name__}: {error}" if error else "left without finish()")
+
+
+class AgentClient:
+    """``gateway``: the folder of a run, or a gateway's address, ``tcp://host:port``; then, beyond the loopback, with
+    the run's ``keys``."""
+
+    def __init__(self, gateway: str | Path, keys: ClientKeys | None = None) -> None:
+        self._line = _Line(gateway, keys)
+
+    def session(self, wait_s: float = 60.0) -> AgentSession:
+        """The next task that no agent has. Raises `RunOver`, or `AgentRefusedError` where none is free for so long."""
+        deadline = time.monotonic() + wait_s
+        while (opened := _opened(_open(self._line, deadline).result(65), deadline)) is None:
+            pass
+        return AgentSession(self._line, opened)
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._line.close()
+
+    def __enter__(self) -> AgentClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open(line: _Line, deadline: float) -> Future[m.Message]:
+    """Asks for a session. The gateway waits for one, but not longer than a line should be silent."""
+    left = max(0.0, deadline - time.monotonic())
+    return line.ask(m.AgentOpen(wait_s=min(left, 30.0)), 60.0)
+
+
+def _opened(found: m.Message, deadline: float) -> m.AgentOpened | None:
+    """The session; None where it is to be asked for again."""
+    if isinstance(found, m.AgentRefused) and found.code == "no_session" and time.monotonic() < deadline:
+        return None
+    return _checked(found)
+
+
+class AsyncAgentSession(_Asked):
+    """As `AgentSession`, for asyncio."""
+
+    async def _say(self, message: m.Message, deadline_s: float) -> Any:
+        return _checked(await asyncio.wrap_future(self._line.ask(message, deadline_s)))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """See `AgentSession.chat`."""
+        return _reply(await self._say(self._chat(messages, tools, max_tokens, stop), TURN_S))
+
+    async def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
+        """See `AgentSession.generate`."""
+        return _reply(await self._say(self._generate(tokens, max_tokens), TURN_S))
+
+    async def finish(self, reward: float | None = None) -> None:
+        """See `AgentSession.finish`."""
+        await self._say(m.AgentFinish(session=self.id, reward=reward), SAY_S)
+        self._end()
+
+    async def abandon(self, reason: str = "given up by its agent") -> None:
+        """See `AgentSession.abandon`."""
+        self._end()
+        await self._say(m.AgentAbandon(session=self.id, reason=reason[:1000]), SAY_S)
+
+    async def __aenter__(self) -> AsyncAgentSession:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, AgentRefusedError | DeadlineError):
+            self._end()
+        elif not self.ended:
+            await self.abandon(f"{type(error).__name__}: {error}" if error else "left without finish()")
+
+
+class AsyncAgentClient:
+    """As `AgentClient`, for asyncio."""
+
+    def __init__(self, gateway: str | Path, keys: ClientKeys | None = None) -> None:
+        self._line = _Line(gateway, keys)
+
+    async def session(self, wait_s: float = 60.0) -> AsyncAgentSession:
+        """See `AgentClient.session`."""
+        deadline = time.monotonic() + wait_s
+        while (opened := _opened(await asyncio.wrap_future(_open(self._line, deadline)), deadline)) is None:
+            pass
+        return AsyncAgentSession(self._line, opened)
+
+    async def __aenter__(self) -> AsyncAgentClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._line.close)

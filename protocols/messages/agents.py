@@ -1,0 +1,158 @@
+"""Turns of agents outside the pipeline, from gateways through the broker to rollouts, and what is kept of sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock.protocols.experience import Bytes, Finish, Prompt, Purpose, Sampling
+from penstock.protocols.messages.base import Message
+
+
+class TurnKey(BaseModel):
+    """One turn of the policy in one session. Numbers are never used for another turn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    purpose: Purpose
+    number: int
+    """The group's."""
+    place: int
+    """Of the session in the group."""
+    turn: int
+
+    @property
+    def name(self) -> str:
+        """What its record is called in its group."""
+        return f"{self.place}.{self.turn}"
+
+
+class TurnRequest(Message):
+    """gateway → broker: have the policy say this turn. Answered by `TurnAnswer` once that is durable. Asked again, it
+    has the same answer."""
+
+    key: TurnKey
+    prompt: Bytes
+    """int32 tokens, as bytes: all that comes before the turn."""
+    sampling: Sampling
+    stream: int
+    """What its sampling is keyed by."""
+    note: Bytes
+    """The gateway's own, kept with the answer for a gateway that takes the session over."""
+
+
+class TurnAnswer(Message):
+    """broker → gateway: `turns.pack_answer`, or why the engine never will answer."""
+
+    answer: Bytes
+    error: str = ""
+
+
+class Generate(Message):
+    """broker → rollout: one turn, by a number of the broker's own."""
+
+    id: int
+    seed: int
+    prompt: Bytes
+    sampling: Sampling
+    stream: int
+
+
+class Generated(Message):
+    """rollout → broker: the turn's answer. Answered by `Ack` once it is durable."""
+
+    id: int
+    answer: Bytes
+    oldest: int
+    """The lowest version among its tokens; and the highest."""
+    newest: int
+    error: str = ""
+
+
+class Note(Message):
+    """gateway → broker: remember this of a group that it holds. Answered by `Ack` once it is durable."""
+
+    purpose: Purpose
+    number: int
+    name: str
+    data: Bytes
+
+
+class AgentOpen(Message):
+    """agent → gateway: the next task of the run that no agent has. Answered by `AgentOpened`."""
+
+    wait_s: float
+
+
+class AgentOpened(Message):
+    """gateway → agent: a session."""
+
+    session: str
+    base_url: str
+    """Where it is reached by what speaks OpenAI's or Anthropic's API."""
+    purpose: Purpose
+    task: Prompt
+
+
+class AgentChat(Message):
+    """agent → gateway: what does the policy answer? Answered by `AgentReply`."""
+
+    session: str
+    request: str
+    """The same where it is asked again."""
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    stop: list[str] = []
+
+
+class AgentReply(Message):
+    """gateway → agent: the policy's answer."""
+
+    turn: int
+    message: dict[str, Any]
+    """As chat completions have it: ``content``, ``tool_calls``."""
+    finish: Finish
+    tokens: Bytes
+    """int32; with the two beside it as bytes."""
+    logprobs: Bytes
+    versions: Bytes
+
+
+class AgentGenerate(Message):
+    """agent → gateway: what does the policy say behind these tokens? Answered by `AgentReply`."""
+
+    session: str
+    request: str
+    tokens: Bytes
+    """int32, as bytes: everything before the answer."""
+    max_tokens: int | None = None
+
+
+class AgentFinish(Message):
+    """agent → gateway: done; without a reward the reward functions say how good it was. Answered by `Ack`."""
+
+    session: str
+    reward: float | None = None
+
+
+class AgentAbandon(Message):
+    """agent → gateway: another may try. Answered by `Ack`."""
+
+    session: str
+    reason: str
+
+
+class AgentBeat(Message):
+    """agent → gateway, unasked: alive, with these sessions."""
+
+    sessions: list[str]
+
+
+class AgentRefused(Message):
+    """gateway → agent: as over HTTP: a status, a word for programs, a sentence for people."""
+
+    status: int
+    code: str
+    reason: str
+    retry_s: float = 0.0

@@ -1,0 +1,148 @@
+"""Agents outside the pipeline: groups to the gateways that hold their sessions, turns of these to rollouts.
+
+A turn is answered by a rollout whose version the gate allows for its group at that moment, and what it asks for only
+falls, as groups are dropped: so the bound holds for every token, however often a session moves (docs/bounded-lag.md).
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from penstock.protocols import messages as m
+from penstock.protocols.experience import ExperienceError, as_bytes
+from penstock.services.broker.membership import Member
+from penstock.services.broker.rules.ledger import LedgerError
+from penstock.services.broker.rules.turns import Turn
+from penstock.services.broker.scheduler import Room, Scheduler
+from penstock.services.broker.state import BrokerState
+
+log = structlog.get_logger()
+
+NOTE, ANSWER = "note.", "answer."
+"""What the records of a turn are called, before its own name."""
+
+
+class AgentDesk:
+    """Beside the scheduler: who works for agents, in a run that has gateways."""
+
+    def __init__(self, state: BrokerState, scheduler: Scheduler) -> None:
+        self._state, self._scheduler = state, scheduler
+
+    # --- giving out --------------------------------------------------------------------------------------------------
+
+    def grant(self, now: float) -> None:
+        """Groups to gateways with room, and waiting turns to rollouts with room."""
+        state = self._state
+        rollouts = [r for r in state.members.of_kind("rollout") if state.serves_current(r)]
+        gateways = Room(state.members.of_kind("gateway"))
+        self._scheduler.grant_evaluation(gateways, now, anybody=True)
+        if state.progress.phase == "training" and state.evaluation.leases.waiting() is None:
+            self._grant_training(gateways, max((r.version for r in rollouts), default=-2), now)
+        self._grant_turns([r for r in rollouts if r.room > 0], now)
+
+    def _grant_training(self, gateways: Room, newest: int, now: float) -> None:
+        state, groups = self._state, self._state.groups
+        while gateways and groups.consecutive_drops < state.settings.broker.max_consecutive_drops:
+            lease = groups.next_lease(newest)
+            if lease is None:
+                return
+            if lease.attempt >= state.settings.broker.max_attempts:
+                state.drop(lease.number, f"leased {lease.attempt} times without an answer", "unanswered")
+                continue
+            gateway = gateways.take(None)
+            if gateway is None:
+                return
+            self._scheduler.lease("train", lease, gateway, now)
+            gateways.put_back(gateway)
+
+    def _grant_turns(self, rollouts: list[Member], now: float) -> None:
+        state = self._state
+        for turn in state.turns.waiting():
+            if turn.attempt >= state.settings.broker.max_attempts:
+                state.turns.answered(turn.id)
+                self._answer(turn, b"", f"given to {turn.attempt} rollouts, of which none has answered")
+                continue
+            able = [r for r in rollouts if r.room > 0 and self._may_serve(turn, r)]
+            if not able:
+                continue
+            last = state.turns.last_holder(turn)
+            chosen = next((r for r in able if r.identity == last), None) or max(able, key=lambda r: (r.room, r.name))
+            state.turns.grant(turn, chosen.identity, now + state.settings.broker.lease_s)
+            chosen.given += 1
+            prompt, sampling, stream = turn.request
+            seed = state.settings.seed if turn.group[0] == "train" else 0
+            state.router.send(
+                chosen.identity,
+                m.Generate(id=turn.id, seed=seed, prompt=as_bytes(prompt), sampling=sampling, stream=stream),
+            )
+
+    def _may_serve(self, turn: Turn, rollout: Member) -> bool:
+        oldest, exact = self._bounds(turn)
+        return rollout.version == exact if exact is not None else rollout.version >= oldest
+
+    def _bounds(self, turn: Turn) -> tuple[int, int | None]:
+        """The oldest version that may answer a turn now, and the only one, if there is one."""
+        purpose, number = turn.group
+        if purpose == "train":
+            return self._state.groups.gate.required_version(number), None
+        round = self._state.evaluation.round
+        return -1, round.exact if round else None
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def on_turn(self, member: Member, request: int, asked: m.TurnRequest) -> None:
+        """Answered now where its answer is known."""
+        state, key = self._state, asked.key
+        group = key.purpose, key.number
+        self._held(member, *group)
+        known = state.records.of(group).get(ANSWER + key.name)
+        if known is not None:
+            state.router.send(member.identity, m.TurnAnswer(answer=as_bytes(known)), request)
+            return
+        wanted = asked.prompt.tobytes(), asked.sampling, asked.stream
+        turn = state.turns.ask(group, key, (*group, key.place), wanted, (member.identity, request))
+        turn.note = asked.note.tobytes()
+
+    def on_generated(self, member: Member, request: int, said: m.Generated) -> None:
+        """What a rollout answers; durable with this turn of the broker."""
+        state, turn = self._state, self._state.turns.get(said.id)
+        if turn is not None:
+            self._take(turn, member, said)
+        state.router.send(member.identity, m.Ack(), request)
+
+    def _take(self, turn: Turn, member: Member, said: m.Generated) -> None:
+        state, key = self._state, turn.key
+        assert isinstance(key, m.TurnKey)
+        if said.error:
+            state.turns.answered(turn.id)
+            self._answer(turn, b"", said.error)
+            return
+        if said.newest > max(state.versions.latest, state.groups.ledger.committed):
+            raise ExperienceError(f"a turn has tokens of version {said.newest}, which does not exist yet")
+        oldest, exact = self._bounds(turn)
+        if said.oldest < oldest or (exact is not None and (said.oldest, said.newest) != (exact, exact)):
+            log.warning("a turn is of a wrong version", group=turn.group, sender=member.name, oldest=said.oldest)
+            state.turns.holds.free(turn.id)
+            return
+        state.turns.answered(turn.id)
+        answer = said.answer.tobytes()
+        state.records.keep((key.purpose, key.number), NOTE + key.name, turn.note)
+        state.records.keep((key.purpose, key.number), ANSWER + key.name, answer)
+        self._answer(turn, answer)
+
+    def on_note(self, member: Member, request: int, note: m.Note) -> None:
+        """What a gateway will want to know of a session, should it die."""
+        self._held(member, note.purpose, note.number)
+        self._state.records.keep((note.purpose, note.number), note.name, note.data.tobytes())
+        self._state.router.send(member.identity, m.Ack(), request)
+
+    def _held(self, member: Member, purpose: str, number: int) -> None:
+        """Raises `LedgerError` unless this gateway holds the group."""
+        leases = self._state.groups.leases if purpose == "train" else self._state.evaluation.leases
+        if leases.holder(number) != member.identity:
+            raise LedgerError(f"{purpose} group {number} is not leased to {member.identity} (any more)")
+
+    def _answer(self, turn: Turn, answer: bytes, error: str = "") -> None:
+        identity, request = turn.asked_by
+        if self._state.members.get(identity):
+            self._state.router.send(identity, m.TurnAnswer(answer=as_bytes(answer), error=error), request)

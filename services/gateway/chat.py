@@ -1,0 +1,120 @@
+"""OpenAI's chat completions: what is read of a request, and how turns are told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.services.gateway.replies import Replies
+from penstock.services.gateway.session import Turn
+
+FINISH = {"stop": "stop", "length": "length"}
+
+
+class ChatRequest(BaseModel):
+    """``POST /v1/chat/completions``. How tokens are drawn is the run's: ``temperature``, ``top_p`` and their like are
+    read by nobody."""
+
+    model_config = ConfigDict(extra="allow")
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    n: int = Field(1, ge=1, le=64)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = False
+
+    @property
+    def most(self) -> int | None:
+        """Tokens of an answer."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        """The messages, each with its role; a developer's are a system's."""
+        return [
+            {**message, "role": "system" if message.get("role") == "developer" else str(message.get("role", "user"))}
+            for message in self.messages
+        ]
+
+
+def completion(session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: ChatRequest) -> dict[str, Any]:
+    """The answer, whole. ``penstock`` says which turns these are, and of which versions."""
+    choices = []
+    for index, turn in enumerate(turns):
+        message = {"refusal": None, **turn.message, "content": turn.message["content"] or None}
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "finish_reason": finish_of(turn),
+                "logprobs": {"content": replies.logprobs(turn.answer), "refusal": None} if asked.logprobs else None,
+            }
+        )
+    return {
+        **_about(session, model, turns, "chat.completion"),
+        "choices": choices,
+        "usage": usage(turns),
+        "penstock": about(session, turns),
+    }
+
+
+def chunks(session: str, model: str, turns: Sequence[Turn], asked: ChatRequest) -> Iterator[str]:
+    """The answer as server-sent events."""
+    head = _about(session, model, turns, "chat.completion.chunk")
+
+    def chunk(index: int, delta: dict[str, Any], finish: str | None = None) -> str:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return f"data: {dumps({**head, 'choices': [choice]})}\n\n"
+
+    for index, turn in enumerate(turns):
+        yield chunk(index, {"role": "assistant", "content": turn.message["content"]})
+        for place, call in enumerate(turn.message.get("tool_calls", ())):
+            yield chunk(index, {"tool_calls": [{"index": place, **call}]})
+        yield chunk(index, {}, finish_of(turn))
+    if (asked.stream_options or {}).get("include_usage"):
+        yield f"data: {dumps({**head, 'choices': [], 'usage': usage(turns)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def finish_of(turn: Turn) -> str:
+    """In OpenAI's words."""
+    return "tool_calls" if turn.message.get("tool_calls") else FINISH[turn.answer.finish]
+
+
+def usage(turns: Sequence[Turn]) -> dict[str, int]:
+    """Tokens."""
+    prompt = turns[0].prompt_tokens
+    said = sum(len(turn.answer.tokens) for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+
+
+def about(session: str, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Which turns of which versions these are."""
+    versions = [int(v) for turn in turns for v in (turn.answer.versions.min(), turn.answer.versions.max())]
+    return {"session": session, "turns": [t.number for t in turns], "versions": [min(versions), max(versions)]}
+
+
+def dumps(value: Any) -> str:
+    """JSON in one line."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _about(session: str, model: str, turns: Sequence[Turn], kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{session}-{turns[0].number}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }

@@ -1,0 +1,35 @@
+"""Config section of the gateways."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from penstock.services.runtime.settings import Section
+
+
+class GatewayConfig(Section):
+    """The gateways: with one or more of them, agents outside the pipeline make all groups. See docs/agents.md."""
+
+    count: int = Field(0, ge=0)
+    """How many gateway processes; 0: no agents, the rollouts make groups by themselves."""
+    http: str = "127.0.0.1:8420"
+    """Where the first one speaks HTTP, e.g. ``0.0.0.0:8420``; a second one has the port two higher, and so on. Port 0:
+    any free one. Beyond the loopback agents need the key in the run's folder."""
+    bind: str = "tcp://127.0.0.1:8421"
+    """Where the first one is reached by `penstock.AgentClient`; a second one has the port two higher, and so on."""
+    sessions: int = Field(256, ge=1)
+    """Sessions that one gateway holds at most, e.g. ``512``: at least a group's."""
+    idle_s: float = Field(600.0, gt=0)
+    """Seconds without a word from its agent after which a session is given to another, from the start."""
+    lost_s: float = Field(30.0, gt=0)
+    """Seconds without a heartbeat from its `AgentClient` after which a session is given to another; what speaks HTTP
+    alone has none."""
+    attempts: int = Field(3, ge=1)
+    """How often a session is given out; then its trajectory has no reward."""
+    turn_s: float = Field(600.0, gt=0)
+    """Seconds that a turn may take before its agent is told to try again, e.g. ``60``."""
+    max_turns: int = Field(64, ge=1, le=4096)
+    """Turns of the policy in one session; more are refused."""
+    tool_calls: str = "hermes"
+    """How the policy asks for tools: ``hermes`` (``<tool_call>``, as Qwen's), ``none``, or a ``module:function`` of
+    your own that takes what the policy said and returns the text that is left, and the calls. See docs/agents.md."""

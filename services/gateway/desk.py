@@ -1,0 +1,326 @@
+"""The sessions of the groups that this gateway holds: given to agents, answered by the policy, delivered when complete.
+
+Everything here runs in one asyncio loop. What must survive this process is with the broker before an agent hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import structlog
+
+from penstock.protocols import wire
+from penstock.protocols.experience import Group, as_bytes
+from penstock.protocols.mailbox import DeadlineError, RefusedError
+from penstock.protocols.messages import Lease, Message, Note
+from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.policy import Policy, told
+from penstock.services.gateway.records import restore, session_id
+from penstock.services.gateway.replies import Replies
+from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.gateway.work import Held, Key, Work
+from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tool_calls import parser
+
+log = structlog.get_logger()
+
+NOTE_S = 60.0
+ENDED = 10_000
+"""Finished sessions that are remembered."""
+SETTLING_S = 20.0
+"""After its start, a gateway waits for sessions that it does not know."""
+
+
+class Desk:
+    """See the module's docstring. ``ask`` says something to the broker; ``deliver`` hands over a finished group, or the
+    reason why there is none; ``gone`` is told of groups that another gateway has now."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        text: Tokenizer,
+        max_length: int | None,
+        ask: Callable[[Message, float], Future[Message]],
+        deliver: Callable[[Lease, Group | str], None],
+        gone: Callable[[Key], None],
+        needs_reward: bool,
+    ) -> None:
+        self.config, self._text = config, text
+        self._ask, self._deliver, self._gone, self._needs_reward = ask, deliver, gone, needs_reward
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.replies = Replies(text, parser(config.tool_calls, "gateway.tool_calls"))
+        self._policy = Policy(config, text, self.replies, max_length, ask)
+        self._works: dict[Key, Work] = {}
+        self._free: deque[tuple[Work, Session]] = deque()
+        self._held: dict[str, Held] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._more = asyncio.Event()
+        self._settled_at = time.monotonic() + SETTLING_S
+        self.over = ""
+        """Why no session is given out any more."""
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def has(self, lease: Lease) -> bool:
+        """The group is here."""
+        return (lease.purpose, lease.number) in self._works
+
+    def start(self, lease: Lease) -> None:
+        """A group to be made, with what is known of it from a gateway before this one."""
+        try:
+            prompt = self._text.encode(lease.prompt)
+        except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
+            self._deliver(lease, f"{type(error).__name__}: {error}")
+            return
+        work = Work(lease, prompt, [Session(place) for place in range(lease.sampling.trajectories)])
+        self._works[work.key] = work
+        restore(work.lease, work.sessions, self.replies)
+        for session in work.sessions:
+            if session.opened and not session.ended:
+                held = Held(session_id(work.lease, session), work, session, session.life)
+                held.answered |= {turn.asked: turn for turn in session.turns.values()}
+                self._held[held.id] = held
+            elif not session.ended:
+                self._free.append((work, session))
+        self._more.set()
+        self._complete(work)
+
+    def end(self, reason: str) -> None:
+        """The run is over: whoever waits or asks is told."""
+        self.over = reason
+        self._more.set()
+
+    def expire(self) -> None:
+        """Sessions of silent agents are given to others."""
+        now = time.monotonic()
+        for held in list(self._held.values()):
+            if held.heard is not None and held.heard < now - self.config.lost_s:
+                reason = f"nothing was heard of its client for gateway.lost_s={self.config.lost_s:g} s"
+            elif held.touched < now - self.config.idle_s and not held.pending:
+                reason = f"its agent was silent for gateway.idle_s={self.config.idle_s:g} s"
+            else:
+                continue
+            held.touched, held.heard = now, None
+            task = asyncio.ensure_future(self._again(held, reason))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def heard(self, sessions: Sequence[str]) -> None:
+        """The client that has these is alive."""
+        for id in sessions:
+            if held := self._held.get(id):
+                held.heard = time.monotonic()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Live sessions, for people."""
+        now = time.monotonic()
+        return [
+            {
+                "session": held.id,
+                "turns": len(held.session.turns),
+                "tokens": sum(len(t.given) + len(t.answer.tokens) for t in held.session.turns.values()),
+                "waiting": len(held.pending),
+                "silent_s": round(now - held.touched, 1),
+                "error": held.error,
+            }
+            for held in self._held.values()
+        ]
+
+    def gauges(self) -> dict[str, float]:
+        """For the dashboard."""
+        return {
+            "sessions": float(len(self._held)),
+            "sessions_free": float(len(self._free)),
+            "turns_waiting": float(sum(len(held.pending) for held in self._held.values())),
+        }
+
+    # --- agents ------------------------------------------------------------------------------------------------------
+
+    async def open(self, wait_s: float) -> Held:
+        """The next session that no agent has. Raises `AgentError` where there is none within ``wait_s``."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            while self._free:
+                work, session = self._free.popleft()
+                if self._works.get(work.key) is not work:
+                    continue
+                session.opened = True
+                held = Held(session_id(work.lease, session), work, session, session.life)
+                await self._note(work, f"session.{session.place}", {"life": session.life, "opened": True})
+                self._held[held.id] = held
+                return held
+            self._check_over()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise AgentError(503, "no_session", "no task is free now; ask again", 1.0)
+            self._more.clear()
+            try:
+                await asyncio.wait_for(self._more.wait(), left)
+            except TimeoutError:
+                pass
+
+    async def find(self, id: str) -> Held:
+        """The session that an agent speaks of. A gateway that has just begun waits for it: it may be about to be given
+        what another one had. Raises `AgentError`."""
+        while id not in self._held and time.monotonic() < self._settled_at and not self.over:
+            await asyncio.sleep(0.05)
+        held = self._held.get(id)
+        if held is None:
+            self._check_over()
+            raise AgentError(404, "unknown_session", f"there is no session {id!r} here: it has ended, or was given on")
+        held.touched = time.monotonic()
+        return held
+
+    async def chat(
+        self,
+        held: Held,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        again: bool = False,
+        request: str = "",
+    ) -> Turn:
+        """The policy's answer to a conversation. ``again``: it was asked for before, and the answer did not arrive; or
+        it is whenever ``request`` is the same."""
+        said, about = [canonical(message) for message in messages], told(tools)
+        parent, given = self._policy.spliced(held.session, said, tools)
+        asked = request or json.dumps([said, about, max_tokens, list(stop)], sort_keys=True)
+        return await self._once(held, asked, again or bool(request), parent, given, said, about, max_tokens, stop)
+
+    def count(
+        self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> int:
+        """Tokens of a conversation, up to where the next answer begins."""
+        said = [canonical(message) for message in messages]
+        parent, given = self._policy.spliced(held.session, said, tools)
+        return len(held.session.tokens(parent)) + len(given)
+
+    async def generate(
+        self, held: Held, tokens: np.ndarray, max_tokens: int | None = None, again: bool = False, request: str = ""
+    ) -> Turn:
+        """The policy's answer to tokens of the agent's own."""
+        parent, given = held.session.parent_by_tokens(tokens)
+        asked = request or json.dumps(["tokens", tokens.tolist(), max_tokens])
+        return await self._once(
+            held, asked, again or bool(request), parent, given, [{"tokens": tokens.tolist()}], "", max_tokens, ()
+        )
+
+    async def finish(self, id: str, reward: float | None) -> None:
+        """The agent is done; without a ``reward`` the reward functions say how good it was. Said again, it is true."""
+        if id in self._ended:
+            return
+        held = await self.find(id)
+        if reward is None and self._needs_reward:
+            raise AgentError(422, "no_reward", "reward: this run has no other reward than what agents say; give one")
+        await self._settle(held, {"reward": reward or 0.0})
+        self._ended[held.id] = None
+        while len(self._ended) > ENDED:
+            self._ended.popitem(last=False)
+
+    async def abandon(self, held: Held, reason: str) -> None:
+        """The agent gives up: another may try."""
+        await self._again(held, reason)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    async def _once(self, held: Held, asked: str, again: bool, *rest: Any) -> Turn:
+        """What is asked again has one answer."""
+        asked = hashlib.sha256(asked.encode()).hexdigest()
+        if again and asked in held.answered:
+            return held.answered[asked]
+        task = held.pending.get(asked) if again else None
+        if task is None:
+            task = asyncio.ensure_future(self._policy.ask(held, asked, *rest))
+            held.pending[asked] = task
+            task.add_done_callback(lambda done: self._done(held, asked, done))
+        try:
+            return await asyncio.shield(task)
+        except RefusedError as error:
+            self.forget(held.work.key)
+            raise AgentError(410, "session_lost", f"the session is not this gateway's any more: {error}") from error
+
+    def _done(self, held: Held, asked: str, task: asyncio.Task[Turn]) -> None:
+        held.touched = time.monotonic()
+        if held.pending.get(asked) is task:
+            del held.pending[asked]
+        if task.cancelled():
+            return
+        if error := task.exception():
+            held.error = str(error)
+        else:
+            held.answered[asked] = task.result()
+
+    async def _again(self, held: Held, reason: str) -> None:
+        """Another agent gets it, or it has failed."""
+        if held.life + 1 >= self.config.attempts:
+            await self._settle(held, {"reward": 0.0, "failure": f"given out {held.life + 1} times: {reason}"})
+            return
+        self._held.pop(held.id, None)
+        work, session = held.work, held.session
+        log.info("a session begins anew", session=held.id, reason=reason)
+        session.begin_anew()
+        await self._note(work, f"session.{session.place}", {"life": session.life, "opened": False})
+        self._free.append((work, session))
+        self._more.set()
+
+    async def _settle(self, held: Held, how: dict[str, Any]) -> None:
+        """The session has ended, durably."""
+        work, session = held.work, held.session
+        for task in held.pending.values():  # nobody will hear it
+            task.cancel()
+        unheard = [turn.number for turn in session.turns.values() if not turn.wanted]
+        how = {"failure": "", **how, "life": session.life, "opened": True, "ended": True, "unheard": unheard}
+        await self._note(work, f"session.{session.place}", how)
+        session.ended, session.reward, session.failure = True, how["reward"], how["failure"]
+        self._held.pop(held.id, None)
+        self._complete(work)
+
+    def _complete(self, work: Work) -> None:
+        if not all(session.ended for session in work.sessions) or self._works.get(work.key) is not work:
+            return
+        del self._works[work.key]
+        lease = work.lease
+        try:
+            made = [
+                trajectory
+                for session in work.sessions
+                for trajectory in session.trajectories(
+                    lambda ids: self._text.decode([list(ids)])[0], work.prompt, session.place == lease.sampling.n
+                )
+            ]
+            self._deliver(lease, Group(lease.number, lease.prompt, made))
+        except Exception as error:  # an engine's numbers that break a trajectory's rules, say
+            log.exception("a group cannot be delivered", group=lease.number)
+            self._deliver(lease, f"{type(error).__name__}: {error}")
+
+    async def _note(self, work: Work, name: str, what: dict[str, Any]) -> None:
+        note = Note(purpose=work.lease.purpose, number=work.lease.number, name=name, data=as_bytes(wire.pack(what)))
+        try:
+            await asyncio.wrap_future(self._ask(note, NOTE_S))
+        except DeadlineError:
+            raise AgentError(503, "broker_away", "the broker does not answer; ask again", 5.0) from None
+        except RefusedError as error:
+            self.forget(work.key)
+            raise AgentError(410, "session_lost", f"the session is not this gateway's any more: {error}") from error
+
+    def forget(self, key: Key) -> None:
+        """The group is another gateway's, or gone."""
+        work = self._works.pop(key, None)
+        if work is not None:
+            self._gone(key)
+        for held in [held for held in self._held.values() if held.work is work]:
+            del self._held[held.id]
+
+    def _check_over(self) -> None:
+        if self.over:
+            raise AgentError(410, "run_over", f"the run is over: {self.over}")

@@ -1,0 +1,71 @@
+"""Where agents come in: HTTP, and ZeroMQ for `penstock.AgentClient`; and the file that says where that is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from urllib.parse import urlsplit
+
+import structlog
+import uvicorn
+
+from penstock.protocols.keys import is_loopback
+from penstock.protocols.mailbox import AddressError
+from penstock.services.gateway.access import agents_key
+from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.desk import Desk
+from penstock.services.gateway.http import make_app
+from penstock.services.gateway.zmq_door import ZmqDoor
+from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.files import write_whole
+
+log = structlog.get_logger()
+
+
+class Doors:
+    """Both of them, in front of one desk. ``model``: what HTTP agents call the policy."""
+
+    def __init__(self, config: GatewayConfig, context: ActorContext, desk: Desk, model: str) -> None:
+        self._context, self._desk = context, desk
+        index = context.name.rpartition("-")[2]
+        shift = 2 * int(index) if index.isdigit() else 0
+        host, _, port = config.http.rpartition(":")
+        self._http = _listen(host, int(port) + shift if int(port) else 0)
+        at = urlsplit(config.bind)
+        bind = f"tcp://{at.hostname}:{(at.port or 0) + shift if at.port else '*'}"
+        self._zmq = ZmqDoor(bind, desk, context.keys.to_serve() if context.keys else None)
+        exposed = not is_loopback(f"tcp://{host}:1")
+        key = agents_key(context.folder) if exposed else None
+        app = make_app(desk, model, key)
+        settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off")
+        self._server = uvicorn.Server(settings)
+        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Says where they are, in the run's folder."""
+        host, port = self._http.getsockname()[:2]
+        where = {"http": f"http://{host}:{port}", "zmq": self._zmq.address}
+        file = self._context.folder / "gateways" / f"{self._context.name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(where) + "\n")
+        log.info("gateway open", **where)
+        self._zmq.start(loop, where["http"])
+
+    async def serve(self) -> None:
+        """Until `close`."""
+        await self._server.serve(sockets=[self._http])
+
+    def close(self) -> None:
+        """No agent is answered any more."""
+        self._server.should_exit = True
+        self._zmq.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), reuse_port=False)
+    except OSError as error:
+        raise AddressError(
+            f"gateway.http: cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from None

@@ -1,0 +1,135 @@
+"""Anthropic's messages: what is read of a request, and how a turn is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.services.gateway.chat import about, dumps
+from penstock.services.gateway.session import Turn
+
+STOPS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+class CountRequest(BaseModel):
+    """``POST /v1/messages/count_tokens``."""
+
+    model_config = ConfigDict(extra="allow")
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def said(self) -> list[dict[str, Any]]:
+        """As chat completions have it: a tool's result is a message of its own."""
+        found: list[dict[str, Any]] = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        for message in self.messages:
+            found += _messages(str(message.get("role", "user")), message.get("content"))
+        return found
+
+    def functions(self) -> list[dict[str, Any]] | None:
+        """The tools, as chat templates want them."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.get("name"),
+                    "description": tool.get("description", ""),
+                    "parameters": tool.get("input_schema", {}),
+                },
+            }
+            for tool in self.tools or ()
+        ] or None
+
+
+class MessagesRequest(CountRequest):
+    """``POST /v1/messages``. How tokens are drawn is the run's."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] = []
+    stream: bool = False
+
+
+def message(session: str, model: str, turn: Turn) -> dict[str, Any]:
+    """The answer, whole."""
+    return {
+        "id": f"msg_{session}-{turn.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": _blocks(turn),
+        "stop_reason": _stop(turn),
+        "stop_sequence": None,
+        "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.answer.tokens)},
+        "penstock": about(session, [turn]),
+    }
+
+
+def events(session: str, model: str, turn: Turn) -> Iterator[str]:
+    """The answer as server-sent events."""
+
+    def event(kind: str, **rest: Any) -> str:
+        return f"event: {kind}\ndata: {dumps({'type': kind, **rest})}\n\n"
+
+    whole = message(session, model, turn)
+    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    yield event("message_start", message=begun)
+    for index, block in enumerate(whole["content"]):
+        if block["type"] == "text":
+            empty: dict[str, Any] = {"type": "text", "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield event("content_block_start", index=index, content_block=empty)
+        yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    stopped = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield event("message_delta", delta=stopped, usage={"output_tokens": whole["usage"]["output_tokens"]})
+    yield event("message_stop")
+
+
+def _blocks(turn: Turn) -> list[dict[str, Any]]:
+    said = turn.message
+    found: list[dict[str, Any]] = [{"type": "text", "text": said["content"]}] if said["content"] else []
+    for call in said.get("tool_calls", ()):
+        about = call["function"]
+        found.append(
+            {"type": "tool_use", "id": call["id"], "name": about["name"], "input": json.loads(about["arguments"])}
+        )
+    return found or [{"type": "text", "text": ""}]
+
+
+def _stop(turn: Turn) -> str:
+    return "tool_use" if turn.message.get("tool_calls") else STOPS[turn.answer.finish]
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(block.get("text") or "" for block in content if isinstance(block, dict))
+    return content or ""
+
+
+def _messages(role: str, content: Any) -> list[dict[str, Any]]:
+    """One of Anthropic's, which may hold results of several tools."""
+    blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
+    found: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    calls = [
+        {
+            "id": block.get("id"),
+            "type": "function",
+            "function": {"name": block.get("name"), "arguments": block.get("input", {})},
+        }
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
+    words = _text([b for b in blocks if b.get("type") == "text"]) if isinstance(content, list) else _text(content)
+    if words or calls or not found:
+        found.append({"role": role, "content": words, **({"tool_calls": calls} if calls else {})})
+    return found

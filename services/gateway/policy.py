@@ -1,0 +1,123 @@
+"""Has the policy answer: a conversation to tokens, to the broker, and the answer back as a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from penstock.protocols import wire
+from penstock.protocols.experience import as_bytes
+from penstock.protocols.mailbox import DeadlineError
+from penstock.protocols.messages import Message, TurnAnswer, TurnKey, TurnRequest
+from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.records import NOBODY
+from penstock.services.gateway.replies import Replies
+from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.gateway.work import Held, Work
+from penstock.services.turns.answers import unpack_answer
+from penstock.services.turns.streams import turn_stream
+from penstock.services.turns.tokenizer import Tokenizer
+
+
+def told(tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """The tools that the policy is told of, to be compared."""
+    return json.dumps(list(tools), sort_keys=True) if tools else ""
+
+
+class Policy:
+    """``say`` says something to the broker, with a deadline in seconds; ``max_length``: tokens that a conversation may
+    have, None where the engine alone knows."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        text: Tokenizer,
+        replies: Replies,
+        max_length: int | None,
+        say: Callable[[Message, float], Future[Message]],
+    ) -> None:
+        self._config, self._text, self._replies = config, text, replies
+        self._max_length, self._say = max_length, say
+
+    def spliced(
+        self, session: Session, said: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Turn | None, np.ndarray]:
+        """The turn that a conversation goes on from, and the tokens that it adds. Raises `AgentError`."""
+        parent = session.parent_of(said, told(tools))
+        try:
+            if parent is None:
+                return None, self._text.encode_chat(said, tools)
+            return parent, self._text.observe(said[len(parent.said) :], True, int(parent.answer.tokens[-1]))
+        except Exception as error:  # a template may raise anything
+            raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
+
+    async def ask(
+        self,
+        held: Held,
+        asked: str,
+        parent: Turn | None,
+        given: np.ndarray,
+        said: list[dict[str, Any]],
+        told: str,
+        max_tokens: int | None,
+        stop: Sequence[str],
+    ) -> Turn:
+        """The turn, once it is durable. Raises `AgentError`, or `RefusedError` where the group is not ours any more."""
+        work, session = held.work, held.session
+        if len(session.turns) + len(held.pending) > self._config.max_turns:
+            raise AgentError(400, "too_many_turns", f"a session has at most gateway.max_turns={self._config.max_turns}")
+        prompt = np.concatenate([session.tokens(parent), given]).astype(np.int32)
+        sampling = self._sampling(work, session, len(prompt), max_tokens, stop)
+        number, session.next_turn = session.next_turn, session.next_turn + 1
+        key = TurnKey(purpose=work.lease.purpose, number=work.lease.number, place=session.place, turn=number)
+        note = {
+            "asked": asked,
+            "life": held.life,
+            "parent": NOBODY if parent is None else parent.number,
+            "given": given,
+            "said": json.dumps(said),
+            "told": told,
+        }
+        stream = turn_stream(work.lease, session.place, number)
+        request = TurnRequest(
+            key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream,
+            note=as_bytes(wire.pack(note)),
+        )  # fmt: skip
+        try:
+            found = await asyncio.wrap_future(self._say(request, self._config.turn_s))
+        except DeadlineError:
+            late = f"no answer within gateway.turn_s={self._config.turn_s:g} s"
+            raise AgentError(504, "turn_late", late, 1.0) from None
+        assert isinstance(found, TurnAnswer)
+        if found.error:
+            raise AgentError(400, "cannot_answer", f"the policy cannot answer this: {found.error}")
+        answer = unpack_answer(found.answer.tobytes())
+        turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
+        turn.asked, turn.prompt_tokens = asked, len(prompt)
+        turn.message = self._replies.message(work.lease, session.place, number, answer, told)
+        turn.said = [*said, canonical(turn.message)]
+        if held.life == session.life and not session.ended:
+            session.turns[number] = turn
+        return turn
+
+    def _sampling(self, work: Work, session: Session, size: int, max_tokens: int | None, stop: Sequence[str]) -> Any:
+        """The run's own: what is trained on must have been drawn as the run draws. Shorter, where the agent says so."""
+        own = work.lease.sampling
+        new = min(own.max_new_tokens, max_tokens or own.max_new_tokens)
+        if self._max_length is not None:
+            new = min(new, self._max_length - size)
+        if new < 1:
+            raise AgentError(
+                400, "context_length_exceeded",
+                f"the conversation has {size} tokens: no room is left in rollout.engine.max_length={self._max_length}",
+            )  # fmt: skip
+        one = {"n": 1, "greedy_baseline": False, "max_new_tokens": new, "stop": (*own.stop, *stop)}
+        if session.place == own.n:  # the group's greedy baseline
+            one["temperature"] = 0.0
+        return own.model_copy(update=one)

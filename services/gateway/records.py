@@ -1,0 +1,55 @@
+"""What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
+
+session.PLACE           {life, opened}, and once it has ended {reward, failure, unheard} too
+note.PLACE.TURN         {asked, life, parent, given, said, told}: what was asked
+answer.PLACE.TURN       what the policy said to it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from penstock.protocols import wire
+from penstock.protocols.messages import Lease
+from penstock.services.gateway.replies import Replies
+from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.turns.answers import unpack_answer
+
+NOBODY = -1
+"""In the place of a parent's number: the turn begins a conversation."""
+
+
+def session_id(lease: Lease, session: Session) -> str:
+    """What agents call it. Another life has another name."""
+    return f"{lease.purpose}-{lease.number}-{session.place}-{session.life}"
+
+
+def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None:
+    """Takes up what a gateway before this one had kept."""
+    by_place = {session.place: session for session in sessions}
+    for session in sessions:
+        kept = lease.records.get(f"session.{session.place}")
+        if kept is None:
+            continue
+        state = wire.unpack(kept.tobytes())
+        session.life, session.opened, session.ended = state["life"], state["opened"], state.get("ended", False)
+        session.reward, session.failure = state.get("reward", 0.0), state.get("failure", "")
+        session.unheard = set(state.get("unheard", ()))
+    names = [name.split(".") for name in lease.records if name.startswith("note.")]
+    for _, place, number in sorted(names, key=lambda name: int(name[2])):
+        _restore_turn(lease, by_place[int(place)], int(number), replies)
+
+
+def _restore_turn(lease: Lease, session: Session, number: int, replies: Replies) -> None:
+    note = wire.unpack(lease.records[f"note.{session.place}.{number}"].tobytes())
+    session.next_turn = max(session.next_turn, number + 1)
+    if note["life"] != session.life:
+        return
+    answer = unpack_answer(lease.records[f"answer.{session.place}.{number}"].tobytes())
+    message, said = replies.message(lease, session.place, number, answer, note["told"]), json.loads(note["said"])
+    parent = None if note["parent"] == NOBODY else note["parent"]
+    turn = Turn(number, parent, note["given"], answer, [*said, canonical(message)], note["told"], message=message)
+    turn.asked, turn.prompt_tokens = note["asked"], len(session.tokens_before(turn))
+    turn.wanted = number not in session.unheard
+    session.turns[number] = turn

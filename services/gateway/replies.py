@@ -1,0 +1,42 @@
+"""What the policy said, as the message that its agent reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from penstock.protocols.messages import Lease
+from penstock.services.turns.answers import Answer
+from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tool_calls import Parser
+
+
+class Replies:
+    """Makes an assistant's message, as OpenAI's chat completions have it, of a turn's tokens."""
+
+    def __init__(self, text: Tokenizer, parser: Parser) -> None:
+        self._text, self._parser = text, parser
+
+    def message(self, lease: Lease, place: int, turn: int, answer: Answer, tools: str) -> dict[str, Any]:
+        """With the calls that the policy asks for, where it was told of ``tools``; their ids follow from the turn."""
+        content = self._text.decode([answer.tokens.tolist()])[0]
+        content, calls = self._parser(content) if tools else (content, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{lease.purpose}_{lease.number}_{place}_{turn}_{index}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+                }
+                for index, call in enumerate(calls)
+            ]
+        return message
+
+    def logprobs(self, answer: Answer) -> list[dict[str, Any]]:
+        """Of each token, as chat completions tell them."""
+        texts = self._text.decode([[token] for token in answer.tokens.tolist()])
+        return [
+            {"token": text, "logprob": float(value), "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, answer.logprobs, strict=True)
+        ]

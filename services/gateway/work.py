@@ -1,0 +1,50 @@
+"""What a gateway holds: groups, and the sessions of them that agents have."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.protocols.experience import Purpose
+from penstock.protocols.messages import Lease
+from penstock.services.gateway.session import Session, Turn
+
+Key = tuple[Purpose, int]
+"""Purpose and number of a group."""
+
+
+@dataclass(eq=False)
+class Work:
+    """A group that agents are at."""
+
+    lease: Lease
+    prompt: np.ndarray
+    sessions: list[Session]
+
+    @property
+    def key(self) -> Key:
+        """Purpose and number."""
+        return self.lease.purpose, self.lease.number
+
+
+@dataclass(eq=False)
+class Held:
+    """A session in an agent's hands, by what the agent calls it."""
+
+    id: str
+    work: Work
+    session: Session
+    life: int
+    touched: float = field(default_factory=time.monotonic)
+    """When its agent last asked for something; and when the client that has it was last heard, None where nobody has
+    said that he would be."""
+    heard: float | None = None
+    pending: dict[str, asyncio.Task[Turn]] = field(default_factory=dict)
+    """By what was asked: answers under way."""
+    answered: dict[str, Turn] = field(default_factory=dict)
+    """The last answer to each, for who asks again because it has not heard."""
+    error: str = ""
+    """The last thing that went wrong."""

@@ -1,0 +1,124 @@
+"""The gateway's ZeroMQ door, for `penstock.AgentClient`."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import OrderedDict
+
+import numpy as np
+import structlog
+
+from penstock.protocols import messages as m
+from penstock.protocols.experience import as_bytes
+from penstock.protocols.keys import BrokerKeys
+from penstock.protocols.mailbox import RouterServer
+from penstock.services.gateway.desk import Desk
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.session import Turn
+
+log = structlog.get_logger()
+
+POLL_S = 0.005
+REMEMBERED = 4096
+"""Answers that are kept for who asks again."""
+Request = tuple[str, int]
+"""Who asked, and by which number: asked again, it is the same."""
+
+
+class ZmqDoor:
+    """A thread with the socket; what is asked is answered in the desk's loop."""
+
+    def __init__(self, bind: str, desk: Desk, keys: BrokerKeys | None) -> None:
+        self._desk = desk
+        self._router = RouterServer(bind, keys, "gateway.bind")
+        self.address = self._router.address
+        self._answers: queue.SimpleQueue[tuple[Request, m.Message]] = queue.SimpleQueue()
+        self._known: OrderedDict[Request, m.Message | None] = OrderedDict()
+        self._closing = threading.Event()
+        self._base_url = ""
+        self._thread: threading.Thread | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, base_url: str) -> None:
+        """Answers agents from now on."""
+        self._base_url = base_url
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="zmq-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Says what is there to say, and closes."""
+        self._closing.set()
+        if self._thread:
+            self._thread.join(5)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._closing.is_set():
+            for identity, number, message in self._router.receive(POLL_S):
+                request = identity, number
+                if isinstance(message, m.AgentBeat):
+                    loop.call_soon_threadsafe(self._desk.heard, message.sessions)
+                    continue
+                if request not in self._known:
+                    self._remember(request, None)
+                    asyncio.run_coroutine_threadsafe(self._answer(request, message), loop)
+                elif (answer := self._known[request]) is not None:
+                    self._router.send(identity, answer, number)
+            while not self._answers.empty():
+                request, answer = self._answers.get()
+                self._remember(request, answer)
+                self._router.send(request[0], answer, request[1])
+            self._router.flush()
+        self._router.close()
+
+    def _remember(self, request: Request, answer: m.Message | None) -> None:
+        self._known[request] = answer
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+
+    async def _answer(self, request: Request, message: m.Message) -> None:
+        try:
+            answer = await self._do(message)
+        except AgentError as error:
+            answer = m.AgentRefused(
+                status=error.status, code=error.code, reason=str(error), retry_s=error.retry_s or 0.0
+            )
+        except Exception as error:  # whatever an agent sends, it costs only itself
+            log.exception("a request failed", type=type(message).__name__)
+            answer = m.AgentRefused(status=500, code="failed", reason=f"{type(error).__name__}: {error}")
+        self._answers.put((request, answer))
+
+    async def _do(self, message: m.Message) -> m.Message:
+        desk = self._desk
+        if isinstance(message, m.AgentOpen):
+            held = await desk.open(min(message.wait_s, 300.0))
+            lease, held.heard = held.work.lease, time.monotonic()
+            url = f"{self._base_url}/s/{held.id}/v1"
+            return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt)
+        if isinstance(message, m.AgentChat):
+            held = await desk.find(message.session)
+            asked = (message.messages, message.tools, message.max_tokens, message.stop)
+            return _reply(await desk.chat(held, *asked, request=message.request))
+        if isinstance(message, m.AgentGenerate):
+            held = await desk.find(message.session)
+            tokens = np.frombuffer(message.tokens.tobytes(), np.int32)
+            return _reply(await desk.generate(held, tokens, message.max_tokens, request=message.request))
+        if isinstance(message, m.AgentFinish):
+            await desk.finish(message.session, message.reward)
+            return m.Ack()
+        if isinstance(message, m.AgentAbandon):
+            await desk.abandon(await desk.find(message.session), message.reason)
+            return m.Ack()
+        raise AgentError(400, "unexpected", f"{type(message).__name__} is not for an agent to say")
+
+
+def _reply(turn: Turn) -> m.AgentReply:
+    answer = turn.answer
+    tokens, logprobs, versions = (
+        as_bytes(values.tobytes()) for values in (answer.tokens, answer.logprobs, answer.versions)
+    )
+    return m.AgentReply(
+        turn=turn.number, message=turn.message, finish=answer.finish, tokens=tokens, logprobs=logprobs,
+        versions=versions,
+    )  # fmt: skip

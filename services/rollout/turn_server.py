@@ -1,0 +1,53 @@
+"""Turns of agents' sessions, one by one: what a rollout answers in a run that has gateways."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.protocols.experience import UNSAMPLED, as_bytes
+from penstock.protocols.messages import Generate, Generated
+from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
+from penstock.services.turns.answers import pack_answer
+
+
+class TurnServer:
+    """Called from the rollout's one thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: set[int] = set()
+
+    def start(self, asked: Generate) -> Generated | None:
+        """Begins to answer. Returns the answer where there will be none."""
+        if asked.id in self._open:
+            return None
+        tokens = np.frombuffer(asked.prompt.tobytes(), np.int32)
+        try:
+            self._engine.submit(Request(asked.id, asked.seed, tokens, asked.sampling, asked.stream))
+        except RequestError as error:
+            return _refused(asked.id, str(error))
+        self._open.add(asked.id)
+        return None
+
+    def has(self, id: int) -> bool:
+        """The turn is being answered."""
+        return id in self._open
+
+    def take(self, result: Completion | Refusal) -> Generated | None:
+        """The engine is done with a request; None where that is no turn."""
+        if result.number not in self._open:
+            return None
+        self._open.discard(result.number)
+        if isinstance(result, Refusal):
+            return _refused(result.number, result.reason)
+        versions = result.versions
+        return Generated(
+            id=result.number,
+            answer=as_bytes(pack_answer(result, result.finish)),
+            oldest=int(versions.min()) if versions.size else UNSAMPLED,
+            newest=int(versions.max()) if versions.size else UNSAMPLED,
+        )
+
+
+def _refused(id: int, reason: str) -> Generated:
+    return Generated(id=id, answer=as_bytes(b""), oldest=UNSAMPLED, newest=UNSAMPLED, error=reason[:340])

@@ -1,0 +1,42 @@
+"""A turn's answer on its way from the engine to the gateway: bytes that the broker keeps and does not read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.protocols import wire
+from penstock.protocols.experience import Finish, no_candidates
+from penstock.services.turns.joining import Sampled
+
+_ARRAYS = {"tokens": "int32", "logprobs": "float32", "versions": "int32"}
+_ARRAYS |= {"candidate_counts": "int32", "candidate_ids": "int32"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy said in one turn. Arrays as of `joining.Sampled`."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish: Finish = "stop"
+    candidate_counts: np.ndarray = field(default_factory=no_candidates)
+    candidate_ids: np.ndarray = field(default_factory=no_candidates)
+
+
+def pack_answer(said: Sampled, finish: Finish) -> bytes:
+    """One buffer."""
+    return wire.pack({name: getattr(said, name).astype(kind) for name, kind in _ARRAYS.items()} | {"finish": finish})
+
+
+def unpack_answer(data: bytes | memoryview) -> Answer:
+    """The answer of `pack_answer`. Raises `wire.WireError` where it is none."""
+    found = wire.unpack(data)
+    if not isinstance(found, dict) or found.keys() != {*_ARRAYS, "finish"} or found["finish"] not in ("stop", "length"):
+        raise wire.WireError("not the answer of a turn")
+    for name, kind in _ARRAYS.items():
+        if not isinstance(found[name], np.ndarray) or found[name].dtype.name != kind or found[name].ndim != 1:
+            raise wire.WireError(f"the answer of a turn: {name} is not {kind} with one dimension")
+    return Answer(**found)

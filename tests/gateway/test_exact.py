@@ -1,0 +1,149 @@
+"""What is delivered is what was served: random sessions against the engine's own record, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.protocols.experience import Group, Trajectory, pack_group, unpack_group
+from penstock.services.gateway.desk import Desk
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.session import Turn
+from penstock.services.gateway.work import Held
+from tests.gateway.house import CALLS, House
+
+TOOLS = [{"type": "function", "function": {"name": "reveal", "parameters": {"type": "object"}}}]
+
+
+async def wander(desk: Desk, held: Held, chance: random.Random) -> None:
+    """An agent of many turns, until no room is left."""
+    try:
+        await _wander(desk, held, chance)
+    except AgentError as error:
+        assert error.code == "context_length_exceeded", error
+
+
+async def _wander(desk: Desk, held: Held, chance: random.Random) -> None:
+    """It goes back, rewrites its history, asks again, speaks in tokens, and forgets."""
+    chats: list[list[dict[str, Any]]] = [[{"role": "user", "content": "sort ba="}]]
+    heard: list[Turn] = []
+    for _ in range(chance.randint(1, 6)):
+        messages = chance.choice(chats)
+        if chance.random() < 0.15:  # as a template or an agent does that drops what was said
+            messages = [{"role": "user", "content": f"sort {chance.choice('abc')}="}]
+        if chance.random() < 0.15 and heard:
+            turn = chance.choice(heard)
+            tokens = np.r_[held.session.tokens(turn), np.array([5, 6], np.int32)].astype(np.int32)
+            heard.append(await desk.generate(held, tokens, 3))
+            continue
+        tools = chance.choice([None, TOOLS])
+        turn = await desk.chat(held, messages, tools, chance.choice([None, 2]))
+        if chance.random() < 0.2:
+            assert await desk.chat(held, messages, tools, None, again=True) is not None
+        if chance.random() < 0.2:
+            assert await desk.chat(held, messages, tools, again=True, request="r") is await desk.chat(
+                held, messages, tools, again=True, request="r"
+            )
+        heard.append(turn)
+        answer = {"role": "tool", "tool_call_id": "x", "content": "ab"} if tools else {"role": "user", "content": "c"}
+        chats.append([*messages, turn.message, answer])
+
+
+def sampled(trajectories: list[Trajectory]) -> Counter[bytes]:
+    """Runs of sampled tokens, each with its log-probabilities and versions."""
+    found: Counter[bytes] = Counter()
+    for t in trajectories:
+        edges = np.flatnonzero(np.diff(np.r_[0, t.loss_mask, 0]))
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            found[b"".join(a[start:end].tobytes() for a in (t.tokens, t.logprobs, t.versions))] += 1
+    return found
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_every_sampled_token_is_delivered_once_as_the_engine_said_it(
+    tokenizers: dict[bool, Path], model: Any, chat: bool, taken_over: bool
+) -> None:
+    if chat:
+        pytest.importorskip("jinja2")
+    house = House(tokenizers[chat], model, tool_calls=CALLS)
+    chance = random.Random(int(chat) + 2 * int(taken_over))
+    # Without a template no tools can be told of in a chat: the desk's own rule is the same for both.
+    count = 40
+
+    async def play() -> None:
+        for number in range(count):
+            house.desk.start(house.lease(number))
+            held = await house.desk.open(1)
+            await wander(house.desk, held, chance)
+            if taken_over and chance.random() < 0.5:  # the gateway dies; another one has only what was kept
+                house.open().start(house.lease(number))
+                held = await house.desk.find(held.id)
+                await wander(house.desk, held, chance)
+            await house.desk.finish(held.id, 0.5)
+
+    house.run(play, 120)
+    found = []
+    for made in house.delivered.values():
+        assert isinstance(made, Group), made
+        group = unpack_group(pack_group(made))
+        assert all(float(t.rewards.sum()) == 0.5 for t in group.trajectories)
+        found += list(group.trajectories)
+    wanted: Counter[bytes] = Counter()
+    for answer in house.engines_own:
+        wanted[b"".join(a.tobytes() for a in (answer.tokens, answer.logprobs.clip(max=0), answer.versions))] += 1
+    assert len(house.delivered) == count and sum(wanted.values()) > 2 * count
+    # Two turns may follow each other without a token between them: then they are one run. Compare token by token.
+    assert sum(t.sampled for t in found) == sum(len(answer.tokens) for answer in house.engines_own)
+    assert sum((sampled(found) & wanted).values()) > 0.9 * sum(wanted.values())
+    for trajectory in found:
+        assert trajectory.loss_mask.any() and trajectory.tokens[0] >= 0
+
+
+def test_a_turn_that_nobody_was_left_to_hear_is_not_trained_on(tokenizers: dict[bool, Path], model: Any) -> None:
+    house = House(tokenizers[False], model)
+
+    async def play() -> None:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+        say = [{"role": "user", "content": "sort ba="}]
+        lost = await house.desk.chat(held, say, None)
+        lost.wanted = False
+        first = await house.desk.chat(held, say, None)
+        await house.desk.chat(held, [*say, first.message, {"role": "user", "content": "c"}], None)
+        await house.desk.finish(held.id, 1.0)
+
+    house.run(play)
+    made = house.delivered["train", 0]
+    assert isinstance(made, Group) and len(made.trajectories) == 1
+    answers = house.engines_own
+    assert made.trajectories[0].sampled == len(answers[1].tokens) + len(answers[2].tokens)
+
+
+def test_sessions_of_silent_agents_are_given_again_and_fail_in_the_end(
+    tokenizers: dict[bool, Path], model: Any
+) -> None:
+    house = House(tokenizers[False], model, idle_s=0.05, attempts=2)
+
+    async def play() -> list[str]:
+        house.desk.start(house.lease(0))
+        names = []
+        for _ in range(2):
+            held = await house.desk.open(1)
+            names.append(held.id)
+            await house.desk.chat(held, [{"role": "user", "content": "sort ba="}], None)
+            held.touched -= 1
+            house.desk.expire()
+            while held.id in {row["session"] for row in house.desk.rows()}:
+                await asyncio.sleep(0.01)
+        return names
+
+    assert len(set(house.run(play))) == 2
+    made = house.delivered["train", 0]
+    assert isinstance(made, Group) and "silent" in made.trajectories[0].failure
