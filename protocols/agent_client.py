@@ -31,6 +31,7 @@ from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
 TURN_S = 600.0
 SAY_S = 120.0
 BEAT_S = 3.0
+OPEN_S = 20.0
 START_S = 120.0
 """How long a client waits for a run to be under way."""
 
@@ -79,6 +80,7 @@ class _Line:
     """A connection to one gateway, with its answers as futures."""
 
     def __init__(self, gateway: str | Path, keys: ClientKeys | None) -> None:
+        self.folder = None if "://" in str(gateway) else Path(gateway)
         address, found = _address(gateway)
         self._mailbox = Mailbox(address, incarnation_of(f"agent-{secrets.token_hex(4)}"), keys or found)
         self._mailbox.beat_s, self._mailbox.beat = BEAT_S, lambda: m.AgentBeat(sessions=list(self.sessions))
@@ -208,7 +210,7 @@ class AgentClient:
     def session(self, wait_s: float = 60.0) -> AgentSession:
         """The next task that no agent has. Raises `RunOver`, or `AgentRefusedError` where none is free for so long."""
         deadline = time.monotonic() + wait_s
-        while (opened := _opened(_open(self._line, deadline).result(65), deadline)) is None:
+        while (opened := _opened(self._line, _open(self._line, deadline), deadline)) is None:
             pass
         return AgentSession(self._line, opened)
 
@@ -226,14 +228,29 @@ class AgentClient:
 def _open(line: _Line, deadline: float) -> Future[m.Message]:
     """Asks for a session. The gateway waits for one, but not longer than a line should be silent."""
     left = max(0.0, deadline - time.monotonic())
-    return line.ask(m.AgentOpen(wait_s=min(left, 30.0)), 60.0)
+    return line.ask(m.AgentOpen(wait_s=min(left, OPEN_S)), OPEN_S + 10)
 
 
-def _opened(found: m.Message, deadline: float) -> m.AgentOpened | None:
+def _opened(line: _Line, asked: Future[m.Message], deadline: float) -> m.AgentOpened | None:
     """The session; None where it is to be asked for again."""
+    try:
+        found = asked.result()
+    except DeadlineError:
+        if line.folder and (line.folder / "summary.json").exists() and not list(line.folder.glob("gateways/*.json")):
+            reason = f"the run in {line.folder} has ended"
+            raise RunOver(m.AgentRefused(status=410, code="run_over", reason=reason)) from None
+        if time.monotonic() < deadline:
+            return None
+        raise
     if isinstance(found, m.AgentRefused) and found.code == "no_session" and time.monotonic() < deadline:
         return None
     return _checked(found)
+
+
+async def _answered(asked: Future[m.Message]) -> Future[m.Message]:
+    """``asked``, once it has its answer or never will."""
+    await asyncio.wait([asyncio.wrap_future(asked)])
+    return asked
 
 
 class AsyncAgentSession(_Asked):
@@ -287,7 +304,7 @@ class AsyncAgentClient:
     async def session(self, wait_s: float = 60.0) -> AsyncAgentSession:
         """See `AgentClient.session`."""
         deadline = time.monotonic() + wait_s
-        while (opened := _opened(await asyncio.wrap_future(_open(self._line, deadline)), deadline)) is None:
+        while (opened := _opened(self._line, await _answered(_open(self._line, deadline)), deadline)) is None:
             pass
         return AsyncAgentSession(self._line, opened)
 

@@ -34,6 +34,7 @@ from penstock.services.turns.tool_calls import parser
 log = structlog.get_logger()
 
 NOTE_S = 60.0
+LOST = "session_lost"
 ENDED = 10_000
 """Finished sessions that are remembered."""
 SETTLING_S = 20.0
@@ -87,6 +88,7 @@ class Desk:
         for session in work.sessions:
             if session.opened and not session.ended:
                 held = Held(session_id(work.lease, session), work, session, session.life)
+                held.heard = time.monotonic() if session.beats else None
                 held.answered |= {turn.asked: turn for turn in session.turns.values()}
                 self._held[held.id] = held
             elif not session.ended:
@@ -145,17 +147,26 @@ class Desk:
 
     # --- agents ------------------------------------------------------------------------------------------------------
 
-    async def open(self, wait_s: float) -> Held:
-        """The next session that no agent has. Raises `AgentError` where there is none within ``wait_s``."""
+    async def open(self, wait_s: float, beats: bool = False) -> Held:
+        """The next session that no agent has; of a client that ``beats``, it is lost when that stops. Raises
+        `AgentError` where there is none within ``wait_s``."""
         deadline = time.monotonic() + wait_s
         while True:
             while self._free:
                 work, session = self._free.popleft()
                 if self._works.get(work.key) is not work:
                     continue
-                session.opened = True
                 held = Held(session_id(work.lease, session), work, session, session.life)
-                await self._note(work, f"session.{session.place}", {"life": session.life, "opened": True})
+                held.heard = time.monotonic() if beats else None
+                opened = {"life": session.life, "opened": True, "beats": beats}
+                try:
+                    await self._note(work, f"session.{session.place}", opened)
+                except AgentError as error:
+                    if error.code == LOST:  # with its group
+                        continue
+                    self._free.append((work, session))
+                    raise
+                session.opened = True
                 self._held[held.id] = held
                 return held
             self._check_over()
@@ -247,7 +258,7 @@ class Desk:
             return await asyncio.shield(task)
         except RefusedError as error:
             self.forget(held.work.key)
-            raise AgentError(410, "session_lost", f"the session is not this gateway's any more: {error}") from error
+            raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error
 
     def _done(self, held: Held, asked: str, task: asyncio.Task[Turn]) -> None:
         held.touched = time.monotonic()
@@ -311,7 +322,7 @@ class Desk:
             raise AgentError(503, "broker_away", "the broker does not answer; ask again", 5.0) from None
         except RefusedError as error:
             self.forget(work.key)
-            raise AgentError(410, "session_lost", f"the session is not this gateway's any more: {error}") from error
+            raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error
 
     def forget(self, key: Key) -> None:
         """The group is another gateway's, or gone."""

@@ -27,7 +27,7 @@ class Doors:
     """Both of them, in front of one desk. ``model``: what HTTP agents call the policy."""
 
     def __init__(self, config: GatewayConfig, context: ActorContext, desk: Desk, model: str) -> None:
-        self._context, self._desk = context, desk
+        self._desk, self._file = desk, context.folder / "gateways" / f"{context.name}.json"
         index = context.name.rpartition("-")[2]
         shift = 2 * int(index) if index.isdigit() else 0
         host, _, port = config.http.rpartition(":")
@@ -46,9 +46,8 @@ class Doors:
         """Says where they are, in the run's folder."""
         host, port = self._http.getsockname()[:2]
         where = {"http": f"http://{host}:{port}", "zmq": self._zmq.address}
-        file = self._context.folder / "gateways" / f"{self._context.name}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(where) + "\n")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self._file, json.dumps(where) + "\n")
         log.info("gateway open", **where)
         self._zmq.start(loop, where["http"])
 
@@ -58,6 +57,7 @@ class Doors:
 
     def close(self) -> None:
         """No agent is answered any more."""
+        self._file.unlink(missing_ok=True)
         self._server.should_exit = True
         self._zmq.close()
 

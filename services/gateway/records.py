@@ -1,6 +1,6 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
-session.PLACE           {life, opened}, and once it has ended {reward, failure, unheard} too
+session.PLACE           {life, opened, beats}, and once it has ended {reward, failure, unheard} too
 note.PLACE.TURN         {asked, life, parent, given, said, told}: what was asked
 answer.PLACE.TURN       what the policy said to it
 """
@@ -34,6 +34,7 @@ def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None
             continue
         state = wire.unpack(kept.tobytes())
         session.life, session.opened, session.ended = state["life"], state["opened"], state.get("ended", False)
+        session.beats = state.get("beats", False)
         session.reward, session.failure = state.get("reward", 0.0), state.get("failure", "")
         session.unheard = set(state.get("unheard", ()))
     names = [name.split(".") for name in lease.records if name.startswith("note.")]

@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 DURABLE_DEADLINE_S = 120.0
 DRAIN_S = 10.0
+LINGER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Gateway:
                 raise RuntimeError("the gateway's HTTP server has ended by itself")
         self._loop.call_soon_threadsafe(self._desk.end, reason)
         deadline = time.monotonic() + DRAIN_S
-        while self._outbox and time.monotonic() < deadline:
+        until = time.monotonic() + LINGER_S  # whoever asks is told that the run is over
+        while time.monotonic() < (deadline if self._outbox else until):
             self._read_inbox()
         self._doors.close()
         self._thread.join(5)

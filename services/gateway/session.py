@@ -81,6 +81,8 @@ class Session:
     """How often it was begun anew."""
     opened: bool = False
     """An agent has it."""
+    beats: bool = False
+    """By a client that says that it is alive."""
     turns: dict[int, Turn] = field(default_factory=dict)
     next_turn: int = 0
     """Numbers are not used again, in another life neither."""

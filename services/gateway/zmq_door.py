@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections import OrderedDict
 
 import numpy as np
@@ -92,8 +91,8 @@ class ZmqDoor:
     async def _do(self, message: m.Message) -> m.Message:
         desk = self._desk
         if isinstance(message, m.AgentOpen):
-            held = await desk.open(min(message.wait_s, 300.0))
-            lease, held.heard = held.work.lease, time.monotonic()
+            held = await desk.open(min(message.wait_s, 300.0), beats=True)
+            lease = held.work.lease
             url = f"{self._base_url}/s/{held.id}/v1"
             return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt)
         if isinstance(message, m.AgentChat):

@@ -1,0 +1,137 @@
+"""Agents from outside through the whole pipeline: what they were served is what is trained on, whoever is killed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock.pipeline.run.summary import steps_of
+from penstock.protocols.agent_client import AgentRefusedError, AgentSession, Reply
+from penstock.services.broker import archive
+from tests.e2e.runs import ROOT, Run, check_promises
+
+CONFIG = ROOT / "configs" / "agent.yaml"
+TINY = [
+    "trainer.steps=6", "gate.groups_per_step=4", "gate.prefetch=8", "prompts.eval=null", "model.warm_start.steps=2",
+    "model.warm_start.batch=16", "rollout.sampling.n=4", "replay.archive=all", "gateway.http=127.0.0.1:0",
+    "gateway.bind=tcp://127.0.0.1:0", "rollout.count=2",
+]  # fmt: skip
+TOOL: Any = {"type": "function", "function": {"name": "reveal", "parameters": {"type": "object"}}}
+
+
+def play(session: AgentSession) -> list[Reply]:
+    """Two turns, the second of which sometimes begins anew."""
+    asked = [{"role": "user", "content": session.task.text}]
+    first = session.chat(asked, [TOOL])
+    result = {"role": "tool", "tool_call_id": first.calls[0][2], "content": session.task.text}
+    then = [*asked, first.message, result] if len(session.task.truth) % 3 else [{"role": "user", "content": "sort ba="}]
+    return [first, session.chat(then, [TOOL])]
+
+
+class Agents:
+    """So many at once, each with a line of its own, until the run is over."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder = folder
+        self.heard: dict[str, list[Reply]] = {}
+        """By session, of those that were finished."""
+        self.lost = 0
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        try:
+            with penstock.AgentClient(self._folder) as client:
+                while True:
+                    self._play(client)
+        except penstock.RunOver:
+            pass
+        except BaseException as error:
+            self._errors.append(error)
+
+    def _play(self, client: penstock.AgentClient) -> None:
+        try:
+            with client.session(wait_s=120) as session:
+                replies = play(session)
+                session.finish(reward=float(len(replies[1].tokens) % 2))
+                self.heard[session.id] = replies
+        except AgentRefusedError as refused:  # its gateway or its group has gone: the next one, please
+            if refused.code not in ("session_lost", "unknown_session", "no_session", "broker_away"):
+                raise
+            self.lost += refused.code in ("session_lost", "unknown_session")
+
+    def join(self, seconds: float) -> None:
+        """Until all of them have heard that the run is over."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not self._errors, self._errors
+        assert not any(thread.is_alive() for thread in self._threads), "an agent waits for a run that is over"
+
+
+def pieces(tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> Counter[tuple[int, float, int]]:
+    return Counter(zip(tokens.tolist(), logprobs.tolist(), versions.tolist(), strict=True))
+
+
+def check_tokens(run: Run, heard: dict[str, list[Reply]], all_heard: bool) -> None:
+    """Each token that was trained on was served, as often, with its log-probability and version."""
+    trained: Counter[Any] = Counter()
+    for batch, _ in archive.read(run.folder, 0):
+        for t in (t for taken in batch.groups for t in archive.open_group(taken).trajectories):
+            on = t.loss_mask == 1
+            trained += pieces(t.tokens[on], t.logprobs[on], t.versions[on])
+    served: Counter[Any] = Counter()
+    for replies in heard.values():
+        for reply in replies:
+            served += pieces(reply.tokens, reply.logprobs.clip(max=0), reply.versions)
+    missing = trained - served
+    if all_heard:
+        assert not missing, missing
+    assert sum(trained.values()) > 100
+
+
+def test_agents_are_trained_on_what_they_were_served(tmp_path: Path) -> None:
+    run = Run(tmp_path, TINY, CONFIG)
+    agents = Agents(run.folder, 8)
+    summary = run.wait(240)
+    agents.join(60)
+    check_promises(summary)
+    assert summary["steps"] == 6 and summary["groups_trained"] == 24
+    assert all(row["turns"] >= 1 for row in steps_of(run.folder))
+    check_tokens(run, agents.heard, all_heard=True)
+
+
+def free_ports() -> list[str]:
+    """Overrides: a gateway that is started again must be where it was."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
+    return [f"gateway.http=127.0.0.1:{ports[0]}", f"gateway.bind=tcp://127.0.0.1:{ports[1]}"]
+
+
+@pytest.mark.slow
+def test_killed_processes_cost_agents_time_alone(tmp_path: Path) -> None:
+    """Agents go on with the session that they have, whoever dies under them; no token is trained on twice."""
+    run = Run(tmp_path, [*TINY, *free_ports(), "trainer.steps=40", "run.max_restarts=20", "gateway.lost_s=8"], CONFIG)
+    agents = Agents(run.folder, 8)
+
+    run.wait_for_step(2)
+    for victim in ("gateway-0", "rollout-0", "trainer", "gateway-0", "rollout-1", "reward-0"):
+        if victim in run.actors():
+            run.actors()[victim].kill()
+        time.sleep(4)
+    summary = run.wait(240)
+    agents.join(60)
+    check_promises(summary)
+    assert summary["steps"] == 40 and summary["restarts"] >= 4
+    assert agents.lost <= 8, "a session that was open is gone on with"
+    check_tokens(run, agents.heard, all_heard=False)
