@@ -15,6 +15,8 @@ class GatewayConfig(Section):
     http: str = "127.0.0.1:8420"
     """Where the first one speaks HTTP, e.g. ``0.0.0.0:8420``; a second one has the port two higher, and so on. Port 0:
     any free one. Beyond the loopback agents need the key in the run's folder."""
+    advertise: str | None = None
+    """What agents that came by `bind` are told to reach HTTP by, e.g. ``http://10.0.0.7:8420``; null: `http`."""
     bind: str = "tcp://127.0.0.1:8421"
     """Where the first one is reached by `penstock.AgentClient`; a second one has the port two higher, and so on."""
     sessions: int = Field(256, ge=1)

@@ -27,6 +27,7 @@ class Doors:
     """Both of them, in front of one desk. ``model``: what HTTP agents call the policy."""
 
     def __init__(self, config: GatewayConfig, context: ActorContext, desk: Desk, model: str) -> None:
+        self._advertise = config.advertise
         self._desk, self._file = desk, context.folder / "gateways" / f"{context.name}.json"
         index = context.name.rpartition("-")[2]
         shift = 2 * int(index) if index.isdigit() else 0
@@ -45,7 +46,7 @@ class Doors:
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Says where they are, in the run's folder."""
         host, port = self._http.getsockname()[:2]
-        where = {"http": f"http://{host}:{port}", "zmq": self._zmq.address}
+        where = {"http": self._advertise or f"http://{host}:{port}", "zmq": self._zmq.address}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._file, json.dumps(where) + "\n")
         log.info("gateway open", **where)

@@ -20,6 +20,8 @@ FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
 ACTORS = tuple(load_plugin(name, "actors").kind for name in SPECS)
 """A new actor is a service too."""
+OWN = {"critic": "critic", "gateway": "agents"}
+"""Services with a profile of their own."""
 
 
 def kind(service: str) -> str:
@@ -29,8 +31,9 @@ def kind(service: str) -> str:
 def test_both_profiles_have_every_service() -> None:
     for profile, suffix in (("cpu", ""), ("gpu", "-gpu")):
         found = {name for name, service in SERVICES.items() if service["profiles"] == [profile]}
-        assert found == {f"{name}{suffix}" for name in ("prepare", "redis", *ACTORS) if name != "critic"}
-        assert SERVICES[f"critic{suffix}"]["profiles"] == [f"critic{suffix}"]  # where a config has one
+        assert found == {f"{name}{suffix}" for name in ("prepare", "redis", *ACTORS) if name not in OWN}
+        for name, own in OWN.items():  # where a config has one
+            assert SERVICES[f"{name}{suffix}"]["profiles"] == [f"{own}{suffix}"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -41,7 +44,7 @@ def test_every_container_is_confined(name: str) -> None:
     assert service["mem_limit"] and service["pids_limit"] and service["logging"]["options"]["max-size"]
     assert not service.get("privileged") and "docker.sock" not in str(service.get("volumes"))
     ports = service.get("ports", [])
-    assert all(port.startswith("127.0.0.1:") for port in ports) and bool(ports) == (kind(name) == "broker")
+    assert all(port.startswith("127.0.0.1:") for port in ports) and bool(ports) == (kind(name) in ("broker", "gateway"))
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -52,6 +55,7 @@ def test_networks_are_as_the_docs_say(name: str) -> None:
         "reward": {"control"},
         "reference": {"control"},
         "critic": {"control"},
+        "gateway": {"control"},
         "prepare": {"control"},
     }
     service = SERVICES[name]
