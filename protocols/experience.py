@@ -20,6 +20,10 @@ UNSAMPLED = -1
 """The version of a token that no policy sampled: a prompt's, or an environment's."""
 
 
+FLOAT32_MAX = 3.4e38
+"""No reward is larger."""
+
+
 class ExperienceError(ValueError):
     """A prompt, trajectory or group that breaks its own rules; says which one."""
 

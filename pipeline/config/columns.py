@@ -53,6 +53,7 @@ def check_columns(config: Any) -> None:
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"{key}: no scorer writes a column {name!r}; {hint}")
     by_token = table.by_token - {term for total in table.sums for term in total.terms}
+    _check_shapes(config.trainer.algorithm.advantage, table.by_token, by_token)
     for index, constraint in enumerate(config.trainer.algorithm.constraints):
         if constraint.column in by_token:
             raise ValueError(
@@ -60,6 +61,20 @@ def check_columns(config: Any) -> None:
                 "cost one for each trajectory"
             )
     _check_order(table)
+
+
+def _check_shapes(advantage: Any, by_token: set[str], by_token_alone: set[str]) -> None:
+    """``by_token_alone``: columns that are no term of the reward, which would have their sum by trajectory too."""
+    if advantage.type == "gdpo" and (wrong := by_token_alone.intersection(advantage.columns)):
+        raise ValueError(
+            f"trainer.algorithm.advantage.components: {min(wrong)} has a value for each token; gdpo compares "
+            "trajectories"
+        )
+    if advantage.type == "distillation" and (wrong := set(advantage.columns) - by_token):
+        raise ValueError(
+            f"trainer.algorithm.advantage.teachers: {min(wrong)} has a value for each trajectory; a teacher has a "
+            "log-probability for each token"
+        )
 
 
 def _check_order(table: ColumnTable) -> None:

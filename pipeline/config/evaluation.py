@@ -17,6 +17,12 @@ def check_evaluation(config: Any) -> None:
             room = config.sampling.trajectories if alone else engine.max_sequences
             why = "run.deterministic decodes a group at a time" if alone else "rollout.engine.max_sequences"
             raise ValueError(f"{key}.n={how.n} exceeds {room} ({why})")
+        longest = getattr(engine, "max_length", None)
+        if longest and (how.max_new_tokens or 0) >= longest:
+            raise ValueError(
+                f"{key}.max_new_tokens={how.max_new_tokens} leaves no room for a prompt in rollout.engine.max_length="
+                f"{longest}"
+            )
         if not isinstance(engine, VllmEngineConfig):
             continue
         raw = sampling.temperature in (0, 1) and not sampling.candidates

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
+import regex
 from pydantic import Field, field_validator, model_validator
 
 from penstock.protocols.experience import Sampling
@@ -39,8 +39,8 @@ class EvalSampling(Section):
     def _a_pattern(cls, value: str | None) -> str | None:
         if value is not None:
             try:
-                groups = re.compile(value).groups
-            except re.error as error:
+                groups = regex.compile(value).groups
+            except regex.error as error:
                 raise ValueError(f"no regular expression: {error}") from None
             if groups != 1:
                 raise ValueError(f"has {groups} groups; one says what the answer is, e.g. answer: (\\d+)")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
+import regex
 import structlog
 
 from penstock.protocols.columns import REWARD, Column, WeightedSum
@@ -15,6 +14,9 @@ from penstock.services.broker.rules.evaluation import majority, pass_at
 from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
+
+VOTE_S = 0.1
+"""What finding an answer's vote may take."""
 
 log = structlog.get_logger()
 
@@ -111,5 +113,9 @@ def _vote(trajectory: Trajectory, pattern: str | None) -> str | None:
     said = trajectory.turns[-1] if trajectory.turns else trajectory.text
     if pattern is None:
         return said.strip()
-    matches = re.findall(pattern, said)
+    try:
+        matches = regex.findall(pattern, said, timeout=VOTE_S)
+    except TimeoutError:  # a pattern that goes back and forth over an answer must not hold up the run
+        log.warning("an answer's vote took too long", pattern=pattern)
+        return None
     return matches[-1] if matches else None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.protocols.experience import Prompt
+from penstock.protocols.experience import FLOAT32_MAX, Prompt
 from penstock.protocols.turn import Turn
 from penstock.protocols.wire import WireError, pack
 from penstock.services.runtime.plugins import load_plugin
@@ -96,7 +96,7 @@ def _went_on(found: Any) -> dict[str, Any]:
         reward = float(turn.reward)
     except (TypeError, ValueError):
         raise ValueError(f"step gave the reward {turn.reward!r}, which is no number") from None
-    if not math.isfinite(reward):
+    if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:
         raise ValueError(f"step gave the reward {reward}")
     observation = turn.observation
     if observation is not None and not isinstance(observation, str):

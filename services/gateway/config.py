@@ -18,7 +18,8 @@ class GatewayConfig(Section):
     advertise: str | None = None
     """What agents that came by `bind` are told to reach HTTP by, e.g. ``http://10.0.0.7:8420``; null: `http`."""
     bind: str = "tcp://127.0.0.1:8421"
-    """Where the first one is reached by `penstock.AgentClient`; a second one has the port two higher, and so on."""
+    """Where the first one is reached by `penstock.AgentClient`, e.g. ``tcp://127.0.0.1:0``; a second one has the port
+    two higher, and so on."""
     sessions: int = Field(256, ge=1)
     """Sessions that one gateway holds at most, e.g. ``512``: at least a group's."""
     idle_s: float = Field(600.0, gt=0)
@@ -33,5 +34,6 @@ class GatewayConfig(Section):
     max_turns: int = Field(64, ge=1, le=4096)
     """Turns of the policy in one session; more are refused."""
     tool_calls: str = "hermes"
-    """How the policy asks for tools: ``hermes`` (``<tool_call>``, as Qwen's), ``none``, or a ``module:function`` of
-    your own that takes what the policy said and returns the text that is left, and the calls. See docs/agents.md."""
+    """How the policy asks for tools, e.g. ``none``: not at all; ``hermes``: by ``<tool_call>``, as Qwen's; or a
+    ``module:function`` of your own that takes what it said and returns the text that is left, and the calls. See
+    docs/agents.md."""

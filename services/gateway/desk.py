@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 
 from penstock.protocols import wire
-from penstock.protocols.experience import Group, as_bytes
+from penstock.protocols.experience import FLOAT32_MAX, Group, as_bytes
 from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note
 from penstock.services.gateway.config import GatewayConfig
@@ -231,6 +231,8 @@ class Desk:
         if id in self._ended:
             return
         held = await self.find(id)
+        if reward is not None and not abs(reward) <= FLOAT32_MAX:
+            raise AgentError(422, "invalid_request", f"reward: {reward} is no finite number")
         if reward is None and self._needs_reward:
             raise AgentError(422, "no_reward", "reward: this run has no other reward than what agents say; give one")
         await self._settle(held, {"reward": reward or 0.0})

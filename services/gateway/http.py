@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.gateway import chat, messages
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
@@ -39,7 +40,7 @@ class Finished(BaseModel):
     """Of ``POST /v1/sessions/SESSION/finish``."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    reward: float | None = None
+    reward: float | None = Field(None, ge=-FLOAT32_MAX, le=FLOAT32_MAX)
     """How good it was; without it the run's reward functions say so."""
 
 

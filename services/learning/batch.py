@@ -49,7 +49,7 @@ class TrainingBatch:
     @property
     def rewarded(self) -> np.ndarray:
         """bool ``[trajectories]``"""
-        return ~np.isnan(self.rewards)
+        return np.isfinite(self.rewards)
 
     def padded(self, parts: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray) -> torch.Tensor:
         """``parts``, an array ``[tokens]`` for each trajectory, as ``[rows, longest]`` on the host, padded with 0."""

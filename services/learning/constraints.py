@@ -18,7 +18,8 @@ def multiplier_of(constraint: ConstraintConfig, state: dict[str, float]) -> floa
 
 def risen(multiplier: float, mean_cost: float, constraint: ConstraintConfig) -> float:
     """λ after a step with this mean cost: its logarithm rises by `ConstraintConfig.rate` times how far the cost is
-    above the limit, and falls where it is below."""
+    above the limit, and falls where it is below. (Eq. 29 has λ as a factor of that too; without it λ also leaves a
+    small start.)"""
     grown = math.log(max(multiplier, 1e-6)) + constraint.rate * (mean_cost - constraint.limit)
     return min(math.exp(min(grown, 50.0)), constraint.largest)
 

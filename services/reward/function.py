@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.runtime.plugins import load_plugin
 
-FLOAT32_MAX = 3.4e38
 OFFERED = (
     "response", "response_tokens", "turns", "truth", "prompt", "messages", "finish_reason", "group", "sample", "step"
 )  # fmt: skip

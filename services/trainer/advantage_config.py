@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from penstock.protocols.columns import GREEDY, POLICY, REFERENCE, SAMPLED, SQUARES, VALUES, WEIGHTS
 from penstock.services.trainer.choice import Choice
@@ -171,6 +171,14 @@ class DistillationAdvantage(Choice):
     teachers: dict[str, float] = Field({REFERENCE: 1.0}, min_length=1)
     """Columns of log-probabilities, each with its weight: ``{reference: 1.0}`` is the model of `reference.path`;
     several are scorers, e.g. ``{maths: 0.5, law: 0.5}``."""
+
+    @field_validator("teachers")
+    @classmethod
+    def _weigh(cls, teachers: dict[str, float]) -> dict[str, float]:
+        if min(teachers.values()) < 0 or sum(teachers.values()) <= 0:
+            raise ValueError("weights of teachers are not negative, and one of them is above 0")
+        return teachers
+
     gamma: float = Field(0.0, ge=0, le=1)
     """How much a token answers for what the policy says after it: 0, for itself alone; e.g. ``1.0``."""
     reward: float = Field(0.0, ge=0)

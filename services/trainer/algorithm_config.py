@@ -319,6 +319,17 @@ class AlgorithmConfig(Section):
     def _expand(cls, data: Any) -> Any:
         return expand(data) if isinstance(data, dict) and data.get("preset") in PRESETS else data
 
+    @model_validator(mode="after")
+    def _rewards_are_read(self) -> AlgorithmConfig:
+        """What changes the reward needs an advantage that reads it, and compares it with what is changed likewise."""
+        kind = self.advantage.type
+        taken = "constraints" if self.constraints else "kl.place=reward" if self.kl.in_reward else ""
+        unread = kind == "gdpo" or (kind == "distillation" and not getattr(self.advantage, "reward", 1.0))
+        if taken and (unread or kind == "remax"):
+            why = "its greedy baseline would not pay" if kind == "remax" else "it does not read the reward"
+            raise ValueError(f"{taken}: it is taken off the reward, and advantage={kind} has no use for that: {why}")
+        return self
+
     @property
     def penalties(self) -> Penalties:
         """What is taken off the rewards."""

@@ -144,7 +144,8 @@ class Learner(ModelLearner):
         rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, self.state)
         columns: dict[str, torch.Tensor] = {}
         for name in self.algorithm.group_columns:
-            if name in step.token_values:
+            by_token = name not in step.values or self._config.algorithm.advantage.by_token
+            if name in step.token_values and by_token:
                 columns[name] = step.padded(step.token_values[name], rewarded)
             else:
                 columns[name] = torch.from_numpy(step.values[name][rewarded])

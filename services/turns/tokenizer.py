@@ -67,7 +67,8 @@ class Tokenizer:
             _, found, text = whole.partition(_ANSWER)
             if not found:
                 raise TextError("the chat template leaves out what the assistant said; it cannot be used in turns")
-            text = text.removeprefix(self._tokenizer.decode([ended_with]))
+            if ended_with in self._tokenizer.all_special_ids:  # any other token may only look like the answer's end
+                text = text.removeprefix(self._tokenizer.decode([ended_with]))
         return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import sys
 import threading
 import time
@@ -41,7 +42,16 @@ class Handler(Protocol):
 
 
 def _failure(call: int, error: BaseException) -> dict[str, Any]:
-    return {"id": call, "error": f"raised {type(error).__name__}: {str(error)[:300]}{blame(error)}"}
+    words = f"raised {type(error).__name__}: {str(error)[:300]}{blame(error)}"
+    return {"id": call, "error": words.encode("utf-8", "backslashreplace").decode()}
+
+
+def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
+    """Answers a call. What cannot be said (half of a surrogate pair in a text, say) is that call's failure."""
+    try:
+        write_frame(replies, reply)
+    except (ValueError, TypeError) as error:
+        write_frame(replies, _failure(reply["id"], error))
 
 
 @types.coroutine
@@ -58,6 +68,8 @@ def _marked(
             waited_for = coroutine.send(sent) if thrown is None else coroutine.throw(thrown)
         except StopIteration as done:
             return done.value
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and every other call with it
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
             mark.set(NOBODY)
             ran(time.monotonic() - began)
@@ -107,7 +119,7 @@ class _Loop:
             reply = {"id": number, "error": f"timed out after {timeout_s:g} s{self._held_up(ran_s)}"}
         except Exception as error:
             reply = _failure(number, error)
-        write_frame(self._replies, reply)
+        _say(self._replies, reply)
 
     async def _marked(self, call: dict[str, Any]) -> Any:
         return await _marked(self._handler.start(call["arguments"]), call["id"], self._mark, self._count)
@@ -137,15 +149,25 @@ class _Loop:
 
 
 def _run_plain(handler: Handler, calls: BinaryIO, replies: BinaryIO, mark: Mark) -> None:
-    while (batch := read_frame(calls)) is not None:
+    """One call after the other. They are read in a thread: a parent that cannot say its calls, because nobody reads
+    them, would read no answers either."""
+    waiting: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        while (batch := read_frame(calls)) is not None:
+            waiting.put(batch)
+        waiting.put(None)
+
+    threading.Thread(target=read, name="calls", daemon=True).start()
+    while (batch := waiting.get()) is not None:
         for call in batch:
             mark.set(call["id"])
             try:
                 reply = {"id": call["id"]} | handler.answer(handler.start(call["arguments"]))
-            except Exception as error:
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
                 reply = _failure(call["id"], error)
             mark.set(NOBODY)
-            write_frame(replies, reply)
+            _say(replies, reply)
 
 
 def main() -> None:

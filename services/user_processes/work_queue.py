@@ -102,6 +102,9 @@ class WorkerQueue:
                 self._serve()
             except WorkerGone as gone:
                 self._bury(str(gone))
+            except Exception as error:  # nobody may wait for an answer that never comes
+                log.exception("a worker's queue failed", function=self.program.function)
+                self._bury(f"could not be called: {type(error).__name__}: {error}", everyone=True)
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -163,8 +166,8 @@ class WorkerQueue:
         if first and time.monotonic() > first.deadline:
             raise WorkerGone(f"timed out after {self.program.timeout_s:g} s")
 
-    def _bury(self, reason: str) -> None:
-        """The call that did it fails; the others run again, in a new worker."""
+    def _bury(self, reason: str, everyone: bool = False) -> None:
+        """The call that did it fails, or ``everyone``; the others run again, in a new worker."""
         running = self.worker.running
         self.worker.kill()
         if running not in self._under_way and not self.worker.asynchronous:
@@ -173,7 +176,7 @@ class WorkerQueue:
         for number, call in self._under_way.items():
             call.deaths += 1
             late = self.worker.asynchronous and time.monotonic() > call.deadline
-            if number == running or late:
+            if number == running or late or everyone:
                 call.future.set_exception(ValueError(reason))
             elif running == NOBODY and call.deaths >= MOST_DEATHS:
                 call.future.set_exception(ValueError(f"{reason}, as it did {call.deaths - 1} times before"))
@@ -185,6 +188,6 @@ class WorkerQueue:
             try:
                 self.worker = Worker(self.program)
                 return
-            except ProgramError as error:  # it loaded before: try until the process is stopped
+            except (ProgramError, OSError) as error:  # it loaded before: try until the process is stopped
                 log.error("worker does not start", error=str(error))
                 time.sleep(1)

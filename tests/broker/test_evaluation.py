@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -10,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.protocols.experience import Sampling
+from penstock.protocols.experience import Sampling, Trajectory
 from penstock.services.broker.config import EvalSampling, PromptsConfig
 from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
+from penstock.services.broker.scoring import _vote
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=10))
@@ -79,3 +82,19 @@ def test_a_set_that_is_not_there_is_named() -> None:
 def test_nan_has_not_passed() -> None:
     rewards = np.array([np.nan, 1.0], np.float32)
     assert int((rewards >= EvalSampling().passes).sum()) == 1
+
+
+def test_a_prompt_to_which_nothing_was_said_is_answered() -> None:
+    evaluation = Evaluation(1, [])
+    evaluation.start("before", 0, exact=0)
+    (number,) = evaluation.leases.open
+    assert evaluation.finish(number, -1, -1, 1, 4) and not evaluation.leases.open
+
+
+def test_a_pattern_that_goes_back_and_forth_does_not_hold_up_the_broker() -> None:
+    some = np.zeros(2, np.int32)
+    one = Trajectory(some, np.array([0, 1], np.uint8), some.astype(np.float32), np.array([-1, 0], np.int32), "")
+    endless = r"boxed\{((?:[^{}]+|\{[^{}]*\})*)\}"
+    began = time.monotonic()
+    assert _vote(replace(one, text="boxed{" + "1" * 60), endless) is None and time.monotonic() - began < 5
+    assert _vote(replace(one, text="so boxed{1{2}3}"), endless) == "1{2}3"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -135,3 +137,14 @@ def test_killed_processes_cost_agents_time_alone(tmp_path: Path) -> None:
     assert summary["steps"] == 40 and summary["restarts"] >= 4
     assert agents.lost <= 8, "a session that was open is gone on with"
     check_tokens(run, agents.heard, all_heard=False)
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(1800)
+def test_an_agent_in_openais_client_is_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path, free_ports(), CONFIG)
+    agent = subprocess.Popen([sys.executable, str(ROOT / "examples" / "agent_openai.py"), str(run.folder)])
+    summary = run.wait(1600)
+    check_promises(summary)
+    assert agent.wait(60) == 0
+    assert summary["reward_first"] <= 0.4 and summary["reward_last"] >= 0.85 and summary["eval_after"] >= 0.95

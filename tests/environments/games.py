@@ -69,3 +69,23 @@ async def look_up(word: str) -> dict[str, str]:
     if word == "nothing":
         raise KeyError(word)
     return {"word": word}
+
+
+class Wordy:
+    """Says much at once."""
+
+    def reset(self, prompt: penstock.Prompt) -> str:
+        return "a" * 20_000
+
+    def step(self, answer: str) -> object:
+        return penstock.Turn("x", 1e39) if answer == "huge" else "\ud800"
+
+
+class Leaving:
+    """Async; ends the process, or tries to."""
+
+    async def step(self, answer: str) -> str:
+        if answer == "leave":
+            raise SystemExit(3)
+        await asyncio.sleep(0.2)
+        return "go on"

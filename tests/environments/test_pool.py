@@ -129,3 +129,23 @@ def test_tools_are_called_and_told_of() -> None:
         assert ask("It is 5.")["done"]
     finally:
         pool.close()
+
+
+def test_many_long_answers_and_calls_do_not_wait_for_each_other() -> None:
+    with Player("Wordy", timeout_s=10) as player:
+        found = player.ask([("reset", session, Prompt(index=0, text="b" * 20_000)) for session in range(256)])
+        assert all(len(each["prompt"]) == 20_000 for each in found) and player.pool.restarts == 0
+
+
+def test_what_cannot_be_said_or_counted_is_the_calls_own_failure() -> None:
+    with Player("Wordy") as player:
+        player.begin(0, 1)
+        huge, odd = player.ask([("step", 0, "huge"), ("step", 1, "odd")])
+        assert "reward 1e+39" in huge and "surrogates not allowed" in odd and player.pool.restarts == 0
+
+
+def test_leaving_the_process_is_an_error_like_any_other() -> None:
+    with Player("Leaving") as player:
+        player.begin(0, 1)
+        gone, fine = player.ask([("step", 0, "leave"), ("step", 1, "on")])
+        assert "SystemExit" in gone and fine["observation"] == "go on" and player.pool.restarts == 0

@@ -199,7 +199,7 @@ MISTAKES = [
       "rollout.environment={environment: tools, options: {functions: ['mine:good']}}"]),
     m("a band without room", "lower=3 exceeds upper=2: every token would be left out", overrides=[
       "trainer.algorithm.correction={type: icepop, lower: 3, upper: 2}", "trainer.algorithm.ratio=proximal"]),
-    m("no environment to reward", "reward.functions: environment stands for what an environment gave",
+    m("no environment to reward", "reward.functions: environment stands for what an environment or an agent gave",
       overrides=["reward.functions=[{function: environment}]"]),
     m("a module that is not there", "reward.functions.0.function: cannot load 'mime:good'", "looked in",
       "did you mean 'mine'?", overrides=[REWARD.format("mime:good")]),

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import ConstraintConfig, Penalties
 from penstock.services.learning.constraints import lagrangian, risen
 from penstock.services.learning.token_rewards import token_rewards
+from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.trainer.rank_program import a_model
@@ -79,3 +83,17 @@ def test_the_multiplier_is_in_the_checkpoint(tmp_path: Path) -> None:
     checkpoint.restore(again, path)
     assert again.state == one.state and one.state[NAME] > 0.5
     assert again.train(costly(1, 9.0))[NAME] == one.train(costly(1, 9.0))[NAME] > 0.5
+
+
+@pytest.mark.parametrize("advantage", ["gdpo", "distillation", "remax"])
+@pytest.mark.parametrize("taken", ["constraints", "kl"])
+def test_what_is_taken_off_a_reward_that_nobody_reads_is_refused(advantage: str, taken: str) -> None:
+    chosen: dict[str, Any] = {"advantage": {"type": advantage}}
+    if advantage == "gdpo":
+        chosen["advantage"]["components"] = {"reward/exact_match": 1.0}
+    if taken == "constraints":
+        chosen["constraints"] = [{"column": "reward/length", "limit": 3}]
+    else:
+        chosen["kl"] = {"place": "reward", "coefficient": 0.1}
+    with pytest.raises(ValidationError, match="taken off the reward"):
+        AlgorithmConfig.model_validate(chosen)

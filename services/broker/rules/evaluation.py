@@ -108,12 +108,14 @@ class Evaluation:
         lease = self.leases.open.get(number)
         if self.round is None or lease is None:
             return False
-        if self.round.exact is not None and (oldest, newest) != (self.round.exact, self.round.exact):
+        said = oldest >= 0  # where an environment failed at once, the policy has said nothing, in no version
+        if said and self.round.exact is not None and (oldest, newest) != (self.round.exact, self.round.exact):
             self.leases.holds.free(number)
             return False
         self.leases.close(number)
         self.replay.add(number, lease.draw, oldest, trajectories, tokens)
-        self.round.versions += [oldest, newest]
+        if said:
+            self.round.versions += [oldest, newest]
         return True
 
     def score(self, number: int, reward: float, scores: Mapping[str, float] | None = None) -> Round | None:
