@@ -117,7 +117,10 @@ def evaluate(
 @app.command()
 def serve(
     actor: Annotated[
-        str, typer.Argument(help="broker, rollout, reward, reference, trainer, or one of the config's scorers.")
+        str,
+        typer.Argument(
+            help="broker, rollout, gateway, reward, reference, critic, trainer, or one of the config's scorers."
+        ),
     ],
     config: Annotated[Path, typer.Option(help="The run's config.")],
     overrides: OVERRIDES = None,
@@ -349,6 +352,23 @@ def replay(
     from penstock.pipeline.tools.recompute import recompute
 
     raise typer.Exit(0 if recompute(Console(), run, step) else 1)
+
+
+@app.command()
+def agents(
+    run: RUN,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
+) -> None:
+    """List the sessions that agents have in a run with gateways: turns, tokens, silence, last error.
+
+    For instance: penstock agents runs/agent
+    """
+    from penstock.pipeline.tools.agents import sessions, show
+
+    if as_json:
+        typer.echo(json.dumps(sessions(run)))
+    else:
+        show(Console(), run)
 
 
 @app.command()

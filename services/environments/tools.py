@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,7 +16,11 @@ from pydantic.errors import PydanticUserError
 from penstock.protocols.turn import Turn
 from penstock.services.runtime.plugins import load_plugin
 from penstock.services.turns.tool_calls import CALL
+from penstock.services.user_processes.child import BLOCKED
 
+MOST_LEFT = 64
+"""Threads of tools that hang, in one process."""
+_LEFT: set[threading.Thread] = set()
 LONGEST = 8_000
 """Characters of a result that the policy reads."""
 
@@ -57,12 +63,40 @@ class Tools:
             if inspect.iscoroutinefunction(function):
                 result = await function(**arguments)
             else:
-                result = await asyncio.to_thread(function, **arguments)
+                result = await _in_thread(function, arguments)
         except ValidationError as error:
             return f"error: {name}: {'; '.join(_wrong(part) for part in error.errors())}"
         except Exception as error:  # the user's own code; the policy may do better next time
             return f"error: {name} raised {type(error).__name__}: {error}"
         return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The result of a plain function, which has a thread of its own: one that hangs is in nobody's way. Where too many
+    have been left behind, this process ends, and a new one begins without them."""
+    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def run() -> None:
+        try:
+            result, error = function(**arguments), None
+        except BaseException as raised:
+            result, error = None, raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
+        _LEFT.discard(thread)
+        loop.call_soon_threadsafe(settle, result, error)
+
+    thread = threading.Thread(target=run, name="tool", daemon=True)
+    thread.start()
+    try:
+        return await future
+    except asyncio.CancelledError:  # it took too long
+        _LEFT.add(thread)
+        if sum(each.is_alive() for each in _LEFT) > MOST_LEFT:
+            os._exit(BLOCKED)
+        raise
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:

@@ -41,7 +41,6 @@ class Doors:
         app = make_app(desk, model, key)
         settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off")
         self._server = uvicorn.Server(settings)
-        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Says where they are, in the run's folder."""

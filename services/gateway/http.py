@@ -235,7 +235,7 @@ async def _invalid(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def _not_too_large(request: Request, following: Any) -> Any:
-    size = request.headers.get("content-length", "0")
+    size = request.headers.get("content-length", "")
     if request.method == "POST" and (not size.isdigit() or int(size) > LARGEST):
         said = AgentError(413, "too_large", f"a request has at most {LARGEST} bytes, and says how many it has")
         return JSONResponse(_body(said), 413)

@@ -29,6 +29,8 @@ log = structlog.get_logger()
 DURABLE_DEADLINE_S = 120.0
 DRAIN_S = 10.0
 LINGER_S = 2.0
+LOOK_S = 1.0
+"""Between two looks at sessions of silent agents."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,13 @@ class Gateway:
         self._hello = self.actor.hellos
         self._give_credit()
         reason: str | None = None
+        looked_at = time.monotonic()
         while reason is None:
             health.beat()
             reason = self._read_inbox()
+            if time.monotonic() - looked_at > LOOK_S:
+                looked_at = time.monotonic()
+                self._loop.call_soon_threadsafe(self._desk.expire)
             if not self._thread.is_alive():
                 raise RuntimeError("the gateway's HTTP server has ended by itself")
         self._loop.call_soon_threadsafe(self._desk.end, reason)
@@ -98,7 +104,6 @@ class Gateway:
         try:
             event = self.actor.mailbox.inbox.get(timeout=0.5)
         except queue.Empty:
-            self._loop.call_soon_threadsafe(self._desk.expire)
             return None
         if isinstance(event, Stop):
             return event.reason

@@ -89,3 +89,9 @@ class Leaving:
             raise SystemExit(3)
         await asyncio.sleep(0.2)
         return "go on"
+
+
+def stuck() -> str:
+    """A tool that never answers."""
+    time.sleep(600)
+    return ""

@@ -149,3 +149,22 @@ def test_leaving_the_process_is_an_error_like_any_other() -> None:
         player.begin(0, 1)
         gone, fine = player.ask([("step", 0, "leave"), ("step", 1, "on")])
         assert "SystemExit" in gone and fine["observation"] == "go on" and player.pool.restarts == 0
+
+
+def test_tools_that_hang_are_in_nobodys_way() -> None:
+    functions = [f"{HERE}:add", f"{HERE}:stuck"]
+    pool = EnvironmentPool(EnvironmentConfig(environment="tools", options={"functions": functions}, timeout_s=1))
+    said: queue.Queue[tuple[int, Any]] = queue.Queue()
+    try:
+        for session in range(41):
+            pool.reset(session, PROMPT, lambda found, error: said.put((0, found or error)))
+        assert all(isinstance(said.get(timeout=30)[1], dict) for _ in range(41))
+        for session in range(40):
+            stuck = '<tool_call>{"name": "stuck", "arguments": {}}</tool_call>'
+            pool.step(session, stuck, lambda found, error: said.put((1, found or error)))
+        assert all("timed out" in said.get(timeout=30)[1] for _ in range(40))
+        add = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+        pool.step(40, add, lambda found, error: said.put((2, found or error)))
+        assert said.get(timeout=30)[1]["observation"] == [{"role": "tool", "content": "3"}] and pool.restarts == 0
+    finally:
+        pool.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,11 @@ def test_anthropics_client(house: House) -> None:
     assert [len(t.turns) for t in group(house).trajectories] == [2, 2]
 
 
+async def _endless() -> AsyncIterator[bytes]:
+    for _ in range(64):
+        yield b" " * (1 << 20)
+
+
 def test_bad_requests_cost_themselves(house: House) -> None:
     async def agent(url: str) -> None:
         async with httpx.AsyncClient(headers={"authorization": "Bearer right"}) as http:
@@ -179,6 +184,8 @@ def test_bad_requests_cost_themselves(house: House) -> None:
                 assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True), path
             assert (await http.post(f"{own}/finish", content=b"{no json")).status_code == 422
             assert (await http.post(f"{own}/finish", content=b" " * (17 << 20))).status_code == 413
+            endless = http.post(f"{own}/finish", content=_endless())
+            assert (await endless).status_code == 413, "nobody reads a body that does not say how long it is"
             assert (await http.post(f"{own}/finish", json={"reward": 1.0})).status_code == 200
             await opened(url, http)
             waited = await http.post(f"{url}/v1/sessions", json={"wait_s": 0})
