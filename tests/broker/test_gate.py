@@ -18,7 +18,8 @@ def test_no_token_is_older_than_the_bound_and_nothing_stalls(batch: int, window:
     max_lag = -(-(window - 1) // batch) + extra
     gate = Gate(batch, window, max_lag)
     version, number, steps = 0, 0, 12
-    running: dict[int, int] = {}  # group to the version that its rollout had at the grant
+    running: dict[int, int] = {}  # group to the oldest version among its tokens
+    asked: dict[int, int] = {}  # group to what its last turn needed
     ready: dict[int, int] = {}
     for _ in range(3000):
         if version == steps:
@@ -26,7 +27,7 @@ def test_no_token_is_older_than_the_bound_and_nothing_stalls(batch: int, window:
         moves = []
         if gate.rank(number) < steps * batch and version >= gate.required_version(number):
             moves.append("grant")
-        moves += ["finish", "drop"] if running else []
+        moves += ["finish", "drop", "turn"] if running else []
         oldest = min([*running, number])
         eligible = gate.eligible(sorted(ready), oldest)
         if len(eligible) >= batch:
@@ -34,8 +35,14 @@ def test_no_token_is_older_than_the_bound_and_nothing_stalls(batch: int, window:
         assert moves, "stalled"
         move = seed.choice(moves)
         if move == "grant":
-            running[number] = version
+            running[number] = seed.randint(max(0, gate.required_version(number)), version)
             number += 1
+        elif move == "turn":  # of an agent's session, by whatever rollout the gate allows for its group now
+            group = seed.choice(sorted(running))
+            allowed = gate.required_version(group)
+            assert allowed <= asked.setdefault(group, allowed), "what the gate asks for a group never rises"
+            asked[group] = allowed
+            running[group] = min(running[group], seed.randint(max(0, allowed), version))
         elif move == "finish":
             group = seed.choice(sorted(running))
             ready[group] = running.pop(group)
