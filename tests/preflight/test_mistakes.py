@@ -41,6 +41,10 @@ def raises(response, truth):
     return {}["nothing"]
 
 
+def finds(text):
+    return text
+
+
 def gives_text(response, truth):
     return "very good"
 
@@ -201,6 +205,17 @@ MISTAKES = [
       "trainer.algorithm.correction={type: icepop, lower: 3, upper: 2}", "trainer.algorithm.ratio=proximal"]),
     m("no environment to reward", "reward.functions: environment stands for what an environment or an agent gave",
       overrides=["reward.functions=[{function: environment}]"]),
+    m("agents and an environment", "gateway.count: agents make the groups of a run, or rollout.environment does",
+      overrides=["gateway.count=1", "rollout.environment={environment: 'mine:Stepless'}"]),
+    m("calls that are found by nothing", "gateway.tool_calls: mine:finds returned str; it must return the text",
+      overrides=["gateway.count=1", "gateway.tool_calls=mine:finds"]),
+    m("a gateway without room", "gateway.sessions=1 has no room for a group of 2", overrides=[
+      "gateway.count=1", "gateway.sessions=1"]),
+    m("a teacher of trajectories", "teachers: reward/exact_match has a value for each trajectory",
+      overrides=["trainer.algorithm.advantage={type: distillation, teachers: {reward/exact_match: 1.0}}"]),
+    m("costs that nobody pays", "constraints: it is taken off the reward, and advantage=gdpo has no use for that",
+      overrides=["trainer.algorithm.advantage={type: gdpo, components: {reward/exact_match: 1.0}}",
+                 "trainer.algorithm.constraints=[{column: reward/exact_match, limit: 1}]"]),
     m("a module that is not there", "reward.functions.0.function: cannot load 'mime:good'", "looked in",
       "did you mean 'mine'?", overrides=[REWARD.format("mime:good")]),
     m("a function that is not there", "reward.functions.0.function", "has no 'goood'; did you mean 'good'?",
