@@ -35,6 +35,12 @@ def check_columns(config: Any) -> None:
     for kind in config.scorers:
         if kind in built_in or not kind.replace("_", "").isalnum():
             raise ValueError(f"scorers.{kind}: the name is taken, or has other signs than letters, digits and _")
+        told = _teachers_temperature(config.scorers[kind])
+        if told is not None and told != config.rollout.sampling.temperature:
+            raise ValueError(
+                f"scorers.{kind}.options.temperature={told:g} is not rollout.sampling.temperature="
+                f"{config.rollout.sampling.temperature:g}: teacher and policy would be compared at two temperatures"
+            )
     table: ColumnTable = config.columns
     names = [column.name for column in table.columns] + [total.name for total in table.sums]
     for kind, scorer in config.scorers.items():
@@ -61,6 +67,11 @@ def check_columns(config: Any) -> None:
                 "cost one for each trajectory"
             )
     _check_order(table)
+
+
+def _teachers_temperature(scorer: Any) -> float | None:
+    """At which a built-in teacher scores; None of any other scorer."""
+    return float(scorer.options.get("temperature", 1.0)) if scorer.scorer == "teacher" else None
 
 
 def _check_shapes(advantage: Any, by_token: set[str], by_token_alone: set[str]) -> None:
