@@ -34,7 +34,7 @@ def statistics(model: Any, rows: Rows, temperature: float, wanted: tuple[Statist
         flat = token_statistics(logits, rows.target, temperature, rows.candidates, wanted)
     else:
         flat = _chunked(model, hidden_states(base, model_inputs(model, rows), rows), rows, temperature, wanted)
-    return torch.stack([rows.scatter(values) for values in flat])
+    return torch.stack([rows.scatter(values.float()) for values in flat])
 
 
 def hidden_states(base: Any, inputs: dict[str, Any], rows: Rows) -> torch.Tensor:
