@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -106,10 +105,6 @@ def check_tokens(run: Run, heard: dict[str, list[Reply]], all_heard: bool) -> No
 def test_agents_are_trained_on_what_they_were_served(tmp_path: Path) -> None:
     run = Run(tmp_path, TINY, CONFIG)
     agents = Agents(run.folder, 8)
-    run.wait_for_step(0)
-    command = [sys.executable, "-m", "penstock.pipeline.cli", "agents", str(run.folder), "--json"]
-    shown = json.loads(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
-    assert shown["gateway-0"] and {"session", "turns", "error"} <= shown["gateway-0"][0].keys()
     summary = run.wait(240)
     agents.join(60)
     check_promises(summary)

@@ -14,7 +14,9 @@ import numpy as np
 import openai
 import pytest
 import uvicorn
+from typer.testing import CliRunner
 
+from penstock.pipeline import cli
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient, RunOver
 from penstock.protocols.experience import Group
 from penstock.services.gateway.http import make_app
@@ -193,6 +195,26 @@ def test_bad_requests_cost_themselves(house: House) -> None:
             house.desk.end("it is late")
             over = await http.post(f"{url}/v1/sessions", json={"wait_s": 9})
             assert over.status_code == 410 and over.json()["error"]["code"] == "run_over"
+
+    served(house, agent, key="right")
+
+
+def test_sessions_are_listed(house: House, tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "agents.key").write_text("right\n")
+    (tmp_path / "gateways").mkdir()
+    runner = CliRunner()
+
+    async def agent(url: str) -> None:
+        (tmp_path / "gateways" / "gateway-0.json").write_text(json.dumps({"http": url}))
+        async with httpx.AsyncClient(headers={"x-api-key": "right"}) as http:
+            session = await opened(url, http)
+            await http.post(f"{session['base_url']}/chat/completions", json={"messages": SAY})
+        told = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path), "--json"])
+        ((row,),) = json.loads(told.output).values()
+        assert row["session"] == session["session"] and row["turns"] == 1 and row["tokens"] > 8 and not row["error"]
+        shown = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path)])
+        assert "1 sessions" in shown.output and session["session"] in shown.output
 
     served(house, agent, key="right")
 
