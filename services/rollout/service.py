@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import time
-from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 import structlog
 import torch
 
-from penstock.protocols.experience import (
-    as_bytes,
-    pack_group,
-    summarize,
-)
-from penstock.protocols.mailbox import DeadlineError, FencedError
+from penstock.protocols.mailbox import FencedError
 from penstock.protocols.messages import (
-    Credit,
-    Failed,
-    Finished,
     Generate,
-    Generated,
     HelloNeeded,
     Lease,
     Loaded,
@@ -33,7 +20,6 @@ from penstock.protocols.messages import (
     Message,
     Stop,
 )
-from penstock.protocols.messages.membership import Held
 from penstock.services.modeling import determinism
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, WorkerEngine
@@ -44,6 +30,7 @@ from penstock.services.rollout.turn_server import TurnServer
 from penstock.services.runtime import failpoint, health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.outbox import DURABLE_DEADLINE_S, Answered, Outbox, answer_of, key_of
 from penstock.services.runtime.plugins import load_plugin
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
@@ -53,22 +40,7 @@ from penstock.services.weights.receiver.worker_desk import WorkerDesk
 
 log = structlog.get_logger()
 
-Key = tuple[Held, int]
-Said = Finished | Failed | Generated
-
-DURABLE_DEADLINE_S = 120.0
-DRAIN_S = 10.0
 REFUSE_S = 5.0
-RETAIN_S = 5.0
-
-
-@dataclass(frozen=True)
-class _Answered:
-    """The broker's answer to what was `Said`, posted to the inbox."""
-
-    message: Said
-    tokens: int
-    error: BaseException | None
 
 
 class Rollout:
@@ -94,18 +66,9 @@ class Rollout:
         self.engine = make_engine(config, model_path, dtype, self._text)
         self._receiver = self._make_receiver(weights, context)
         self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
-        self._outbox: set[Key] = set()
-        self._retained: deque[tuple[float, Finished, int]] = deque()
-        """What became durable lately: said again to a broker that was restarted, whose store may have lost it."""
         self._config, self._group_size = config, group_size
-        self._closed = 0
-        self._held_at_hello = 0
-        self._credited = -1
-        self._hello = 0
+        self._outbox = Outbox(self.actor, self._limit)
         self._generated, self._generated_at = 0.0, time.monotonic()
-        finished = context.folder / "logs" / f"{context.name}.finished.jsonl"
-        finished.parent.mkdir(parents=True, exist_ok=True)
-        self._finished = finished.open("a", buffering=1)
 
     def _make_maker(self, config: RolloutConfig) -> GroupMaker:
         """What makes groups of leases."""
@@ -132,8 +95,7 @@ class Rollout:
 
     def _run(self) -> str:
         self.actor.join()
-        self._hello = self.actor.hellos
-        self._give_credit()
+        self._outbox.joined()
         reason: str | None = None
         while reason is None:
             health.beat()
@@ -143,18 +105,10 @@ class Rollout:
                     for result in self.engine.step():
                         self._take(result)
             self._update_gauges()
-        self._empty_outbox()
+        self._outbox.drain(lambda: self._read_inbox(wait=True))
         self._receiver.close()
         self.actor.leave(reason)
         return reason
-
-    def _empty_outbox(self) -> None:
-        """Before it leaves: what is finished shall be durable."""
-        deadline = time.monotonic() + DRAIN_S
-        while self._outbox and time.monotonic() < deadline:
-            self._read_inbox(wait=True)
-        if self._outbox:
-            log.warning("left with groups that are not durable", groups=sorted(self._outbox))
 
     def _read_inbox(self, wait: bool) -> str | None:
         """Handles what has arrived; returns the reason to stop, if there is one."""
@@ -178,111 +132,46 @@ class Rollout:
             self._serve(event)
         elif isinstance(event, Prepared):
             self._swap(event)
-        elif isinstance(event, _Answered):
-            self._answered(event)
-        elif isinstance(event, HelloNeeded):  # the broker has forgotten us: our leases are free, our credit is void
-            self._closed, self._credited, self._hello = 0, -1, self.actor.hellos
-            self._held_at_hello = len(self.actor.held)
-            self._give_credit()
-            for _, message, tokens in self._retained:
-                if _key(message) not in self._outbox:
-                    self._outbox.add(_key(message))
-                    self._closed -= 1  # its room was given back when it first became durable
-                    self._send(message, tokens)
-            self._retained.clear()
+        elif isinstance(event, Answered):
+            self._outbox.answered(event)
+        elif isinstance(event, HelloNeeded):
+            self._outbox.forgotten()
         elif isinstance(event, Message):
             log.warning("unexpected message", type=type(event).__name__)
         else:
             self._finish(self._maker.heard(event))
 
     def _start(self, lease: Lease) -> None:
-        if self._maker.has(lease) or _key(lease) in self._outbox:
-            self._closed += 1  # leased to us again while we still hold it: one answer will do
-            self._give_credit()
+        if self._maker.has(lease) or key_of(lease) in self._outbox:
+            self._outbox.dismiss()  # leased to us again while we still hold it: one answer will do
             return
         try:
             self._maker.start(lease)
         except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
-            self._fail(lease, f"{type(error).__name__}: {error}")
+            self._finish((lease, f"{type(error).__name__}: {error}"))
 
     def _serve(self, asked: Generate) -> None:
         """One turn of an agent's session."""
         if self._turns.has(asked.id) or ("turn", asked.id) in self._outbox:
-            self._closed += 1  # as in `_start`
-            self._give_credit()
+            self._outbox.dismiss()  # as in `_start`
         elif refused := self._turns.start(asked):
-            self._outbox.add(_key(refused))
-            self._send(refused, 0)
+            self._outbox.say(refused)
 
     def _take(self, result: Completion | Refusal) -> None:
         """The engine is done with a turn, or with a part of a group."""
         if answered := self._turns.take(result):
-            self._outbox.add(_key(answered))
-            self._send(answered, 0)
+            self._outbox.say(answered)
         else:
             self._finish(self._maker.take(result))
 
-    def _fail(self, lease: Lease, reason: str) -> None:
-        log.warning("group failed", group=lease.number, prompt=lease.prompt.index, error=reason)
-        self._outbox.add(_key(lease))
-        failed = Failed(purpose=lease.purpose, number=lease.number, attempt=lease.attempt, error=reason[:340])
-        self._send(failed, 0)
-
     def _finish(self, made: Made | None) -> None:
-        if made is None:
-            return
-        lease, group = made
-        if isinstance(group, str):
-            self._fail(lease, group)
-            return
-        self._outbox.add(_key(lease))
-        finished = Finished(
-            purpose=lease.purpose,
-            number=lease.number,
-            attempt=lease.attempt,
-            summary=summarize(group),
-            experience=as_bytes(pack_group(group)),
-        )
-        self._send(finished, finished.summary.sampled)
+        if made is not None:
+            self._outbox.say(answer_of(*made))
 
-    def _send(self, message: Said, tokens: int) -> None:
-        """Says it until the broker has called it durable."""
-
-        def answered(future: Future[Message]) -> None:
-            self.actor.mailbox.post(_Answered(message, tokens, future.exception()))
-
-        self.actor.mailbox.ask_later(message, DURABLE_DEADLINE_S).add_done_callback(answered)
-
-    def _answered(self, answer: _Answered) -> None:
-        key = _key(answer.message)
-        if isinstance(answer.error, DeadlineError):
-            log.warning("not durable yet; sending again", what=key, error=str(answer.error))
-            self._send(answer.message, answer.tokens)
-            return
-        self._outbox.discard(key)
-        self.actor.put_down(*key)
-        self._closed += 1
-        if answer.error:
-            log.error("the broker refused an answer", what=key, error=str(answer.error))
-        elif isinstance(answer.message, Finished) and answer.message.purpose == "train":
-            row = {"group": answer.message.number, "attempt": answer.message.attempt, "tokens": answer.tokens}
-            self._finished.write(json.dumps(row | {"time": time.time()}) + "\n")
-            self._retained.append((time.monotonic(), answer.message, answer.tokens))
-            while self._retained and time.monotonic() - self._retained[0][0] > RETAIN_S:
-                self._retained.popleft()
-        self._give_credit()
-
-    @property
     def _limit(self) -> int:
         """Groups that may be in flight: those that the engine has room for, and half as many again in its queue."""
         fit = max(1, self.engine.capacity // self._group_size)
         return self._config.groups_in_flight or fit + (fit + 1) // 2
-
-    def _give_credit(self) -> None:
-        total = self._limit - self._held_at_hello + self._closed
-        if total > self._credited:
-            self._credited = total
-            self.actor.mailbox.tell(Credit(total=total, hello=self._hello))
 
     def _swap(self, prepared: Prepared) -> None:
         started = time.monotonic()
@@ -326,12 +215,6 @@ class Rollout:
         gauges["tokens_per_s"] = (generated - self._generated) / (now - self._generated_at)
         self._generated, self._generated_at = generated, now
         self.actor.gauges = gauges
-
-
-def _key(message: Lease | Said) -> Key:
-    if isinstance(message, Generated):
-        return "turn", message.id
-    return message.purpose, message.number
 
 
 def make(context: ActorContext, config: Any, kind: str) -> Rollout:
