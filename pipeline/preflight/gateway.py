@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
-from urllib.parse import urlsplit
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
+from penstock.protocols.mailbox import AddressError
+from penstock.services.gateway import ports
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import user_code
 from penstock.services.turns.tool_calls import Call, parser
 
 KEY = "gateway.tool_calls"
-PORTS_EACH = 2
 
 
 def look(config: Config, report: Report) -> None:
@@ -25,11 +24,12 @@ def look(config: Config, report: Report) -> None:
         if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
             raise SetupError(f"gateway.count: {' and '.join(missing)} is missing; pip install 'penstock[agents]'")
         _try_parser(gateway.tool_calls)
-        host, _, port = gateway.http.rpartition(":")
-        at = urlsplit(gateway.bind)
-        for index in range(gateway.count):
-            _try_port("gateway.http", host, int(port), index)
-            _try_port("gateway.bind", at.hostname or "", at.port or 0, index)
+        try:
+            for index in range(gateway.count):
+                ports.listen("gateway.http", *ports.http_at(gateway, index)).close()
+                ports.listen("gateway.bind", *ports.bind_at(gateway, index)).close()
+        except AddressError as error:
+            raise SetupError(str(error)) from None
 
 
 def _try_parser(name: str) -> None:
@@ -43,15 +43,3 @@ def _try_parser(name: str) -> None:
             f"{KEY}: {name} returned {type(found).__name__}; it must return the text that is left, and a list of "
             "penstock.services.turns.tool_calls.Call"
         )
-
-
-def _try_port(key: str, host: str, port: int, index: int) -> None:
-    if not port:
-        return
-    try:
-        socket.create_server((host, port + PORTS_EACH * index)).close()
-    except OSError as error:
-        raise SetupError(
-            f"{key}: cannot listen on {host}:{port + PORTS_EACH * index}: {error.strerror}; choose another port, or 0 "
-            "for a free one"
-        ) from None

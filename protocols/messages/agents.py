@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict
 from penstock.protocols.experience import Bytes, Finish, Prompt, Purpose, Sampling
 from penstock.protocols.messages.base import Message
 
+NOTE = "note"
+
 
 class TurnKey(BaseModel):
     """One turn of the policy in one session. Numbers are never used for another turn."""
@@ -22,9 +24,20 @@ class TurnKey(BaseModel):
     turn: int
 
     @property
-    def name(self) -> str:
-        """What its record is called in its group."""
-        return f"{self.place}.{self.turn}"
+    def note_record(self) -> str:
+        """What its `TurnRequest.note` is called among the records of its group."""
+        return f"{NOTE}.{self.place}.{self.turn}"
+
+    @property
+    def answer_record(self) -> str:
+        """What its answer is called there."""
+        return f"answer.{self.place}.{self.turn}"
+
+    @classmethod
+    def of_note(cls, purpose: Purpose, number: int, record: str) -> TurnKey | None:
+        """The turn whose note is called so; None where ``record`` is something else."""
+        kind, *rest = record.split(".")
+        return cls(purpose=purpose, number=number, place=int(rest[0]), turn=int(rest[1])) if kind == NOTE else None
 
 
 class TurnRequest(Message):

@@ -18,9 +18,6 @@ from penstock.services.broker.state import BrokerState
 
 log = structlog.get_logger()
 
-NOTE, ANSWER = "note.", "answer."
-"""What the records of a turn are called, before its own name."""
-
 
 class AgentDesk:
     """Beside the scheduler: who works for agents, in a run that has gateways."""
@@ -41,14 +38,7 @@ class AgentDesk:
         self._grant_turns([r for r in rollouts if r.room > 0], now)
 
     def _grant_training(self, gateways: Room, newest: int, now: float) -> None:
-        state, groups = self._state, self._state.groups
-        while gateways and groups.consecutive_drops < state.settings.broker.max_consecutive_drops:
-            lease = groups.next_lease(newest)
-            if lease is None:
-                return
-            if lease.attempt >= state.settings.broker.max_attempts:
-                state.drop(lease.number, f"leased {lease.attempt} times without an answer", "unanswered")
-                continue
+        while gateways and (lease := self._scheduler.next_group(newest)):
             gateway = gateways.take(None)
             if gateway is None:
                 return
@@ -62,7 +52,8 @@ class AgentDesk:
                 state.turns.answered(turn.id)
                 self._answer(turn, b"", f"given to {turn.attempt} rollouts, of which none has answered")
                 continue
-            able = [r for r in rollouts if r.room > 0 and self._may_serve(turn, r)]
+            oldest, exact = self._bounds(turn)
+            able = [r for r in rollouts if r.room > 0 and r.version >= oldest and exact in (None, r.version)]
             if not able:
                 continue
             last = state.turns.last_holder(turn)
@@ -75,10 +66,6 @@ class AgentDesk:
                 chosen.identity,
                 m.Generate(id=turn.id, seed=seed, prompt=as_bytes(prompt), sampling=sampling, stream=stream),
             )
-
-    def _may_serve(self, turn: Turn, rollout: Member) -> bool:
-        oldest, exact = self._bounds(turn)
-        return rollout.version == exact if exact is not None else rollout.version >= oldest
 
     def _bounds(self, turn: Turn) -> tuple[int, int | None]:
         """The oldest version that may answer a turn now, and the only one, if there is one."""
@@ -95,7 +82,7 @@ class AgentDesk:
         state, key = self._state, asked.key
         group = key.purpose, key.number
         self._held(member, *group)
-        known = state.records.of(group).get(ANSWER + key.name)
+        known = state.records.of(group).get(key.answer_record)
         if known is not None:
             state.router.send(member.identity, m.TurnAnswer(answer=as_bytes(known)), request)
             return
@@ -126,8 +113,8 @@ class AgentDesk:
             return
         state.turns.answered(turn.id)
         answer = said.answer.tobytes()
-        state.records.keep((key.purpose, key.number), NOTE + key.name, turn.note)
-        state.records.keep((key.purpose, key.number), ANSWER + key.name, answer)
+        state.records.keep((key.purpose, key.number), key.note_record, turn.note)
+        state.records.keep((key.purpose, key.number), key.answer_record, answer)
         self._answer(turn, answer)
 
     def on_note(self, member: Member, request: int, note: m.Note) -> None:

@@ -102,17 +102,22 @@ class Scheduler:
             self.lease("eval", lease, rollout, now)
             room.put_back(rollout)
 
-    def _grant_training(self, rollouts: list[Member], now: float) -> None:
+    def next_group(self, newest: int) -> Lease | None:
+        """The group that may be leased now, where ``newest`` is the newest version served. One that was leased too
+        often without an answer is dropped; too many drops in a row, and there is none."""
         state, groups = self._state, self._state.groups
+        while groups.consecutive_drops < state.settings.broker.max_consecutive_drops:
+            lease = groups.next_lease(newest)
+            if lease is None or lease.attempt < state.settings.broker.max_attempts:
+                return lease
+            state.drop(lease.number, f"leased {lease.attempt} times without an answer", "unanswered")
+        return None
+
+    def _grant_training(self, rollouts: list[Member], now: float) -> None:
+        groups = self._state.groups
         room = Room(rollouts)
         newest = max((r.version for r in rollouts), default=-1)
-        while room and groups.consecutive_drops < state.settings.broker.max_consecutive_drops:
-            lease = groups.next_lease(newest)
-            if lease is None:
-                return
-            if lease.attempt >= state.settings.broker.max_attempts:
-                state.drop(lease.number, f"leased {lease.attempt} times without an answer", "unanswered")
-                continue
+        while room and (lease := self.next_group(newest)):
             required = groups.gate.required_version(lease.number)
             if lease.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
                 busy = groups.leases.holds.holders()

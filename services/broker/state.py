@@ -233,7 +233,6 @@ class BrokerState:
         """The group will never be trained on."""
         self.payloads.forget(("train", number))
         self.groups.drop(number, reason, kind)
-        self.sessions_ended("train", number)
 
     def drop_any(self, purpose: Purpose, number: int, reason: str, kind: DropKind) -> None:
         """Of training or of evaluation."""

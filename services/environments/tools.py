@@ -74,11 +74,16 @@ class Tools:
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """The result of a plain function, which has a thread of its own: one that hangs is in nobody's way. Where too many
     have been left behind, this process ends, and a new one begins without them."""
-    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_result(result) if error is None else future.set_exception(error)
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
     def run() -> None:
         try:

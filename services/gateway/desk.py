@@ -204,7 +204,7 @@ class Desk:
         """The policy's answer to a conversation. ``again``: it was asked for before, and the answer did not arrive; or
         it is whenever ``request`` is the same."""
         said, about = [canonical(message) for message in messages], told(tools)
-        parent, given = self._policy.spliced(held.session, said, tools)
+        parent, given = self._policy.spliced(held.session, said, tools, about)
         asked = request or json.dumps([said, about, max_tokens, list(stop)], sort_keys=True)
         return await self._once(held, asked, again or bool(request), parent, given, said, about, max_tokens, stop)
 
@@ -213,7 +213,7 @@ class Desk:
     ) -> int:
         """Tokens of a conversation, up to where the next answer begins."""
         said = [canonical(message) for message in messages]
-        parent, given = self._policy.spliced(held.session, said, tools)
+        parent, given = self._policy.spliced(held.session, said, tools, told(tools))
         return len(held.session.tokens(parent)) + len(given)
 
     async def generate(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from urllib.parse import urlsplit
 
 import structlog
 import uvicorn
 
 from penstock.protocols.keys import is_loopback
-from penstock.protocols.mailbox import AddressError
+from penstock.services.gateway import ports
 from penstock.services.gateway.access import agents_key
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
@@ -29,13 +27,14 @@ class Doors:
     def __init__(self, config: GatewayConfig, context: ActorContext, desk: Desk, model: str) -> None:
         self._advertise = config.advertise
         self._desk, self._file = desk, context.folder / "gateways" / f"{context.name}.json"
-        index = context.name.rpartition("-")[2]
-        shift = 2 * int(index) if index.isdigit() else 0
-        host, _, port = config.http.rpartition(":")
-        self._http = _listen(host, int(port) + shift if int(port) else 0)
-        at = urlsplit(config.bind)
-        bind = f"tcp://{at.hostname}:{(at.port or 0) + shift if at.port else '*'}"
-        self._zmq = ZmqDoor(bind, desk, context.keys.to_serve() if context.keys else None)
+        number = context.name.rpartition("-")[2]
+        index = int(number) if number.isdigit() else 0
+        host, port = ports.http_at(config, index)
+        self._http = ports.listen("gateway.http", host, port)
+        zmq_host, zmq_port = ports.bind_at(config, index)
+        self._zmq = ZmqDoor(
+            f"tcp://{zmq_host}:{zmq_port or '*'}", desk, context.keys.to_serve() if context.keys else None
+        )
         exposed = not is_loopback(f"tcp://{host}:1")
         key = agents_key(context.folder) if exposed else None
         app = make_app(desk, model, key)
@@ -60,12 +59,3 @@ class Doors:
         self._file.unlink(missing_ok=True)
         self._server.should_exit = True
         self._zmq.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), reuse_port=False)
-    except OSError as error:
-        raise AddressError(
-            f"gateway.http: cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
-        ) from None

@@ -46,10 +46,11 @@ class Policy:
         self._max_length, self._say = max_length, say
 
     def spliced(
-        self, session: Session, said: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self, session: Session, said: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, told: str
     ) -> tuple[Turn | None, np.ndarray]:
-        """The turn that a conversation goes on from, and the tokens that it adds. Raises `AgentError`."""
-        parent = session.parent_of(said, told(tools))
+        """The turn that a conversation goes on from, and the tokens that it adds; ``told``: of ``tools``. Raises
+        `AgentError`."""
+        parent = session.parent_of(said, told)
         try:
             if parent is None:
                 return None, self._text.encode_chat(said, tools)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 
 from penstock.protocols import wire
-from penstock.protocols.messages import Lease
+from penstock.protocols.messages import Lease, TurnKey
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.turns.answers import unpack_answer
@@ -37,17 +37,17 @@ def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None
         session.beats = state.get("beats", False)
         session.reward, session.failure = state.get("reward", 0.0), state.get("failure", "")
         session.unheard = set(state.get("unheard", ()))
-    names = [name.split(".") for name in lease.records if name.startswith("note.")]
-    for _, place, number in sorted(names, key=lambda name: int(name[2])):
-        _restore_turn(lease, by_place[int(place)], int(number), replies)
+    found = (TurnKey.of_note(lease.purpose, lease.number, name) for name in lease.records)
+    for key in sorted(filter(None, found), key=lambda key: key.turn):
+        _restore_turn(lease, by_place[key.place], key, replies)
 
 
-def _restore_turn(lease: Lease, session: Session, number: int, replies: Replies) -> None:
-    note = wire.unpack(lease.records[f"note.{session.place}.{number}"].tobytes())
+def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies) -> None:
+    note, number = wire.unpack(lease.records[key.note_record].tobytes()), key.turn
     session.next_turn = max(session.next_turn, number + 1)
     if note["life"] != session.life:
         return
-    answer = unpack_answer(lease.records[f"answer.{session.place}.{number}"].tobytes())
+    answer = unpack_answer(lease.records[key.answer_record].tobytes())
     message, said = replies.message(lease, session.place, number, answer, note["told"]), json.loads(note["said"])
     parent = None if note["parent"] == NOBODY else note["parent"]
     turn = Turn(number, parent, note["given"], answer, [*said, canonical(message)], note["told"], message=message)

@@ -148,11 +148,11 @@ class Session:
             for turn in path:
                 parts += [turn.given, turn.answer.tokens if turn.number in trained else turn.answer]
             trained |= {turn.number for turn in path}
-            rewards = np.zeros(sum(len(turn.given) + len(turn.answer.tokens) for turn in path), np.float32)
+            tokens = self.tokens(leaf)
+            rewards = np.zeros(len(tokens), np.float32)
             rewards[-1] = self.reward
-            rest = np.concatenate([leaf.answer.tokens[:0], *(p for t in path for p in (t.given, t.answer.tokens))])
             words = tuple(decode(turn.answer.tokens.tolist()) for turn in path)
-            text = decode(rest[len(path[0].given) :].tolist())
+            text = decode(tokens[len(path[0].given) :].tolist())
             found.append(join(parts, text, leaf.answer.finish, rewards, words, self.failure, greedy))
         if not found:
             failure = self.failure or "its agent has had no turn"

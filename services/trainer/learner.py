@@ -145,10 +145,7 @@ class Learner(ModelLearner):
         columns: dict[str, torch.Tensor] = {}
         for name in self.algorithm.group_columns:
             by_token = name not in step.values or self._config.algorithm.advantage.by_token
-            if name in step.token_values and by_token:
-                columns[name] = step.padded(step.token_values[name], rewarded)
-            else:
-                columns[name] = torch.from_numpy(step.values[name][rewarded])
+            columns[name] = _column(step, name, rewarded, by_token)
         if step.greedy is not None:
             columns[GREEDY] = torch.from_numpy(step.greedy[rewarded])
         columns[SAMPLED] = step.padded([t.logprobs for t in step.trajectories], rewarded)
@@ -169,13 +166,8 @@ class Learner(ModelLearner):
 
         found = self.evaluate(step, compute)
         policy, squares = (step.padded([of[which] for of in found], chosen) for which in (0, 1))
-        read = {
-            name: step.padded(step.token_values[name], chosen)
-            if name in step.token_values
-            else torch.from_numpy(step.values[name][chosen])[:, None]
-            for name in self.algorithm.columns
-            if name != PICKED
-        }
+        wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name != PICKED}
+        read = {name: values if values.ndim > 1 else values[:, None] for name, values in wanted.items()}
         weights, _ = self.algorithm.weights(Part(policy, sampled, torch.zeros_like(policy), mask, read))
         return {POLICY: policy, SQUARES: squares, WEIGHTS: torch.ones_like(policy) if weights is None else weights}
 
@@ -224,6 +216,13 @@ class Learner(ModelLearner):
             **_means(step),
             **_turns(step),
         }
+
+
+def _column(step: TrainingBatch, name: str, rows: np.ndarray, by_token: bool = True) -> torch.Tensor:
+    """``[rows, longest]``, or, of a column without tokens or not ``by_token``, ``[rows]``; on the host."""
+    if by_token and name in step.token_values:
+        return step.padded(step.token_values[name], rows)
+    return torch.from_numpy(step.values[name][rows])
 
 
 def _means(step: TrainingBatch) -> dict[str, float]:

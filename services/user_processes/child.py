@@ -15,6 +15,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from penstock.services.runtime.plugins import blame, load_plugin
@@ -52,6 +53,17 @@ def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
         write_frame(replies, reply)
     except (ValueError, TypeError) as error:
         write_frame(replies, _failure(reply["id"], error))
+
+
+def _read_in_thread(calls: BinaryIO, heard: Callable[[list[dict[str, Any]] | None], object]) -> None:
+    """``heard`` is told of each list of calls, in a thread; None: there are no more."""
+
+    def read() -> None:
+        while (batch := read_frame(calls)) is not None:
+            heard(batch)
+        heard(None)
+
+    threading.Thread(target=read, name="calls", daemon=True).start()
 
 
 @types.coroutine
@@ -94,12 +106,10 @@ class _Loop:
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
-        def read() -> None:
-            while (calls := read_frame(self._calls)) is not None:
-                loop.call_soon_threadsafe(self._begin, calls)
-            loop.call_soon_threadsafe(ended.set)
+        def heard(calls: list[dict[str, Any]] | None) -> None:
+            loop.call_soon_threadsafe(ended.set if calls is None else partial(self._begin, calls))
 
-        threading.Thread(target=read, name="calls", daemon=True).start()
+        _read_in_thread(self._calls, heard)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         await ended.wait()
 
@@ -152,13 +162,7 @@ def _run_plain(handler: Handler, calls: BinaryIO, replies: BinaryIO, mark: Mark)
     """One call after the other. They are read in a thread: a parent that cannot say its calls, because nobody reads
     them, would read no answers either."""
     waiting: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        while (batch := read_frame(calls)) is not None:
-            waiting.put(batch)
-        waiting.put(None)
-
-    threading.Thread(target=read, name="calls", daemon=True).start()
+    _read_in_thread(calls, waiting.put)
     while (batch := waiting.get()) is not None:
         for call in batch:
             mark.set(call["id"])

@@ -9,12 +9,8 @@ import pytest
 
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.services.modeling import attention  # noqa: F401 - registers ours
+from tests.rollout.test_multi_turn import CHAT
 from tests.rollout.test_torch_engine import make
-
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")

@@ -86,8 +86,8 @@ class House:
                 assert said is not None
                 request, future = self.asked[said.id]
                 key = request.key.purpose, request.key.number
-                self.records[key][f"note.{request.key.name}"] = request.note
-                self.records[key][f"answer.{request.key.name}"] = as_bytes(said.answer.tobytes())
+                self.records[key][request.key.note_record] = request.note
+                self.records[key][request.key.answer_record] = as_bytes(said.answer.tobytes())
                 self.engines_own.append(unpack_answer(said.answer.tobytes()))
                 if not future.cancelled():
                     future.set_result(m.TurnAnswer(answer=said.answer))

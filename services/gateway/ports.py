@@ -1,0 +1,37 @@
+"""Where a gateway listens: the config's ports are the first one's, and each further one has the next two."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+from penstock.protocols.mailbox import AddressError
+from penstock.services.gateway.config import GatewayConfig
+
+EACH = 2
+
+
+def http_at(config: GatewayConfig, index: int) -> tuple[str, int]:
+    """Host and port of the gateway with this number; port 0: any free one."""
+    host, _, port = config.http.rpartition(":")
+    return host, _shifted(int(port), index)
+
+
+def bind_at(config: GatewayConfig, index: int) -> tuple[str, int]:
+    """As `http_at`, for `penstock.AgentClient`."""
+    at = urlsplit(config.bind)
+    return at.hostname or "", _shifted(at.port or 0, index)
+
+
+def listen(key: str, host: str, port: int) -> socket.socket:
+    """A listening socket. ``key`` is the config's, for errors. Raises `AddressError`."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise AddressError(
+            f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from None
+
+
+def _shifted(port: int, index: int) -> int:
+    return port + EACH * index if port else 0
