@@ -64,9 +64,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
         torch.manual_seed(batch.seed)
-        metrics = learner.train(
-            open_batch(batch, config.gate.max_lag, config.columns), frozen=batch.step < config.critic_warmup
-        )
+        metrics = learner.train(open_batch(batch, config.columns), frozen=batch.step < config.critic_warmup)
         digest = source.digest()
         if only is None or batch.step == only:
             yield Redone(batch.step, len(batch.groups), metrics["reward"], metrics["loss"], digest, recorded)

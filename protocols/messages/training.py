@@ -51,6 +51,8 @@ class Batch(Message):
 
     step: int
     seed: int
+    max_lag: int
+    """The bound that the step was taken under: no token is more versions old."""
     groups: list[TakenGroup]
     committed: int
     """Steps committed so far. A step below that is being redone: its version is not published again."""
@@ -70,6 +72,7 @@ class LedgerRow(BaseModel):
     step: int
     groups: list[int]
     seed: int
+    max_lag: int
     digest: str
 
 

@@ -30,7 +30,8 @@ class Archive:
         assert self.wanted
         self._folder.mkdir(parents=True, exist_ok=True)
         groups = [{"number": g.number, "experience": g.experience, "columns": g.columns} for g in batch.groups]
-        data = wire.pack({"step": batch.step, "seed": batch.seed, "digest": digest, "groups": groups})
+        row = {"step": batch.step, "seed": batch.seed, "max_lag": batch.max_lag, "digest": digest, "groups": groups}
+        data = wire.pack(row)
         write_whole(self._path(batch.step), data, durable=True)
         if isinstance(self._keep, int):
             self._path(batch.step - self._keep).unlink(missing_ok=True)
@@ -54,4 +55,5 @@ def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:
             TakenGroup(number=g["number"], experience=as_bytes(g["experience"].tobytes()), columns=dict(g["columns"]))
             for g in row["groups"]
         ]
-        yield Batch(step=row["step"], seed=row["seed"], groups=groups, committed=row["step"]), row["digest"]
+        step, bound = row["step"], row["max_lag"]
+        yield Batch(step=step, seed=row["seed"], max_lag=bound, groups=groups, committed=step), row["digest"]

@@ -15,7 +15,7 @@ from penstock.protocols.experience import ExperienceError
 from penstock.services.broker import scoring
 from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.membership import Member, MembershipError
-from penstock.services.broker.rules.ledger import LedgerError
+from penstock.services.broker.rules.ledger import LedgerError, Step
 from penstock.services.broker.scheduler import Scheduler, Waiting
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.status import ledger_state, live_state, queues
@@ -240,7 +240,7 @@ class Handlers:
     def _on_ledger_tail(self, member: Member, request: int, tail: m.LedgerTail) -> None:
         groups = self._state.groups
         for row in tail.steps:
-            groups.merge(row.step, row.groups, row.seed, row.digest)
+            groups.merge(row.step, row.groups, row.seed, row.max_lag, row.digest)
         self._state.router.send(member.identity, m.Resumed(committed=groups.ledger.committed), request)
 
     def _on_take(self, member: Member, request: int, take: m.Take) -> None:
@@ -286,19 +286,18 @@ class Handlers:
         first = state.groups.ledger.commit(commit.step, commit.digest)
         step = state.groups.ledger.taken(commit.step)
         assert step
-        row = {"step": step.step, "groups": step.groups, "seed": step.seed, "digest": step.digest}
-        state.recorder.ledger(row)
+        state.recorder.ledger({name: getattr(step, name) for name in ("step", "groups", "seed", "max_lag", "digest")})
         state.progress.at = time.time()
         if first:
-            self._record_step(commit, len(step.groups))
+            self._record_step(commit, step)
         absent = self._publish(commit.version) if commit.version else []
         state.progress.committing = commit.step
         state.router.send(member.identity, m.Relayed(absent=absent), request)
 
-    def _record_step(self, commit: m.Commit, groups: int) -> None:
+    def _record_step(self, commit: m.Commit, step: Step) -> None:
         state, progress, metrics = self._state, self._state.progress, commit.metrics
         now = progress.trained_until = time.time()
-        progress.totals["trained"] += groups
+        progress.totals["trained"] += len(step.groups)
         progress.totals["trained_tokens"] += int(metrics.get("tokens", 0))
         progress.totals["tokens_lagging"] += int(metrics.get("tokens_lagging", 0))
         progress.totals["steps_skipped"] += int(metrics.get("skipped", 0))
@@ -308,7 +307,7 @@ class Handlers:
         row = {
             "step": commit.step,
             "time": now,
-            "max_lag": state.settings.gate.max_lag,
+            "max_lag": step.max_lag,
             "train_s": now - (progress.training_since or now),
             **progress.learned,
             **metrics,

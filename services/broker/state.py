@@ -317,7 +317,8 @@ class BrokerState:
         late = {column.name for column in self.lacking(step)}
         names = [name for name in self.settings.columns.names if name not in late]
         groups = self.payloads.taken(step.groups, names)
-        return m.Batch(step=step.step, seed=step.seed, groups=groups, committed=self.groups.ledger.committed)
+        committed = self.groups.ledger.committed
+        return m.Batch(step=step.step, seed=step.seed, max_lag=step.max_lag, groups=groups, committed=committed)
 
     def _archive_step(self, step: Step) -> None:
         """Writes a step's groups to disk before they are freed."""

@@ -40,10 +40,10 @@ class Critic:
 
     def __init__(
         self, context: ActorContext, learner: CriticLearner, tail: list[dict[str, Any]], saver: checkpoint.Saver,
-        config: CriticConfig, columns: ColumnTable, max_lag: int, deterministic: bool,
+        config: CriticConfig, columns: ColumnTable, deterministic: bool,
     ) -> None:  # fmt: skip
         self._learner, self._config, self._world = learner, config, learner.world
-        self._columns, self._max_lag, self._deterministic = columns, max_lag, deterministic
+        self._columns, self._deterministic = columns, deterministic
         self.actor = Actor("critic", context)
         self._saving = Saving(learner, saver, self.actor.mailbox)
         self._desk = StepDesk(self.actor, self._saving.poll)
@@ -70,7 +70,7 @@ class Critic:
 
     def _train(self, batch: Batch) -> None:
         with self.actor.busy():
-            step = open_batch(batch, self._max_lag, self._columns)
+            step = open_batch(batch, self._columns)
             if VALUES not in step.token_values:
                 step = self._say_values(batch, step)
             failpoint.reach("critic-valued", batch.step)
@@ -134,7 +134,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic:
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
     saver = checkpoint.Saver(learner, load_tokenizer(path), folder, critic.checkpoint.keep)
-    return Critic(context, learner, tail, saver, critic, config.columns, config.gate.max_lag, config.run.deterministic)
+    return Critic(context, learner, tail, saver, critic, config.columns, config.run.deterministic)
 
 
 def _of_returns(config: Any, name: str) -> float:

@@ -70,7 +70,7 @@ class TrainingBatch:
         return version - (np.concatenate(sampled) if sampled else np.zeros(0, np.int32))
 
 
-def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
+def open_batch(batch: Batch, table: ColumnTable) -> TrainingBatch:
     """Unpacks and checks ``batch``. A group that cannot be read costs itself alone. Raises `BatchError`."""
     groups: list[tuple[TakenGroup, Group]] = []
     table = _written(batch, table)
@@ -91,8 +91,8 @@ def open_batch(batch: Batch, max_lag: int, table: ColumnTable) -> TrainingBatch:
     )
     step = _without_greedy(_with_placed(step, {name: terms[name] for name in terms if per[name] == "token"}))
     lags = step.lags(batch.step)
-    if lags.size and not 0 <= lags.min() <= lags.max() <= max_lag:
-        raise BatchError(f"step {batch.step}: lags from {lags.min()} to {lags.max()}, bound {max_lag}")
+    if lags.size and not 0 <= lags.min() <= lags.max() <= batch.max_lag:
+        raise BatchError(f"step {batch.step}: lags from {lags.min()} to {lags.max()}, bound {batch.max_lag}")
     return step
 
 

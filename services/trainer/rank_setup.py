@@ -38,7 +38,6 @@ class TrainerSettings:
     model_path: str
     dtype: str
     temperature: float
-    max_lag: int
     run_key: str
     checkpoints: Path
     columns: ColumnTable
@@ -78,5 +77,5 @@ def train(
 ) -> dict[str, float]:
     """One step on ``batch``, the same on every rank."""
     torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
-    step = open_batch(batch, settings.max_lag, settings.columns)
+    step = open_batch(batch, settings.columns)
     return learner.train(step, before_update, frozen=batch.step < settings.critic_warmup)

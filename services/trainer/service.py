@@ -183,8 +183,8 @@ class Trainer:
                 return
             failpoint.reach("committed", batch.step)
             numbers = [group.number for group in batch.groups]
-            tail = [*self._tail, LedgerRow(step=batch.step, groups=numbers, seed=batch.seed, digest=digest)]
-            self._tail = tail[-TAIL_STEPS:]
+            row = LedgerRow(step=batch.step, groups=numbers, seed=batch.seed, max_lag=batch.max_lag, digest=digest)
+            self._tail = [*self._tail, row][-TAIL_STEPS:]
             self.actor.version = snapshot.version
 
         message = Commit(step=batch.step, digest=digest, metrics=metrics, version=published)
@@ -233,7 +233,6 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         dtype=config.model.dtype,
         critic_warmup=config.critic_warmup,
         temperature=config.rollout.sampling.temperature,
-        max_lag=config.gate.max_lag,
         run_key=context.run_key,
         checkpoints=context.folder / "checkpoints",
         columns=config.columns,

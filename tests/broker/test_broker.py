@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import redis
 
+from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.protocols.experience import Group, GroupSummary, Trajectory, as_bytes, pack_group, summarize
@@ -387,6 +388,30 @@ def test_the_last_step_takes_what_the_prompts_have_left(tmp_path: Path, redis_ur
     ended = stage.trainer.box.ask(m.Take(step=2), 5)
     assert isinstance(ended, m.Exhausted) and ended.reason == "the prompts ended"
     stage.close()
+
+
+def test_a_step_that_was_taken_keeps_its_groups_and_its_bound_however_the_run_goes_on(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Taken, not committed: the next trainer is to train on it under the bound that its groups were made under."""
+    stage = Stage(tmp_path, redis_url, gate=GateConfig(max_lag=2, groups_per_step=B))
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(2 * B):
+        rollout.finish(lease)
+    reward.score(2 * B)
+    taken = [stage.trainer.box.ask(m.Take(step=step), 5) for step in (0, 1)]
+    stage.close()
+
+    again = Stage(tmp_path, redis_url, gate=GateConfig(max_lag=0, groups_per_step=B))
+    trainer = again.peer("trainer", "trainer")
+    retaken = [trainer.box.ask(m.Take(step=step), 5) for step in (0, 1)]
+    assert [batch.max_lag for batch in retaken] == [2, 2]
+    assert [[g.number for g in b.groups] for b in retaken] == [[g.number for g in b.groups] for b in taken]
+    trainer.box.ask(m.Commit(step=0, digest="d0", metrics={}), 5)
+    again.close()
+    assert [row["max_lag"] for row in read_lines(tmp_path / "ledger.jsonl")] == [2]
+    assert [row["max_lag"] for row in read_lines(tmp_path / "metrics.jsonl") if "train_s" in row] == [2]
 
 
 def test_a_broker_that_was_killed_after_the_end_says_so_when_it_is_back(

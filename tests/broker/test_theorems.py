@@ -173,7 +173,7 @@ class TakeNotDurable(World):
             return True
         self.train()
         self.restart_broker()
-        self.groups.ledger.take(taken.step, [], 0, 0.0)
+        self.groups.ledger.take(taken.step, [], 0, 0, 0.0)
         self.commit()
         return False
 

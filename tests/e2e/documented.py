@@ -39,7 +39,7 @@ def undocumented(folder: Path) -> dict[str, set[str]]:
     for file, chapter, more in (
         ("weights.jsonl", "a line for each version that a rollout has loaded", {"time"}),
         ("samples.jsonl", "a line for each trajectory that is kept", set[str]()),
-        ("ledger.jsonl", "", {"step", "groups", "seed", "digest"}),
+        ("ledger.jsonl", "", {"step", "groups", "seed", "max_lag", "digest"}),
     ):
         for row in _rows(folder / file):
             missing.setdefault(file, set()).update(_unknown(row, told.get(chapter, set()) | more))

@@ -45,7 +45,7 @@ def opened(seed: int, greedy_failed: bool = False, with_greedy: bool = True) -> 
             reward[-1] = np.nan
         columns = {"reward/exact": exact, "reward/environment": tokens, REWARD: reward}
         taken.append(TakenGroup(number=number, experience=as_bytes(data), columns=columns))
-    return open_batch(Batch(step=0, seed=0, groups=taken, committed=0), 2, TABLE)
+    return open_batch(Batch(step=0, seed=0, max_lag=2, groups=taken, committed=0), TABLE)
 
 
 @settings(max_examples=20, deadline=None)

@@ -62,11 +62,11 @@ TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=Tru
 def test_a_batch_that_breaks_the_bound_is_refused() -> None:
     group = make_group(np.random.default_rng(0), 1, versions=(3,))
     taken = TakenGroup(number=1, experience=as_bytes(pack_group(group)), columns={"reward": np.zeros(4, np.float32)})
-    assert open_batch(Batch(step=5, seed=0, groups=[taken], committed=0), max_lag=2, table=TABLE).lags(5).max() == 2
+    assert open_batch(Batch(step=5, seed=0, max_lag=2, groups=[taken], committed=0), TABLE).lags(5).max() == 2
     with pytest.raises(BatchError, match="lags from 3 to 3, bound 2"):
-        open_batch(Batch(step=6, seed=0, groups=[taken], committed=0), max_lag=2, table=TABLE)
+        open_batch(Batch(step=6, seed=0, max_lag=2, groups=[taken], committed=0), TABLE)
     with pytest.raises(BatchError, match="lags from -1"):
-        open_batch(Batch(step=2, seed=0, groups=[taken], committed=0), max_lag=2, table=TABLE)
+        open_batch(Batch(step=2, seed=0, max_lag=2, groups=[taken], committed=0), TABLE)
 
 
 def test_a_group_that_cannot_be_read_costs_its_step_only_itself() -> None:
@@ -81,5 +81,5 @@ def test_a_group_that_cannot_be_read_costs_its_step_only_itself() -> None:
     ]
     torn = TakenGroup(number=1, experience=taken[1].experience[:-3], columns=taken[1].columns)
     short = TakenGroup(number=2, experience=taken[2].experience, columns={"reward": np.zeros(3, np.float32)})
-    step = open_batch(Batch(step=3, seed=0, groups=[taken[0], torn, short], committed=0), 2, TABLE)
+    step = open_batch(Batch(step=3, seed=0, max_lag=2, groups=[taken[0], torn, short], committed=0), TABLE)
     assert step.unreadable == 2 and step.groups.tolist() == [0] * 4 and step.rewards.tolist() == [0] * 4

@@ -114,9 +114,9 @@ class GroupTracker:
         self.replay.add(number, lease.draw, oldest, trajectories, tokens)
         return True
 
-    def merge(self, step: int, groups: list[int], seed: int, digest: str) -> None:
+    def merge(self, step: int, groups: list[int], seed: int, max_lag: int, digest: str) -> None:
         """The trainer remembers committing ``step``: what the store has lost of it is true again."""
-        if self.ledger.merge(step, groups, seed, digest, time.time()):
+        if self.ledger.merge(step, groups, seed, max_lag, digest, time.time()):
             log.warning("merged a step that the store had lost", step=step)
             for number in groups:
                 self.leases.close(number)
@@ -165,7 +165,7 @@ class GroupTracker:
             batch = self.gate.batch
         if not batch or len(eligible) < batch or step >= self.steps:
             return None
-        taken = self.ledger.take(step, eligible[:batch], seed, time.time())
+        taken = self.ledger.take(step, eligible[:batch], seed, self.gate.max_lag, time.time())
         for number in taken.groups:
             self.replay.remove(number)
         return taken

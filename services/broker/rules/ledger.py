@@ -22,6 +22,8 @@ class Step:
     step: int
     groups: list[int]
     seed: int
+    max_lag: int
+    """The bound that it was taken under: a run may be resumed with another one."""
     taken_at: float
     """Wall-clock seconds."""
     digest: str | None = None
@@ -76,13 +78,13 @@ class Ledger:
         # One step ahead: its gradient is computed while the version before it is gathered, committed and published.
         return len(self.steps) < 2 or self.steps[-2].digest is not None
 
-    def take(self, step: int, groups: list[int], seed: int, now: float) -> Step:
-        """``step`` trains on ``groups``, from now on and for good."""
+    def take(self, step: int, groups: list[int], seed: int, max_lag: int, now: float) -> Step:
+        """``step`` trains on ``groups``, no token of which is more than ``max_lag`` versions old: for good."""
         if step != self.length:
             raise LedgerError(f"step {step} cannot be taken: {self.length} is next")
         if not self.may_take:
             raise LedgerError(f"step {step} cannot be taken before step {step - 2} is committed")
-        taken = Step(step, groups, seed, now)
+        taken = Step(step, groups, seed, max_lag, now)
         self.steps.append(taken)
         self._write(taken)
         return taken
@@ -110,7 +112,7 @@ class Ledger:
             taken.columns.append(column)
             self._write(taken)
 
-    def merge(self, step: int, groups: list[int], seed: int, digest: str, now: float) -> bool:
+    def merge(self, step: int, groups: list[int], seed: int, max_lag: int, digest: str, now: float) -> bool:
         """The trainer remembers committing ``step``. True where the ledger did not have it: the store has lost it."""
         if step < self._forgotten:
             return False
@@ -120,7 +122,7 @@ class Ledger:
         if known is None:
             if step != self.length:
                 raise LedgerError(f"the trainer remembers step {step}, but the ledger ends at step {self.length}")
-            known = Step(step, groups, seed, now)
+            known = Step(step, groups, seed, max_lag, now)
             self.steps.append(known)
         known.digest = digest
         self._write(known)
