@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.services.gateway.asking import Told, Tool, plain, unconstrained
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 
@@ -20,8 +21,8 @@ class ChatRequest(BaseModel):
     read by nobody."""
 
     model_config = ConfigDict(extra="allow")
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Told] = Field(min_length=1)
+    tools: list[Tool] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
@@ -29,6 +30,7 @@ class ChatRequest(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = False
+    response_format: dict[str, Any] | None = None
 
     @property
     def most(self) -> int | None:
@@ -40,13 +42,14 @@ class ChatRequest(BaseModel):
         """Texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    @property
     def said(self) -> list[dict[str, Any]]:
-        """The messages, each with its role; a developer's are a system's."""
-        return [
-            {**message, "role": "system" if message.get("role") == "developer" else str(message.get("role", "user"))}
-            for message in self.messages
-        ]
+        """The messages. Raises `AgentError`."""
+        unconstrained("response_format", self.response_format)
+        return plain(self.messages)
+
+    def functions(self) -> list[dict[str, Any]] | None:
+        """The tools, as chat templates want them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
 
 
 def completion(session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: ChatRequest) -> dict[str, Any]:

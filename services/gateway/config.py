@@ -31,6 +31,8 @@ class GatewayConfig(Section):
     """How often a session is given out; then its trajectory has no reward."""
     turn_s: float = Field(600.0, gt=0)
     """Seconds that a turn may take before its agent is told to try again, e.g. ``60``."""
+    waiting: int = Field(1024, ge=1)
+    """Turns that may wait for the policy at once, e.g. ``256``; beyond them agents are told to ask again (429)."""
     max_turns: int = Field(64, ge=1, le=4096)
     """Turns of the policy in one session; more are refused."""
     tool_calls: str = "hermes"

@@ -34,6 +34,7 @@ from penstock.services.turns.tool_calls import parser
 log = structlog.get_logger()
 
 NOTE_S = 60.0
+BUSY_S = 2.0
 LOST = "session_lost"
 ENDED = 10_000
 """Finished sessions that are remembered."""
@@ -179,6 +180,13 @@ class Desk:
             except TimeoutError:
                 pass
 
+    def untaken(self, held: Held) -> None:
+        """Its agent had gone before it heard of the session: it is free again, and has lost no life."""
+        if self._held.get(held.id) is held and not held.session.turns and not held.pending:
+            del self._held[held.id]
+            self._free.append((held.work, held.session))
+            self._more.set()
+
     async def find(self, id: str) -> Held:
         """The session that an agent speaks of. A gateway that has just begun waits for it: it may be about to be given
         what another one had. Raises `AgentError`."""
@@ -217,14 +225,28 @@ class Desk:
         return len(held.session.tokens(parent)) + len(given)
 
     async def generate(
-        self, held: Held, tokens: np.ndarray, max_tokens: int | None = None, again: bool = False, request: str = ""
+        self,
+        held: Held,
+        tokens: np.ndarray,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        again: bool = False,
+        request: str = "",
     ) -> Turn:
         """The policy's answer to tokens of the agent's own."""
         parent, given = held.session.parent_by_tokens(tokens)
-        asked = request or json.dumps(["tokens", tokens.tolist(), max_tokens])
-        return await self._once(
-            held, asked, again or bool(request), parent, given, [{"tokens": tokens.tolist()}], "", max_tokens, ()
-        )
+        said = [{"tokens": tokens.tolist()}]
+        asked = request or json.dumps([said, max_tokens, list(stop)])
+        return await self._once(held, asked, again or bool(request), parent, given, said, "", max_tokens, stop)
+
+    async def complete(
+        self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = (), again: bool = False
+    ) -> Turn:
+        """The policy's next words after a text of the agent's own."""
+        parent, given = self._policy.written_on(held.session, text)
+        said = [{"text": text}]
+        asked = json.dumps([said, max_tokens, list(stop)])
+        return await self._once(held, asked, again, parent, given, said, "", max_tokens, stop)
 
     async def finish(self, id: str, reward: float | None) -> None:
         """The agent is done; without a ``reward`` the reward functions say how good it was. Said again, it is true."""
@@ -253,6 +275,9 @@ class Desk:
             return held.answered[asked]
         task = held.pending.get(asked) if again else None
         if task is None:
+            if sum(len(each.pending) for each in self._held.values()) >= self.config.waiting:
+                full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
+                raise AgentError(429, "busy", full, BUSY_S)
             task = asyncio.ensure_future(self._policy.ask(held, asked, *rest))
             held.pending[asked] = task
             task.add_done_callback(lambda done: self._done(held, asked, done))

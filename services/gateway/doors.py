@@ -14,6 +14,7 @@ from penstock.services.gateway.access import agents_key
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.http import make_app
+from penstock.services.gateway.patience import ImpatientProtocol
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.files import write_whole
@@ -38,7 +39,9 @@ class Doors:
         exposed = not is_loopback(f"tcp://{host}:1")
         key = agents_key(context.folder) if exposed else None
         app = make_app(desk, model, key)
-        settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off")
+        settings = uvicorn.Config(
+            app, http=ImpatientProtocol, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off"
+        )
         self._server = uvicorn.Server(settings)
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:

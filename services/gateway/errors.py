@@ -3,6 +3,10 @@ sentence for people."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import BaseModel
+
 
 class AgentError(Exception):
     """Costs this request alone. ``retry_s``: it may be asked again after so long."""
@@ -10,3 +14,47 @@ class AgentError(Exception):
     def __init__(self, status: int, code: str, message: str, retry_s: float | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.retry_s = status, code, retry_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As both OpenAI's and Anthropic's clients read it."""
+        # Half a surrogate pair, which JSON can say, has no UTF-8.
+        words = str(self).encode(errors="replace").decode()
+        about = {"message": words, "type": self.code, "code": self.code, "param": None}
+        return {"type": "error", "error": about}
+
+
+class About(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    code: str
+    param: None = None
+
+
+class Refused(BaseModel):
+    """The body of every answer that is none."""
+
+    type: str = "error"
+    error: About
+
+
+MEANINGS = {
+    400: "the policy cannot be asked this",
+    401: "the key is missing, or wrong",
+    404: "there is no such session",
+    408: "the request did not arrive in time",
+    410: "the session, or the run, is over",
+    411: "the body does not say how long it is",
+    413: "too large",
+    422: "not what is asked for here",
+    429: "too much at once: ask again after Retry-After",
+    499: "the agent has gone",
+    503: "nothing is free now: ask again after Retry-After",
+    504: "the policy was too slow: ask again",
+}
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Refused, "description": meaning} for status, meaning in MEANINGS.items()
+}
+"""For the document that describes the routes."""

@@ -4,29 +4,84 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.services.gateway.asking import Content
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.session import Turn
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
 
+class Words(BaseModel):
+    """A block of text."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["text"]
+    text: str
+
+
+class Thoughts(BaseModel):
+    """What a model has thought is not told to it again."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["thinking", "redacted_thinking"]
+
+
+class ToolUse(BaseModel):
+    """A call that the policy has asked for."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+class ToolResult(BaseModel):
+    """What came of it."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Content | None = None
+
+
+Block = Annotated[Words | Thoughts | ToolUse | ToolResult, Field(discriminator="type")]
+
+
+class Said(BaseModel):
+    """One message."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Tool(BaseModel):
+    """A function that the policy may ask for."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] = {}
+
+
 class CountRequest(BaseModel):
     """``POST /v1/messages/count_tokens``."""
 
     model_config = ConfigDict(extra="allow")
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Said] = Field(min_length=1)
+    system: Content | None = None
+    tools: list[Tool] | None = None
 
     def said(self) -> list[dict[str, Any]]:
         """As chat completions have it: a tool's result is a message of its own."""
-        found: list[dict[str, Any]] = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        found: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for message in self.messages:
-            found += _messages(str(message.get("role", "user")), message.get("content"))
+            found += _messages(message.role, message.content)
         return found
 
     def functions(self) -> list[dict[str, Any]] | None:
@@ -35,9 +90,9 @@ class CountRequest(BaseModel):
             {
                 "type": "function",
                 "function": {
-                    "name": tool.get("name"),
-                    "description": tool.get("description", ""),
-                    "parameters": tool.get("input_schema", {}),
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
                 },
             }
             for tool in self.tools or ()
@@ -106,30 +161,21 @@ def _stop(turn: Turn) -> str:
     return "tool_use" if turn.message.get("tool_calls") else STOPS[turn.answer.finish]
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(block.get("text") or "" for block in content if isinstance(block, dict))
-    return content or ""
-
-
-def _messages(role: str, content: Any) -> list[dict[str, Any]]:
+def _messages(role: str, content: str | list[Block]) -> list[dict[str, Any]]:
     """One of Anthropic's, which may hold results of several tools."""
-    blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
     found: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
-        for block in blocks
-        if block.get("type") == "tool_result"
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content or ""}
+        for block in content
+        if isinstance(block, ToolResult)
     ]
     calls = [
-        {
-            "id": block.get("id"),
-            "type": "function",
-            "function": {"name": block.get("name"), "arguments": block.get("input", {})},
-        }
-        for block in blocks
-        if block.get("type") == "tool_use"
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        for block in content
+        if isinstance(block, ToolUse)
     ]
-    words = _text([b for b in blocks if b.get("type") == "text"]) if isinstance(content, list) else _text(content)
+    words = "".join(block.text for block in content if isinstance(block, Words))
     if words or calls or not found:
         found.append({"role": role, "content": words, **({"tool_calls": calls} if calls else {})})
     return found

@@ -58,6 +58,16 @@ class Policy:
         except Exception as error:  # a template may raise anything
             raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
 
+    def written_on(self, session: Session, text: str) -> tuple[Turn | None, np.ndarray]:
+        """As `spliced`, of an agent that goes on from its own text and from what was answered to it."""
+        parent = session.parent_by_text(text)
+        try:
+            if parent is None:
+                return None, self._text.encode_text(text)
+            return parent, self._text.observe(text[len(parent.text) :], False, int(parent.answer.tokens[-1]))
+        except Exception as error:
+            raise AgentError(400, "invalid_messages", f"the text cannot be told to the model: {error}") from error
+
     async def ask(
         self,
         held: Held,

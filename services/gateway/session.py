@@ -71,6 +71,11 @@ class Turn:
     wanted: bool = True
     """Its agent has had it. One that nobody was left to hear is not trained on, unless a turn goes on from it."""
 
+    @property
+    def text(self) -> str:
+        """The text that was gone on from, and what was answered; empty where there was a chat, or tokens."""
+        return self.said[0]["text"] + self.message["content"] if "text" in self.said[0] else ""
+
 
 @dataclass(eq=False)
 class Session:
@@ -116,6 +121,11 @@ class Session:
             if size < len(before) < len(tokens) and np.array_equal(tokens[: len(before)], before):
                 best, size = turn, len(before)
         return best, tokens[size:]
+
+    def parent_by_text(self, text: str) -> Turn | None:
+        """As `parent_of`, of an agent that speaks in text, with no chat around it."""
+        fitting = [turn for turn in self.turns.values() if turn.text and text.startswith(turn.text)]
+        return max(fitting, key=lambda turn: len(turn.text), default=None)
 
     def path(self, turn: Turn | None) -> list[Turn]:
         """From the first turn of its conversation to this one."""

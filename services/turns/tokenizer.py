@@ -36,7 +36,11 @@ class Tokenizer:
             )
         if prompt.messages is not None:
             return self.encode_chat(prompt.messages, tools)
-        return np.array(self._tokenizer(prompt.as_text())["input_ids"], np.int32)
+        return self.encode_text(prompt.as_text())
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """int32 ``[tokens]`` of a text that stands at the beginning, as the tokenizer begins one."""
+        return np.array(self._tokenizer(text)["input_ids"], np.int32)
 
     @property
     def has_template(self) -> bool:
@@ -47,7 +51,7 @@ class Tokenizer:
         """int32 ``[tokens]``, up to where the answer begins. Without a chat template the contents are joined by blank
         lines, and nobody is told of ``tools``."""
         if not self.has_template:
-            return np.array(self._tokenizer(_contents(messages))["input_ids"], np.int32)
+            return self.encode_text(_contents(messages))
         ids = self._tokenizer.apply_chat_template(
             list(messages), tools=list(tools or ()) or None, add_generation_prompt=True, tokenize=True,
             return_dict=False,

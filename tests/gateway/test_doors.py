@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from typer.testing import CliRunner
 from penstock.pipeline import cli
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient, RunOver
 from penstock.protocols.experience import Group
+from penstock.services.gateway import bodies
 from penstock.services.gateway.http import make_app
+from penstock.services.gateway.patience import ImpatientProtocol
 from penstock.services.gateway.zmq_door import ZmqDoor
 from tests.gateway.house import CALLS, House
 
@@ -39,7 +42,7 @@ def served(house: House, agent: Callable[[str], Awaitable[Any]], key: str | None
 
     async def main() -> Any:
         app = make_app(house.desk, "policy", key)
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(app, http=ImpatientProtocol, port=0, log_config=None, lifespan="off"))
         serving = asyncio.ensure_future(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
@@ -155,6 +158,159 @@ def test_anthropics_client(house: House) -> None:
     assert [len(t.turns) for t in group(house).trajectories] == [2, 2]
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+def test_openais_responses(house: House, stateful: bool) -> None:
+    """With what was said before, or with the last response's id alone: it is gone on from the same tokens."""
+    tool: Any = {"type": "function", "name": "reveal", "parameters": {"type": "object"}}
+
+    async def turns(client: openai.AsyncOpenAI) -> None:
+        about: Any = {"model": "policy", "tools": [tool], "instructions": "b"}
+        first = await client.responses.create(
+            input="a", max_output_tokens=2, include=["message.output_text.logprobs"], **about
+        )
+        (call,) = first.output
+        assert call.type == "function_call" and json.loads(call.arguments) and first.usage
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "b"}
+        said: Any = [{"role": "user", "content": "a"}, *first.output, result]
+        more = {"previous_response_id": first.id, "input": [result]} if stateful else {"input": said}
+        async with client.responses.stream(**more, **about) as stream:
+            events: Any = [event async for event in stream]
+        seen, last = [event.type for event in events], events[-1].response
+        assert seen[0] == "response.created" and seen[-1] in ("response.completed", "response.incomplete")
+        assert "response.function_call_arguments.done" in seen and last.output[0].type == "function_call"
+        assert last.usage and last.usage.input_tokens > first.usage.total_tokens
+        plain = await client.responses.create(model="policy", input=[{"role": "user", "content": "a"}])
+        assert plain.output_text and plain.id != last.id
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            for _ in range(2):
+                session = await opened(url, http)
+                async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
+                    await turns(client)
+                await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})
+
+    served(house, agent)
+    assert [len(t.turns) for t in group(house).trajectories] == [2, 1, 2, 1]
+
+
+def test_openais_completions(house: House) -> None:
+    """Text is gone on from where it begins with an answer: the answer's tokens are not made again."""
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            for _ in range(2):
+                session = await opened(url, http)
+                async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
+                    first = await client.completions.create(model="policy", prompt="sort ba=", logprobs=0, n=2)
+                    assert first.usage and len(first.choices) == 2 and first.choices[0].logprobs
+                    longer = "sort ba=" + first.choices[0].text + "ab"
+                    parts = [p async for p in await client.completions.create(
+                        model="policy", prompt=longer, max_tokens=2, stream=True)]  # fmt: skip
+                    assert parts[-1].choices[0].finish_reason
+                    ids = await client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=2)
+                    assert ids.usage and ids.usage.prompt_tokens == 3 and ids.usage.completion_tokens <= 2
+                await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})
+
+    served(house, agent)
+    made = group(house)
+    assert [len(t.turns) for t in made.trajectories] == [1, 2, 1] * 2
+    assert sum(t.sampled for t in made.trajectories) == sum(len(a.tokens) for a in house.engines_own)
+
+
+def test_too_many_waiting_turns_are_told_to_ask_again(tokenizers: dict[bool, Path], model: Any) -> None:
+    house = House(tokenizers[True], model, waiting=1)
+    house.desk.start(house.lease(0))
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            session = await opened(url, http)
+            ask = {"messages": SAY, "n": 3}
+            busy = await http.post(f"{session['base_url']}/chat/completions", json=ask)
+            assert busy.status_code == 429 and float(busy.headers["retry-after"]) > 0
+            assert "gateway.waiting=1" in busy.json()["error"]["message"]
+
+    served(house, agent)
+
+
+def test_who_does_not_say_what_it_wants_is_not_waited_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImpatientProtocol, "headers_s", 0.5)
+    monkeypatch.setattr(bodies, "BODY_S", 0.5)
+    headers = b"POST /v1/sessions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+
+    async def said(url: str, *parts: bytes) -> bytes:
+        """What is answered until the line is closed, to parts that come one by one."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.2)
+        found = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return found
+
+    async def agent(url: str) -> None:
+        slow = await asyncio.gather(*(said(url, *headers[:k].splitlines(True)) for k in (0, 10, 60) for _ in range(50)))
+        assert set(slow) == {b""}
+        stuck = await said(url, headers + b"connection: close\r\ncontent-length: 20\r\n\r\n", b"{")
+        assert stuck.startswith(b"HTTP/1.1 408") and b"too_slow" in stuck
+        async with httpx.AsyncClient() as http:
+            await opened(url, http)
+            await asyncio.sleep(1)
+            await opened(url, http)  # between requests there is time
+
+    served(house, agent)
+
+
+def test_what_an_agent_did_not_stay_to_hear_is_not_trained_on(house: House) -> None:
+    async def agent(url: str) -> None:
+        said, slow = house.say, asyncio.Event()
+
+        def later(message: Any, deadline_s: float) -> Any:
+            """The policy takes its time."""
+            found = said(message, deadline_s)
+            if not hasattr(message, "prompt"):
+                return found
+            late: Future[Any] = Future()
+            asyncio.get_running_loop().call_later(
+                2.0, lambda: found.add_done_callback(lambda done: (late.set_result(done.result()), slow.set()))
+            )
+            return late
+
+        house.desk._policy._say = later
+        async with httpx.AsyncClient() as http:
+            session = await opened(url, http)
+            asking = asyncio.ensure_future(http.post(f"{session['base_url']}/chat/completions", json={"messages": SAY}))
+            await asyncio.sleep(0.5)
+            asking.cancel()
+            await asyncio.wait_for(slow.wait(), 20)
+            house.desk._policy._say = said
+            for own in (session["session"], (await opened(url, http))["session"]):
+                await http.post(f"{url}/v1/sessions/{own}/finish", json={"reward": 1.0})
+
+    served(house, agent)
+    assert len(house.engines_own) == 1 and not any(t.sampled for t in group(house).trajectories)
+
+
+def test_agents_that_open_and_go_leave_nothing_behind(house: House) -> None:
+    """Who is gone before it hears of its session has not had it."""
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            first, last = await opened(url, http), await opened(url, http)
+            gone = [asyncio.ensure_future(http.post(f"{url}/v1/sessions", json={"wait_s": 30})) for _ in range(200)]
+            await asyncio.sleep(1)
+            for one in gone:
+                one.cancel()
+            await asyncio.gather(*gone, return_exceptions=True)
+        async with httpx.AsyncClient() as http:
+            for session in (first, last):
+                await http.post(f"{url}/v1/sessions/{session['session']}/abandon", json={})
+            await asyncio.sleep(1)
+            assert {(await opened(url, http))["session"] for _ in range(2)} == {"train-0-0-1", "train-0-1-1"}
+
+    served(house, agent)
+
+
 async def _endless() -> AsyncIterator[bytes]:
     for _ in range(64):
         yield b" " * (1 << 20)
@@ -172,6 +328,21 @@ def test_bad_requests_cost_themselves(house: House) -> None:
                 (f"{base}/chat/completions", {"messages": []}, 422),
                 (f"{base}/chat/completions", {"messages": SAY, "n": 1000}, 422),
                 (f"{base}/chat/completions", {"messages": "sort"}, 422),
+                (f"{base}/chat/completions", {"messages": [{"role": "king", "content": "a"}]}, 422),
+                (f"{base}/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422),
+                (f"{base}/chat/completions", {"messages": SAY, "tools": [{"type": "function"}]}, 422),
+                (f"{base}/chat/completions", {"messages": SAY, "response_format": {"type": "json_object"}}, 400),
+                (f"{base}/completions", {"prompt": []}, 422),
+                (f"{base}/responses", {"input": []}, 422),
+                (f"{base}/responses", {"input": "a", "previous_response_id": "resp_7"}, 404),
+                (f"{base}/responses", {"input": "a", "tools": [{"type": "web_search"}]}, 400),
+                (f"{base}/responses", {"input": [{"type": "item_reference", "id": "x"}]}, 400),
+                (f"{base}/responses", {"input": "a", "text": {"format": {"type": "json_schema"}}}, 400),
+                (
+                    f"{base}/messages",
+                    {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 4},
+                    422,
+                ),
                 (f"{base}/chat/completions", {"messages": [{"role": "user", "content": "a" * 500}]}, 400),
                 (f"{base}/generate", {"tokens": [2**31]}, 422),
                 (f"{base}/generate", {"tokens": [5000]}, 400),
@@ -187,7 +358,7 @@ def test_bad_requests_cost_themselves(house: House) -> None:
             assert (await http.post(f"{own}/finish", content=b"{no json")).status_code == 422
             assert (await http.post(f"{own}/finish", content=b" " * (17 << 20))).status_code == 413
             endless = http.post(f"{own}/finish", content=_endless())
-            assert (await endless).status_code == 413, "nobody reads a body that does not say how long it is"
+            assert (await endless).status_code == 411, "nobody reads a body that does not say how long it is"
             assert (await http.post(f"{own}/finish", json={"reward": 1.0})).status_code == 200
             await opened(url, http)
             waited = await http.post(f"{url}/v1/sessions", json={"wait_s": 0})

@@ -1,0 +1,36 @@
+"""What Anthropic's clients ask for: messages, and how many tokens they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+
+from penstock.services.gateway import messages
+from penstock.services.gateway.desk import Desk
+from penstock.services.gateway.openai_routes import Retried
+from penstock.services.gateway.waiting import STREAMED, heard, stream
+
+
+def anthropic_routes(desk: Desk, model: str) -> APIRouter:
+    """``model``: what the policy is called."""
+    routes = APIRouter(prefix="/s/{session}/v1/messages", tags=["Anthropic"])
+
+    @routes.post("", response_model=None, responses=STREAMED)
+    async def create(
+        session: str, asked: messages.MessagesRequest, request: Request, retried: Retried = 0
+    ) -> dict[str, Any] | StreamingResponse:
+        """Messages."""
+        held = await desk.find(session)
+        answer = desk.chat(held, asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences, retried > 0)
+        if asked.stream:
+            return await stream(request, answer, lambda turn: messages.events(held.id, model, turn))
+        return messages.message(held.id, model, await heard(request, answer))
+
+    @routes.post("/count_tokens")
+    async def count(session: str, asked: messages.CountRequest) -> dict[str, int]:
+        """How many tokens a conversation begins with."""
+        return {"input_tokens": desk.count(await desk.find(session), asked.said(), asked.functions())}
+
+    return routes

@@ -1,0 +1,92 @@
+"""What the requests of all APIs share: which parts of a message the policy reads, and what it is not asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from penstock.services.gateway.errors import AgentError
+
+TEXT = {"text", "input_text", "output_text", "refusal"}
+UNREAD = {"thinking", "redacted_thinking", "reasoning"}
+"""What a model has thought is not told to it again."""
+
+
+def _text(content: Any) -> Any:
+    """Texts of a list of parts, joined."""
+    if not isinstance(content, list):
+        return content
+    words = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT | UNREAD:
+            raise ValueError(f"the policy reads text, and not a part of type {kind!r}")
+        if kind in TEXT:
+            words.append(part.get("text", part.get("refusal")))
+        if words and not isinstance(words[-1], str):
+            raise ValueError("text: not a text")
+    return "".join(words)
+
+
+Content = Annotated[str, BeforeValidator(_text)]
+"""A text, or a list of parts of which each is one."""
+
+
+class Function(BaseModel):
+    """What a tool is called, and with what."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(BaseModel):
+    """As an assistant has asked for it."""
+
+    model_config = ConfigDict(extra="allow")
+    id: str | None = None
+    function: Function
+
+
+class Told(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Described(BaseModel):
+    """A function that the policy may ask for."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """As chat templates want it."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: Described
+
+
+def plain(messages: Sequence[Told]) -> list[dict[str, Any]]:
+    """As chat templates want them; a developer's are a system's."""
+    said = [message.model_dump(exclude_none=True) for message in messages]
+    return [{**each, "role": "system" if each["role"] == "developer" else each["role"]} for each in said]
+
+
+def unconstrained(key: str, wanted: Mapping[str, Any] | None) -> None:
+    """Raises `AgentError` where answers of a certain form are asked for: what is trained on is drawn without."""
+    if wanted and wanted.get("type", "text") != "text":
+        raise AgentError(
+            400, "unsupported", f"{key}: answers are drawn as they come, not held to a schema; ask for a tool's call"
+        )

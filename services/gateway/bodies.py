@@ -1,0 +1,64 @@
+"""Bodies of requests: not too large, and not waited for without end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.services.gateway.errors import AgentError
+
+LARGEST = 16 << 20
+"""Bytes."""
+BODY_S = 60.0
+"""For all of it to arrive."""
+
+
+class Bodies:
+    """Middleware that has the whole of a body before anybody looks at it. What is behind it can see at any moment
+    whether the agent is still there, which Starlette's own base for middleware hides."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await _body(scope, receive)
+        except AgentError as error:
+            await JSONResponse(error.body, error.status)(scope, receive, send)
+            return
+        told = False
+
+        async def again() -> Message:
+            nonlocal told
+            if told:
+                return await receive()
+            told = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, again, send)
+
+
+async def _body(scope: Scope, receive: Receive) -> bytes:
+    size = dict(scope["headers"]).get(b"content-length", b"")
+    if not size.isdigit():
+        raise AgentError(411, "length_needed", "a request says in Content-Length how many bytes it has")
+    if int(size) > LARGEST:
+        raise AgentError(413, "too_large", f"a request has at most {LARGEST} bytes")
+    parts = []
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise AgentError(499, "gone", "the agent has gone")
+                parts.append(message.get("body", b""))
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise AgentError(408, "too_slow", f"a request's body arrives within {BODY_S:g} s") from None

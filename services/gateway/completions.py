@@ -1,0 +1,72 @@
+"""OpenAI's completions: text or tokens in, the policy's next words out, with no chat template between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.services.gateway.chat import FINISH, about, dumps, usage
+from penstock.services.gateway.replies import Replies
+from penstock.services.gateway.session import Turn
+
+
+class CompletionRequest(BaseModel):
+    """``POST /v1/completions``. How tokens are drawn is the run's."""
+
+    model_config = ConfigDict(extra="allow")
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    n: int = Field(1, ge=1, le=64)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: int | None = Field(None, ge=0)
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+def completion(
+    session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: CompletionRequest
+) -> dict[str, Any]:
+    """The answer, whole."""
+    choices = [_choice(index, turn, replies, asked) for index, turn in enumerate(turns)]
+    return {
+        **_head(session, model, turns), "choices": choices, "usage": usage(turns), "penstock": about(session, turns),
+    }  # fmt: skip
+
+
+def chunks(
+    session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: CompletionRequest
+) -> Iterator[str]:
+    """The answer as server-sent events."""
+    head = _head(session, model, turns)
+    for index, turn in enumerate(turns):
+        yield f"data: {dumps({**head, 'choices': [_choice(index, turn, replies, asked)]})}\n\n"
+    if (asked.stream_options or {}).get("include_usage"):
+        yield f"data: {dumps({**head, 'choices': [], 'usage': usage(turns)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _head(session: str, model: str, turns: Sequence[Turn]) -> dict[str, Any]:
+    about_it = {"id": f"cmpl-{session}-{turns[0].number}", "object": "text_completion"}
+    return {**about_it, "created": int(time.time()), "model": model}
+
+
+def _choice(index: int, turn: Turn, replies: Replies, asked: CompletionRequest) -> dict[str, Any]:
+    said: dict[str, Any] | None = None
+    if asked.logprobs is not None:
+        tokens = replies.logprobs(turn.answer)
+        said = {
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+    text = turn.message["content"]
+    return {"index": index, "text": text, "finish_reason": FINISH[turn.answer.finish], "logprobs": said}

@@ -1,0 +1,82 @@
+"""What OpenAI's clients ask for: models, chat completions, completions, responses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import StreamingResponse
+
+from penstock.services.gateway import chat, completions, responses
+from penstock.services.gateway.desk import Desk
+from penstock.services.gateway.session import Turn
+from penstock.services.gateway.waiting import STREAMED, heard, stream
+from penstock.services.gateway.work import Held
+
+Retried = Annotated[int, Header(alias="x-stainless-retry-count", ge=0)]
+"""How often OpenAI's and Anthropic's own clients have asked this before."""
+
+
+def openai_routes(desk: Desk, model: str) -> APIRouter:
+    """``model``: what the policy is called."""
+    routes, replies = APIRouter(prefix="/s/{session}/v1", tags=["OpenAI"]), desk.replies
+
+    @routes.get("/models")
+    async def models(session: str) -> dict[str, Any]:
+        """The policy."""
+        await desk.find(session)
+        return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "penstock"}]}
+
+    @routes.post("/chat/completions", response_model=None, responses=STREAMED)
+    async def chat_completions(
+        session: str, asked: chat.ChatRequest, request: Request, retried: Retried = 0
+    ) -> dict[str, Any] | StreamingResponse:
+        """Chat completions."""
+        held, said, tools = await desk.find(session), asked.said(), asked.functions()
+
+        async def answers() -> list[Turn]:
+            one = [desk.chat(held, said, tools, asked.most, asked.stops, retried > 0) for _ in range(asked.n)]
+            return list(await asyncio.gather(*one))
+
+        if asked.stream:
+            return await stream(request, answers(), lambda turns: chat.chunks(held.id, model, turns, asked))
+        return chat.completion(held.id, model, await heard(request, answers()), replies, asked)
+
+    @routes.post("/completions", response_model=None, responses=STREAMED)
+    async def text_completions(
+        session: str, asked: completions.CompletionRequest, request: Request, retried: Retried = 0
+    ) -> dict[str, Any] | StreamingResponse:
+        """Completions of text, or of token ids."""
+        held = await desk.find(session)
+
+        async def answers() -> list[Turn]:
+            return list(await asyncio.gather(*(_complete(desk, held, asked, retried > 0) for _ in range(asked.n))))
+
+        if asked.stream:
+            return await stream(
+                request, answers(), lambda turns: completions.chunks(held.id, model, turns, replies, asked)
+            )
+        return completions.completion(held.id, model, await heard(request, answers()), replies, asked)
+
+    @routes.post("/responses", response_model=None, responses=STREAMED)
+    async def create_response(
+        session: str, asked: responses.ResponsesRequest, request: Request, retried: Retried = 0
+    ) -> dict[str, Any] | StreamingResponse:
+        """Responses."""
+        held = await desk.find(session)
+        said = asked.said(held.id, held.session)
+        answer = desk.chat(held, said, asked.functions(), asked.max_output_tokens, again=retried > 0)
+        if asked.stream:
+            return await stream(request, answer, lambda turn: responses.events(held.id, model, turn, replies, asked))
+        return responses.response(held.id, model, await heard(request, answer), replies, asked)
+
+    return routes
+
+
+async def _complete(desk: Desk, held: Held, asked: completions.CompletionRequest, again: bool) -> Turn:
+    if isinstance(asked.prompt, str):
+        return await desk.complete(held, asked.prompt, asked.max_tokens, asked.stops, again)
+    tokens = np.array(asked.prompt, np.int32)
+    return await desk.generate(held, tokens, asked.max_tokens, asked.stops, again)

@@ -1,0 +1,191 @@
+"""OpenAI's responses: what is read of a request, and how a turn is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.services.gateway.asking import Told, Tool, plain, unconstrained
+from penstock.services.gateway.chat import about, dumps
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.replies import Replies
+from penstock.services.gateway.session import Said, Session, Turn
+
+LOGPROBS = "message.output_text.logprobs"
+"""In ``include``: what `openai` calls them."""
+
+
+class ResponsesRequest(BaseModel):
+    """``POST /v1/responses``. How tokens are drawn is the run's."""
+
+    model_config = ConfigDict(extra="allow")
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    """The system's message; takes the place of the one that a ``previous_response_id`` brings along."""
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    include: list[str] | None = None
+    text: dict[str, Any] | None = None
+    stream: bool | None = False
+
+    def functions(self) -> list[dict[str, Any]] | None:
+        """The tools, as chat templates want them. Raises `AgentError` for those that the policy cannot ask for."""
+        found = []
+        for tool in self.tools or ():
+            inner = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+            try:
+                made = Tool.model_validate({"type": tool.get("type"), "function": inner})
+            except ValidationError as error:
+                raise AgentError(400, "unsupported", f"tools: only functions, by name: {_first(error)}") from None
+            found.append(made.model_dump(exclude_none=True))
+        return found or None
+
+    def said(self, session_id: str, session: Session) -> list[dict[str, Any]]:
+        """The conversation as chat completions have it. Raises `AgentError`."""
+        unconstrained("text.format", (self.text or {}).get("format"))
+        before = _before(self.previous_response_id, session_id, session)
+        if self.instructions is not None:
+            rest = before[1:] if before and before[0]["role"] == "system" else before
+            before = [{"role": "system", "content": self.instructions}, *rest]
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        said = [*before, *_messages(items)]
+        if not said:
+            raise AgentError(422, "invalid_request", "input: nothing is asked")
+        return said
+
+
+def _before(id: str | None, session_id: str, session: Session) -> Said:
+    if id is None:
+        return []
+    number = id.removeprefix(f"resp_{session_id}-")
+    turn = session.turns.get(int(number)) if number.isascii() and number.isdigit() else None
+    if turn is None:
+        raise AgentError(404, "previous_response_not_found", f"previous_response_id: {id!r} is none of this session's")
+    return list(turn.said)
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A message for each; the calls of one answer are one message's, with the words before them."""
+    found: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "reasoning":  # what was thought is not told again
+            continue
+        if kind == "function_call":
+            if not found or found[-1].get("role") != "assistant":
+                found.append({"role": "assistant", "content": ""})
+            about_it = {"name": item.get("name"), "arguments": item.get("arguments")}
+            found[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": about_it})
+        elif kind == "function_call_output":
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind == "message":
+            found.append({"role": item.get("role"), "content": item.get("content")})
+        else:
+            raise AgentError(400, "unsupported", f"input.{index}: an item of type {kind!r} is not read here")
+    try:
+        return plain([Told.model_validate(message) for message in found])
+    except ValidationError as error:
+        raise AgentError(422, "invalid_request", f"input: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    wrong = error.errors()[0]
+    return f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+
+
+def response(session: str, model: str, turn: Turn, replies: Replies, asked: ResponsesRequest) -> dict[str, Any]:
+    """The answer, whole."""
+    short = turn.answer.finish == "length" and not turn.message.get("tool_calls")  # a call is whole, or none
+    size = len(turn.answer.tokens)
+    return {
+        **_head(session, model, turn, asked),
+        "status": "incomplete" if short else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if short else None,
+        "output": _items(session, turn, replies, asked),
+        "usage": {
+            "input_tokens": turn.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": size,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": turn.prompt_tokens + size,
+        },
+        "penstock": about(session, [turn]),
+    }
+
+
+def events(session: str, model: str, turn: Turn, replies: Replies, asked: ResponsesRequest) -> Iterator[str]:
+    """The answer as server-sent events."""
+    whole = response(session, model, turn, replies, asked)
+    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    told: list[dict[str, Any]] = [
+        {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
+    ]
+    for index, item in enumerate(whole["output"]):
+        told += _events_of(index, item)
+    told.append({"type": f"response.{whole['status']}", "response": whole})
+    for number, event in enumerate(told):
+        yield f"event: {event['type']}\ndata: {dumps({**event, 'sequence_number': number})}\n\n"
+
+
+def _events_of(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    where = {"output_index": index, "item_id": item["id"]}
+    if item["type"] == "message":
+        empty, (part,) = {**item, "status": "in_progress", "content": []}, item["content"]
+        place, blank = {**where, "content_index": 0}, {**part, "text": "", "logprobs": []}
+        body = [
+            {"type": "response.content_part.added", **place, "part": blank},
+            {"type": "response.output_text.delta", **place, "delta": part["text"], "logprobs": part["logprobs"]},
+            {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": part["logprobs"]},
+            {"type": "response.content_part.done", **place, "part": part},
+        ]
+    else:
+        empty, arguments = {**item, "status": "in_progress", "arguments": ""}, item["arguments"]
+        done = {**where, "name": item["name"], "arguments": arguments}
+        body = [
+            {"type": "response.function_call_arguments.delta", **where, "delta": arguments},
+            {"type": "response.function_call_arguments.done", **done},
+        ]
+    yield {"type": "response.output_item.added", "output_index": index, "item": empty}
+    yield from body
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _items(session: str, turn: Turn, replies: Replies, asked: ResponsesRequest) -> list[dict[str, Any]]:
+    message, name = turn.message, f"{session}-{turn.number}"
+    calls = message.get("tool_calls", ())
+    found: list[dict[str, Any]] = []
+    if message["content"] or not calls:
+        logprobs = replies.logprobs(turn.answer) if LOGPROBS in (asked.include or ()) else []
+        text = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
+        about_it = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": "completed"}
+        found.append({**about_it, "content": [text]})
+    for index, call in enumerate(calls):
+        about_it = {"id": f"fc_{name}-{index}", "type": "function_call", "call_id": call["id"], "status": "completed"}
+        found.append({**about_it, **call["function"]})
+    return found
+
+
+def _head(session: str, model: str, turn: Turn, asked: ResponsesRequest) -> dict[str, Any]:
+    """What a request said of itself, and the answer's name."""
+    return {
+        "id": f"resp_{session}-{turn.number}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": asked.previous_response_id,
+        "temperature": None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": asked.tools or [],
+        "top_p": None,
+        "truncation": "disabled",
+    }

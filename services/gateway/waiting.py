@@ -1,0 +1,68 @@
+"""An agent waits for the policy's answer: as long as it is there, and over a line that is kept open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from penstock.services.gateway.chat import dumps
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.session import Turn
+
+LOOK_S = 0.5
+"""Between two looks at whether the agent is still there."""
+SOON_S = 10.0
+"""What goes wrong so soon is told by a status, and not in a stream."""
+COMMENT_S = 5.0
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "the answer; with stream, server-sent events", "content": {"text/event-stream": {}}}
+}
+Answer = TypeVar("Answer", Turn, list[Turn])
+
+
+async def heard(request: Request, answer: Coroutine[Any, Any, Answer]) -> Answer:
+    """The answer, unless whoever asked has gone: then nobody is trained on what nobody has heard."""
+    task = asyncio.ensure_future(answer)
+    while not task.done():
+        await asyncio.wait({task}, timeout=LOOK_S)
+        if not task.done() and await request.is_disconnected():
+            task.add_done_callback(_unheard)
+            raise AgentError(499, "gone", "the agent has gone")
+    return task.result()
+
+
+def _unheard(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled() and not done.exception():
+        found = done.result()
+        for turn in found if isinstance(found, list) else [found]:
+            turn.wanted = False
+
+
+async def stream(
+    request: Request, answer: Coroutine[Any, Any, Answer], events: Callable[[Answer], Iterator[str]]
+) -> StreamingResponse:
+    """Server-sent events. The answer comes at once, when the turn is durable; until then comments keep the line."""
+    task = asyncio.ensure_future(heard(request, answer))
+    await asyncio.wait({task}, timeout=SOON_S)
+    if task.done():
+        task.result()
+
+    async def lines() -> AsyncIterator[str]:
+        said = time.monotonic()
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_S)
+                if not task.done() and time.monotonic() - said > COMMENT_S:
+                    said = time.monotonic()
+                    yield ": the policy is at it\n\n"
+            for line in events(task.result()):
+                yield line
+        except AgentError as error:
+            yield f"event: error\ndata: {dumps(error.body)}\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")
