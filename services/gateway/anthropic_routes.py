@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 from penstock.services.gateway import messages
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.openai_routes import Retried
-from penstock.services.gateway.waiting import STREAMED, heard, stream
+from penstock.services.gateway.waiting import STREAMED, answered
 
 
 def anthropic_routes(desk: Desk, model: str) -> APIRouter:
@@ -23,10 +23,13 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
     ) -> dict[str, Any] | StreamingResponse:
         """Messages."""
         held = await desk.find(session)
-        answer = desk.chat(held, asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences, retried > 0)
-        if asked.stream:
-            return await stream(request, answer, lambda turn: messages.events(held.id, model, turn))
-        return messages.message(held.id, model, await heard(request, answer))
+        return await answered(
+            request,
+            asked.stream,
+            desk.chat(held, asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences, retried > 0),
+            lambda turn: messages.message(held.id, model, turn),
+            lambda turn: messages.events(held.id, model, turn),
+        )
 
     @routes.post("/count_tokens")
     async def count(session: str, asked: messages.CountRequest) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from penstock.services.gateway.errors import AgentError
 
@@ -76,6 +76,21 @@ class Tool(BaseModel):
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
     function: Described
+
+
+class Several(BaseModel):
+    """What chat completions and completions are asked for alike."""
+
+    model_config = ConfigDict(extra="allow")
+    stop: str | list[str] | None = None
+    n: int = Field(1, ge=1, le=64)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 def plain(messages: Sequence[Told]) -> list[dict[str, Any]]:

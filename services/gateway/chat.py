@@ -7,28 +7,23 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from penstock.services.gateway.asking import Told, Tool, plain, unconstrained
+from penstock.services.gateway.asking import Several, Told, Tool, plain, unconstrained
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 
 FINISH = {"stop": "stop", "length": "length"}
 
 
-class ChatRequest(BaseModel):
+class ChatRequest(Several):
     """``POST /v1/chat/completions``. How tokens are drawn is the run's: ``temperature``, ``top_p`` and their like are
     read by nobody."""
 
-    model_config = ConfigDict(extra="allow")
     messages: list[Told] = Field(min_length=1)
     tools: list[Tool] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
-    n: int = Field(1, ge=1, le=64)
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
     logprobs: bool | None = False
     response_format: dict[str, Any] | None = None
 
@@ -36,11 +31,6 @@ class ChatRequest(BaseModel):
     def most(self) -> int | None:
         """Tokens of an answer."""
         return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def stops(self) -> list[str]:
-        """Texts that end an answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def said(self) -> list[dict[str, Any]]:
         """The messages. Raises `AgentError`."""

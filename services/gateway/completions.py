@@ -6,29 +6,20 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from penstock.services.gateway.asking import Several
 from penstock.services.gateway.chat import FINISH, about, dumps, usage
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(Several):
     """``POST /v1/completions``. How tokens are drawn is the run's."""
 
-    model_config = ConfigDict(extra="allow")
     prompt: str | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
-    n: int = Field(1, ge=1, le=64)
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
     logprobs: int | None = Field(None, ge=0)
-
-    @property
-    def stops(self) -> list[str]:
-        """Texts that end an answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 def completion(

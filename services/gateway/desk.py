@@ -143,7 +143,7 @@ class Desk:
         return {
             "sessions": float(len(self._held)),
             "sessions_free": float(len(self._free)),
-            "turns_waiting": float(sum(len(held.pending) for held in self._held.values())),
+            "turns_waiting": float(self._waiting),
         }
 
     # --- agents ------------------------------------------------------------------------------------------------------
@@ -268,6 +268,11 @@ class Desk:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _waiting(self) -> int:
+        """Turns that agents wait for."""
+        return sum(len(held.pending) for held in self._held.values())
+
     async def _once(self, held: Held, asked: str, again: bool, *rest: Any) -> Turn:
         """What is asked again has one answer."""
         asked = hashlib.sha256(asked.encode()).hexdigest()
@@ -275,7 +280,7 @@ class Desk:
             return held.answered[asked]
         task = held.pending.get(asked) if again else None
         if task is None:
-            if sum(len(each.pending) for each in self._held.values()) >= self.config.waiting:
+            if self._waiting >= self.config.waiting:
                 full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
                 raise AgentError(429, "busy", full, BUSY_S)
             task = asyncio.ensure_future(self._policy.ask(held, asked, *rest))

@@ -3,6 +3,7 @@ sentence for people."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,6 +23,11 @@ class AgentError(Exception):
         words = str(self).encode(errors="replace").decode()
         about = {"message": words, "type": self.code, "code": self.code, "param": None}
         return {"type": "error", "error": about}
+
+
+def what_is_wrong(errors: Sequence[Any], skip: int = 0) -> str:
+    """Pydantic's ``errors`` for people: the first three, each with where it is, less the first ``skip`` steps."""
+    return "; ".join(f"{'.'.join(map(str, each['loc'][skip:]))}: {each['msg']}" for each in errors[:3])
 
 
 class About(BaseModel):

@@ -18,7 +18,7 @@ from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.gateway.anthropic_routes import anthropic_routes
 from penstock.services.gateway.bodies import Bodies
 from penstock.services.gateway.desk import Desk
-from penstock.services.gateway.errors import REFUSALS, AgentError
+from penstock.services.gateway.errors import REFUSALS, AgentError, what_is_wrong
 from penstock.services.gateway.openai_routes import openai_routes
 from penstock.services.gateway.waiting import heard
 from penstock.services.gateway.work import Held
@@ -155,7 +155,7 @@ async def _refused(_request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    wrong = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()[:3])
+    wrong = what_is_wrong(error.errors(), skip=1)  # all are of the body, the path or a header
     return JSONResponse(AgentError(422, "invalid_request", wrong).body, 422)
 
 

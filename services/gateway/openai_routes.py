@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from penstock.services.gateway import chat, completions, responses
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.session import Turn
-from penstock.services.gateway.waiting import STREAMED, heard, stream
+from penstock.services.gateway.waiting import STREAMED, answered
 from penstock.services.gateway.work import Held
 
 Retried = Annotated[int, Header(alias="x-stainless-retry-count", ge=0)]
@@ -36,13 +37,13 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
 
-        async def answers() -> list[Turn]:
-            one = [desk.chat(held, said, tools, asked.most, asked.stops, retried > 0) for _ in range(asked.n)]
-            return list(await asyncio.gather(*one))
-
-        if asked.stream:
-            return await stream(request, answers(), lambda turns: chat.chunks(held.id, model, turns, asked))
-        return chat.completion(held.id, model, await heard(request, answers()), replies, asked)
+        return await answered(
+            request,
+            asked.stream,
+            _several(asked.n, lambda: desk.chat(held, said, tools, asked.most, asked.stops, retried > 0)),
+            lambda turns: chat.completion(held.id, model, turns, replies, asked),
+            lambda turns: chat.chunks(held.id, model, turns, asked),
+        )
 
     @routes.post("/completions", response_model=None, responses=STREAMED)
     async def text_completions(
@@ -50,15 +51,13 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     ) -> dict[str, Any] | StreamingResponse:
         """Completions of text, or of token ids."""
         held = await desk.find(session)
-
-        async def answers() -> list[Turn]:
-            return list(await asyncio.gather(*(_complete(desk, held, asked, retried > 0) for _ in range(asked.n))))
-
-        if asked.stream:
-            return await stream(
-                request, answers(), lambda turns: completions.chunks(held.id, model, turns, replies, asked)
-            )
-        return completions.completion(held.id, model, await heard(request, answers()), replies, asked)
+        return await answered(
+            request,
+            asked.stream,
+            _several(asked.n, lambda: _complete(desk, held, asked, retried > 0)),
+            lambda turns: completions.completion(held.id, model, turns, replies, asked),
+            lambda turns: completions.chunks(held.id, model, turns, replies, asked),
+        )
 
     @routes.post("/responses", response_model=None, responses=STREAMED)
     async def create_response(
@@ -67,12 +66,19 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         """Responses."""
         held = await desk.find(session)
         said = asked.said(held.id, held.session)
-        answer = desk.chat(held, said, asked.functions(), asked.max_output_tokens, again=retried > 0)
-        if asked.stream:
-            return await stream(request, answer, lambda turn: responses.events(held.id, model, turn, replies, asked))
-        return responses.response(held.id, model, await heard(request, answer), replies, asked)
+        return await answered(
+            request,
+            asked.stream,
+            desk.chat(held, said, asked.functions(), asked.max_output_tokens, again=retried > 0),
+            lambda turn: responses.response(held.id, model, turn, replies, asked),
+            lambda turn: responses.events(held.id, model, turn, replies, asked),
+        )
 
     return routes
+
+
+async def _several(count: int, ask: Callable[[], Coroutine[Any, Any, Turn]]) -> list[Turn]:
+    return list(await asyncio.gather(*(ask() for _ in range(count))))
 
 
 async def _complete(desk: Desk, held: Held, asked: completions.CompletionRequest, again: bool) -> Turn:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.services.gateway.asking import Told, Tool, plain, unconstrained
 from penstock.services.gateway.chat import about, dumps
-from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.errors import AgentError, what_is_wrong
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn
 
@@ -40,7 +40,9 @@ class ResponsesRequest(BaseModel):
             try:
                 made = Tool.model_validate({"type": tool.get("type"), "function": inner})
             except ValidationError as error:
-                raise AgentError(400, "unsupported", f"tools: only functions, by name: {_first(error)}") from None
+                raise AgentError(
+                    400, "unsupported", f"tools: only functions, by name: {what_is_wrong(error.errors())}"
+                ) from None
             found.append(made.model_dump(exclude_none=True))
         return found or None
 
@@ -49,7 +51,7 @@ class ResponsesRequest(BaseModel):
         unconstrained("text.format", (self.text or {}).get("format"))
         before = _before(self.previous_response_id, session_id, session)
         if self.instructions is not None:
-            rest = before[1:] if before and before[0]["role"] == "system" else before
+            rest = before[1:] if before and before[0].get("role") == "system" else before
             before = [{"role": "system", "content": self.instructions}, *rest]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         said = [*before, *_messages(items)]
@@ -89,12 +91,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
         return plain([Told.model_validate(message) for message in found])
     except ValidationError as error:
-        raise AgentError(422, "invalid_request", f"input: {_first(error)}") from None
-
-
-def _first(error: ValidationError) -> str:
-    wrong = error.errors()[0]
-    return f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+        raise AgentError(422, "invalid_request", f"input: {what_is_wrong(error.errors())}") from None
 
 
 def response(session: str, model: str, turn: Turn, replies: Replies, asked: ResponsesRequest) -> dict[str, Any]:

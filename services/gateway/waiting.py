@@ -43,7 +43,20 @@ def _unheard(done: asyncio.Future[Any]) -> None:
             turn.wanted = False
 
 
-async def stream(
+async def answered(
+    request: Request,
+    streamed: bool | None,
+    answer: Coroutine[Any, Any, Answer],
+    whole: Callable[[Answer], dict[str, Any]],
+    events: Callable[[Answer], Iterator[str]],
+) -> dict[str, Any] | StreamingResponse:
+    """What the agent is told: ``whole``, or as ``events`` where it asked for them to be ``streamed``."""
+    if streamed:
+        return await _stream(request, answer, events)
+    return whole(await heard(request, answer))
+
+
+async def _stream(
     request: Request, answer: Coroutine[Any, Any, Answer], events: Callable[[Answer], Iterator[str]]
 ) -> StreamingResponse:
     """Server-sent events. The answer comes at once, when the turn is durable; until then comments keep the line."""
