@@ -41,7 +41,7 @@ def check_versions(folder: Path, steps: int) -> int:
         held[learner.version] = {name: p.detach().clone() for name, p in model.named_parameters()}
         held.pop(learner.version - config.gate.max_lag - 1, None)
         torch.manual_seed(batch.seed)
-        step = open_batch(batch, config.gate.max_lag, config.columns)
+        step = open_batch(batch, config.columns)
         for trajectory in step.trajectories:
             sampled = trajectory.loss_mask == 1
             versions = sorted(set(trajectory.versions[sampled].tolist()))
