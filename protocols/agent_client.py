@@ -63,6 +63,8 @@ class Reply:
     """float32 ``[tokens]``"""
     versions: np.ndarray
     """int32 ``[tokens]``: the version of the policy that sampled each."""
+    engine_s: float
+    """Seconds that the rollout's engine had the turn; what an agent waited beyond them was on the way."""
 
     @property
     def text(self) -> str:
@@ -128,7 +130,7 @@ def _reply(message: m.AgentReply) -> Reply:
         np.frombuffer(getattr(message, name).tobytes(), kind)
         for name, kind in (("tokens", np.int32), ("logprobs", np.float32), ("versions", np.int32))
     )
-    return Reply(message.turn, message.message, message.finish, *arrays)
+    return Reply(message.turn, message.message, message.finish, *arrays, engine_s=message.engine_s)
 
 
 class _Asked:

@@ -95,6 +95,32 @@ def bench_scoring(
     run_bench(Console(), config, folder, lags.split(","), steps, mean, set(parts.split(",")))
 
 
+@bench.command("gateway")
+def bench_gateway(
+    config: Annotated[Path, typer.Option(help="The task: the sort task with a tiny model, and a gateway.")] = Path(
+        "configs/agent.yaml"
+    ),
+    folder: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/bench-gateway"),
+    sessions: Annotated[int, typer.Option(help="Agents at once, under load.")] = 512,
+    think: Annotated[float, typer.Option(help="Seconds that they pause before a turn, on average.")] = 10.0,
+    lags: Annotated[str, typer.Option(help="gate.max_lag of the runs whose tools wait.")] = "0,4",
+    steps: Annotated[int, typer.Option(help="Steps of each run; where tools wait, at max_lag 0.")] = 20,
+    tool: Annotated[float, typer.Option(help="Seconds that a tool takes on average; at most 8 times that.")] = 1.0,
+    parts: Annotated[str, typer.Option(help="load; tools: that wait; trl: the same beside TRL.")] = "load,tools,trl",
+) -> None:
+    """What the gateway adds to a turn beside the engine alone, under load; and steps/s of agents whose tools wait, by
+    how old experience may be, beside TRL's synchronous loop.
+
+    For instance: penstock bench gateway --sessions 128 --parts load
+    """
+    from penstock.pipeline.bench.gateway import bench as run_bench
+    from penstock.pipeline.bench.peers import check
+
+    check(config)
+    chosen = [int(lag) for lag in lags.split(",")]
+    run_bench(Console(), config, folder, sessions, think, chosen, steps, tool, set(parts.split(",")))
+
+
 @bench.command("lag")
 def bench_lag(
     config: Annotated[Path, typer.Option(help="The task.")] = Path("configs/quickstart.yaml"),

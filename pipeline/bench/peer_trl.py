@@ -6,17 +6,28 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.pipeline.bench import waiting_agents
 from penstock.pipeline.config import load
+from penstock.protocols.experience import Prompt
 from penstock.services.data import open_source
 from penstock.services.reward.functions.exact_match import exact_match
 from penstock.services.runtime.plugins import load_plugin
 
 
 def main(
-    config_path: str, run_folder: str, out: str, steps: int, seed: int, judge: str = "", mean_s: float = 0.0
+    config_path: str,
+    run_folder: str,
+    out: str,
+    steps: int,
+    seed: int,
+    judge: str = "",
+    mean_s: float = 0.0,
+    tool_s: float = 0.0,
+    groups: int = 0,
 ) -> None:
     """Trains ``steps`` steps from the warm start in ``run_folder``/model and writes rewards and seconds to ``out``."""
     from datasets import Dataset
@@ -24,9 +35,10 @@ def main(
     from trl import GRPOConfig, GRPOTrainer
 
     config = load(Path(config_path))
-    sampling, groups = config.rollout.sampling, config.gate.groups_per_step
+    sampling, groups = config.rollout.sampling, groups or config.gate.groups_per_step
     source = open_source(config.prompts.train)
     data = Dataset.from_list([{"prompt": p.text, "truth": p.truth} for p in source[: steps * groups]])
+    by_text = {p.text: p for p in source[: steps * groups]}
     path = str(Path(run_folder) / "model")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     counted = {"tokens": 0}
@@ -65,13 +77,62 @@ def main(
         adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, loss_type="dapo", logging_steps=1, save_strategy="no",
         report_to=[], disable_tqdm=True, gradient_checkpointing=False, model_init_kwargs=None,
     )  # fmt: skip
+
+    def said_by(chosen: list[float], **_: Any) -> list[float]:
+        return chosen
+
     GRPOTrainer(
-        model=model, reward_funcs=judged if judge else reward, args=arguments, train_dataset=data,
-        processing_class=tokenizer, callbacks=[Watch()],
+        model=model, reward_funcs=said_by if tool_s else judged if judge else reward, args=arguments,
+        train_dataset=data, processing_class=tokenizer, callbacks=[Watch()],
+        rollout_func=two_turns(by_text, sampling.max_new_tokens, tool_s) if tool_s else None,
     ).train()  # fmt: skip
     Path(out).write_text(json.dumps({"seconds": seconds, "rewards": rewards, "generated_tokens": counted["tokens"]}))
 
 
+def two_turns(tasks: dict[str, Prompt], new: int, tool_s: float) -> Callable[[list[str], Any], dict[str, Any]]:
+    """TRL's own door for agents: the agent of `waiting_agents`, for all of a step's trajectories at once. Their tools
+    wait side by side, and the second turn begins when the slowest has answered."""
+
+    def roll_out(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        import torch
+
+        tokenizer, model = trainer.processing_class, trainer.accelerator.unwrap_model(trainer.model)
+        asked = [tasks[text] for text in prompts]
+
+        @torch.no_grad()
+        def answers(conversations: list[list[int]]) -> list[list[int]]:
+            batch = tokenizer.pad({"input_ids": conversations}, padding_side="left", return_tensors="pt")
+            found = model.generate(**batch, do_sample=True, temperature=1.0, max_new_tokens=new)
+            rows = found[:, batch["input_ids"].shape[1] :].tolist()
+            ends = [row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else new for row in rows]
+            return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+        async def tools() -> None:
+            await asyncio.gather(*(asyncio.sleep(waiting_agents.tool_s(tool_s)) for _ in prompts))
+
+        def text(ids: list[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=True)
+
+        opening = [tokenizer(waiting_agents.shown(task))["input_ids"] for task in asked]
+        first = answers(opening)
+        asyncio.run(tools())
+        given = [tokenizer(task.as_text())["input_ids"] for task in asked]
+        second = answers([a + b + c for a, b, c in zip(opening, first, given, strict=True)])
+        parts = list(zip(first, given, second, strict=True))
+        return {
+            "prompt_ids": opening,
+            "completion_ids": [a + b + c for a, b, c in parts],
+            "logprobs": None,
+            "env_mask": [[1] * len(a) + [0] * len(b) + [1] * len(c) for a, b, c in parts],
+            "chosen": [
+                waiting_agents.reward(text(a), text(c), task)
+                for task, (a, _, c) in zip(asked, parts, strict=True)
+            ],
+        }  # fmt: skip
+
+    return roll_out
+
+
 if __name__ == "__main__":
-    _config, _run, _out, _steps, _seed, _judge, _mean = sys.argv[1:]
-    main(_config, _run, _out, int(_steps), int(_seed), _judge, float(_mean))
+    _config, _run, _out, _steps, _seed, _judge, _mean, _tool, _groups = sys.argv[1:]
+    main(_config, _run, _out, int(_steps), int(_seed), _judge, float(_mean), float(_tool), int(_groups))

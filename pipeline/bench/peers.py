@@ -112,9 +112,12 @@ def run_trl(
     threads: int,
     judge: str = "",
     mean_s: float = 0.0,
+    tool_s: float = 0.0,
+    groups: int = 0,
 ) -> Course:
     """TRL from the warm start in ``run``/model; with the async reward ``judge`` (``module:function``) instead of an
-    exact match, which takes ``mean_s`` seconds on average."""
+    exact match, which takes ``mean_s`` seconds on average; or as an agent of two turns, with a tool between them that
+    takes ``tool_s``. ``groups`` in a step, or as many as the config says."""
     out = folder / "trl.json"
     command = [sys.executable, "-m", "penstock.pipeline.bench.peer_trl", str(config), str(run), str(out)]
     env = os.environ | {
@@ -124,7 +127,8 @@ def run_trl(
     }
     log = folder / "trl.log"
     with log.open("wb") as file:
-        done = subprocess.run([*command, str(steps), str(seed), judge, str(mean_s)], env=env, stdout=file, stderr=file)
+        more = [str(steps), str(seed), judge, str(mean_s), str(tool_s), str(groups)]
+        done = subprocess.run([*command, *more], env=env, stdout=file, stderr=file)
     if done.returncode:
         typer.echo(log.read_text()[-3000:], err=True)
         raise ConfigError(f"trl ended with exit code {done.returncode}; see {log}")

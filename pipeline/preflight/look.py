@@ -7,7 +7,18 @@ import logging
 import structlog
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.preflight import algorithm, data, environment, gateway, gpus, machine, model, rewards, scorers
+from penstock.pipeline.preflight import (
+    algorithm,
+    data,
+    environment,
+    gateway,
+    gpus,
+    lora,
+    machine,
+    model,
+    rewards,
+    scorers,
+)
 from penstock.pipeline.preflight.hub import without_hub
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.memory import plan
@@ -20,7 +31,7 @@ def look(config: Config) -> Report:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     report = Report()
     with without_hub(config, report):
-        for part in (gpus, machine, data, model, rewards, environment, gateway, algorithm, scorers):
+        for part in (gpus, machine, data, model, lora, rewards, environment, gateway, algorithm, scorers):
             part.look(config, report)
     needs = plan(config)
     here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"

@@ -41,9 +41,9 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.learning.batch import open_batch
     from penstock.services.modeling import determinism
     from penstock.services.modeling.load import device_of
-    from penstock.services.modeling.parallel.start import load_trainable
     from penstock.services.modeling.parallel.world import World
     from penstock.services.trainer.learner import Learner
+    from penstock.services.trainer.rank_setup import load_policy
     from penstock.services.weights.sender.shard_exporter import ShardExporter
 
     if config.run.deterministic:
@@ -52,14 +52,14 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     checkpoints = folder / "checkpoints"
     usable = [v for v in checkpoint.versions(checkpoints) if only is not None and v <= only]
     start = checkpoints / f"step-{usable[-1]:06d}" if usable else None
-    path = str(start or model_path(config, folder))
+    begun = str(model_path(config, folder))
     world = World(device_of(config.trainer.device))
-    model = load_trainable(path, world, world.device, config.model.dtype)
+    model = load_policy(str(start or begun), begun, world, config.model.dtype, config.trainer.lora)
     learner = Learner(model, config.trainer, config.rollout.sampling.temperature, world)
     if start:
         checkpoint.restore(learner, start)
     gmac = Gmac.of_run(run_key(folder))
-    source = ShardExporter(learner.parameters, config.model.dtype, config.weights.bucket_bytes, world, gmac)
+    source = ShardExporter(learner.published, config.model.dtype, config.weights.bucket_bytes, world, gmac)
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")

@@ -130,6 +130,8 @@ class AgentReply(Message):
     """int32; with the two beside it as bytes."""
     logprobs: Bytes
     versions: Bytes
+    engine_s: float
+    """Seconds that the rollout's engine had the turn."""
 
 
 class AgentGenerate(Message):

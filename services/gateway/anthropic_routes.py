@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway import messages
 from penstock.services.gateway.desk import Desk
@@ -20,7 +18,7 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
     @routes.post("", response_model=None, responses=STREAMED)
     async def create(
         session: str, asked: messages.MessagesRequest, request: Request, retried: Retried = 0
-    ) -> dict[str, Any] | StreamingResponse:
+    ) -> JSONResponse | StreamingResponse:
         """Messages."""
         held = await desk.find(session)
         return await answered(

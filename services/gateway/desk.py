@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -66,6 +66,8 @@ class Desk:
         self._held: dict[str, Held] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._more = asyncio.Event()
+        self._took: list[tuple[float, float]] = []
+        """Of the turns since the last look: seconds that they took, and of these in the engine."""
         self._settled_at = time.monotonic() + SETTLING_S
         self.over = ""
         """Why no session is given out any more."""
@@ -140,7 +142,9 @@ class Desk:
 
     def gauges(self) -> dict[str, float]:
         """For the dashboard."""
-        return {
+        took, self._took = self._took, []
+        means = [sum(each) / len(took) for each in zip(*took, strict=True)]
+        return dict(zip(("turn_s", "turn_engine_s"), means, strict=False)) | {
             "sessions": float(len(self._held)),
             "sessions_free": float(len(self._free)),
             "turns_waiting": float(self._waiting),
@@ -283,7 +287,7 @@ class Desk:
             if self._waiting >= self.config.waiting:
                 full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
                 raise AgentError(429, "busy", full, BUSY_S)
-            task = asyncio.ensure_future(self._policy.ask(held, asked, *rest))
+            task = asyncio.ensure_future(self._timed(self._policy.ask(held, asked, *rest)))
             held.pending[asked] = task
             task.add_done_callback(lambda done: self._done(held, asked, done))
         try:
@@ -291,6 +295,12 @@ class Desk:
         except RefusedError as error:
             self.forget(held.work.key)
             raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error
+
+    async def _timed(self, answer: Coroutine[Any, Any, Turn]) -> Turn:
+        began = time.monotonic()
+        turn = await answer
+        self._took.append((time.monotonic() - began, turn.answer.engine_s))
+        return turn
 
     def _done(self, held: Held, asked: str, task: asyncio.Task[Turn]) -> None:
         held.touched = time.monotonic()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Header, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway import chat, completions, responses
 from penstock.services.gateway.desk import Desk
@@ -33,7 +33,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     @routes.post("/chat/completions", response_model=None, responses=STREAMED)
     async def chat_completions(
         session: str, asked: chat.ChatRequest, request: Request, retried: Retried = 0
-    ) -> dict[str, Any] | StreamingResponse:
+    ) -> JSONResponse | StreamingResponse:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
 
@@ -48,7 +48,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     @routes.post("/completions", response_model=None, responses=STREAMED)
     async def text_completions(
         session: str, asked: completions.CompletionRequest, request: Request, retried: Retried = 0
-    ) -> dict[str, Any] | StreamingResponse:
+    ) -> JSONResponse | StreamingResponse:
         """Completions of text, or of token ids."""
         held = await desk.find(session)
         return await answered(
@@ -62,7 +62,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     @routes.post("/responses", response_model=None, responses=STREAMED)
     async def create_response(
         session: str, asked: responses.ResponsesRequest, request: Request, retried: Retried = 0
-    ) -> dict[str, Any] | StreamingResponse:
+    ) -> JSONResponse | StreamingResponse:
         """Responses."""
         held = await desk.find(session)
         said = asked.said(held.id, held.session)

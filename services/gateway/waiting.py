@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway.chat import dumps
 from penstock.services.gateway.errors import AgentError
@@ -19,6 +19,8 @@ LOOK_S = 0.5
 SOON_S = 10.0
 """What goes wrong so soon is told by a status, and not in a stream."""
 COMMENT_S = 5.0
+ENGINE = "penstock-engine-ms"
+"""The header that tells how long the rollout's engine had the turn; the slowest, of several."""
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "the answer; with stream, server-sent events", "content": {"text/event-stream": {}}}
 }
@@ -49,11 +51,13 @@ async def answered(
     answer: Coroutine[Any, Any, Answer],
     whole: Callable[[Answer], dict[str, Any]],
     events: Callable[[Answer], Iterator[str]],
-) -> dict[str, Any] | StreamingResponse:
+) -> JSONResponse | StreamingResponse:
     """What the agent is told: ``whole``, or as ``events`` where it asked for them to be ``streamed``."""
     if streamed:
         return await _stream(request, answer, events)
-    return whole(await heard(request, answer))
+    found = await heard(request, answer)
+    slowest = max(turn.answer.engine_s for turn in (found if isinstance(found, list) else [found]))
+    return JSONResponse(whole(found), headers={ENGINE: f"{slowest * 1000:.1f}"})
 
 
 async def _stream(

@@ -119,5 +119,5 @@ def _reply(turn: Turn) -> m.AgentReply:
     )
     return m.AgentReply(
         turn=turn.number, message=turn.message, finish=answer.finish, tokens=tokens, logprobs=logprobs,
-        versions=versions,
+        versions=versions, engine_s=answer.engine_s,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.shard_writer import ShardWriter
+from penstock.services.modeling import lora
 from penstock.services.modeling.parallel.fsdp import of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import INDEX, SINGLE
@@ -109,16 +110,14 @@ class Saver:
 
     def _finish(self, staged: _Staged, aside: Path, target: Path) -> None:
         shutil.rmtree(aside / "sharded", ignore_errors=True)  # what was joined
-        if (single := aside / "model-00001-of-00001.safetensors").exists():  # as transformers calls it
-            single.rename(aside / SINGLE)
+        adapted = self._learner.adapted
+        if (single := aside / "model-00001-of-00001.safetensors").exists():  # as transformers and peft call it
+            single.rename(aside / (lora.FILE if adapted else SINGLE))
             (aside / INDEX).unlink(missing_ok=True)
-        model = self._learner.model
-        config = copy.deepcopy(model.config)
-        config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
-        config.dtype = "float32"
-        config.save_pretrained(aside)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(aside)
+        if adapted:
+            adapted.write_config(aside)
+        else:
+            self._write_config(aside)
         self._tokenizer.save_pretrained(aside)
         state = {"version": staged.version, "ledger": staged.ledger, "state": staged.state}
         (aside / "trainer" / STATE).write_text(json.dumps(state))
@@ -130,6 +129,15 @@ class Saver:
         for old in versions(self._folder)[: -self._keep]:
             shutil.rmtree(self._folder / f"step-{old:06d}")
         log.info("checkpoint saved", version=staged.version, path=str(target))
+
+    def _write_config(self, folder: Path) -> None:
+        model = self._learner.model
+        config = copy.deepcopy(model.config)
+        config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = "float32"
+        config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
 
 
 def versions(folder: Path) -> list[int]:
@@ -224,8 +232,8 @@ def _stage(
         copied = pages[name].copy_(mine, non_blocking=True)
         return of_local(value, copied, mesh) if isinstance(value, DTensor) and mesh is not None else copied
 
-    weights = {name: on_host(name, parameter) for name, parameter in learner.parameters.items()}
-    weights |= {name: on_host(name, buffer) for name, buffer in _buffers(learner)}
+    saved = learner.adapted.saved if learner.adapted else {**learner.parameters, **dict(_buffers(learner))}
+    weights = {name: on_host(name, value) for name, value in saved.items()}
     optimizer = {
         f"{name}/{key}": on_host(f"{name}/{key}", value)
         for name, parameter in learner.parameters.items()

@@ -14,6 +14,7 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
 from penstock.services.modeling.logprobs import shares_prompts
+from penstock.services.modeling.lora import Adapted, Merged
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
 from penstock.services.modeling.parallel.fsdp import full, reshard
 from penstock.services.modeling.parallel.world import World
@@ -30,7 +31,13 @@ class ModelLearner:
     ) -> None:
         self.model, self._learning, self._steps = model, config, steps
         # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
-        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        every: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+        """What is trained."""
+        self.adapted = Adapted(model, every) if hasattr(model, "peft_config") else None
+        """Where that is an adapter alone."""
+        self.published: dict[str, torch.Tensor | Merged] = self.adapted.published if self.adapted else {**every}
+        """What a version consists of."""
         self.version = 0
         self.state: dict[str, float] = {}
         """What else a checkpoint has: numbers that steps have changed."""
@@ -49,7 +56,9 @@ class ModelLearner:
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            model.gradient_checkpointing_enable(
+                {"use_reentrant": False}
+            )  # the inputs of a frozen model need no gradient
         self.sums_once = self._sums_once(sum_gradients)
         """Gradients are summed over the ranks once a step, not after each micro-batch."""
 
@@ -91,6 +100,8 @@ class ModelLearner:
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite and not frozen:
             self.optimizer.step()
+            if self.adapted:
+                self.adapted.gather()
         return {"grad_norm": norm, "skipped": float(not finite)}
 
     def _sums_once(self, when: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from penstock.protocols.experience import UNSAMPLED, as_bytes
@@ -15,7 +17,8 @@ class TurnServer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._open: set[int] = set()
+        self._open: dict[int, float] = {}
+        """Turns that are being answered, and since when."""
 
     def start(self, asked: Generate) -> Generated | None:
         """Begins to answer. Returns the answer where there will be none."""
@@ -26,7 +29,7 @@ class TurnServer:
             self._engine.submit(Request(asked.id, asked.seed, tokens, asked.sampling, asked.stream))
         except RequestError as error:
             return _refused(asked.id, str(error))
-        self._open.add(asked.id)
+        self._open[asked.id] = time.monotonic()
         return None
 
     def has(self, id: int) -> bool:
@@ -35,15 +38,15 @@ class TurnServer:
 
     def take(self, result: Completion | Refusal) -> Generated | None:
         """The engine is done with a request; None where that is no turn."""
-        if result.number not in self._open:
+        since = self._open.pop(result.number, None)
+        if since is None:
             return None
-        self._open.discard(result.number)
         if isinstance(result, Refusal):
             return _refused(result.number, result.reason)
         versions = result.versions
         return Generated(
             id=result.number,
-            answer=as_bytes(pack_answer(result, result.finish)),
+            answer=as_bytes(pack_answer(result, result.finish, time.monotonic() - since)),
             oldest=int(versions.min()) if versions.size else UNSAMPLED,
             newest=int(versions.max()) if versions.size else UNSAMPLED,
         )

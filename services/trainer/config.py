@@ -7,7 +7,26 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.services.learning.config import LearnerConfig
+from penstock.services.runtime.settings import Section
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
+
+
+class LoraConfig(Section):
+    """LoRA: a small update of the model's matrices is trained, and the model is not (Hu et al. 2021)."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of what is added to a matrix, e.g. ``32``: more can learn more, and needs more memory."""
+    alpha: float = Field(32.0, gt=0)
+    """What is added is scaled by alpha / rank, e.g. ``64``; by alpha / sqrt(rank) for ``rslora``."""
+    targets: tuple[str, ...] = ()
+    """Layers that are added to, by the ends of their names, e.g. ``[q_proj, v_proj]``; none: all linear layers but the
+    head."""
+    variant: Literal["lora", "rslora", "dora"] = "lora"
+    """``rslora``: scaled so that larger ranks learn as fast (Kalajdzievski 2023). ``dora``: the lengths of the matrix's
+    rows are learned beside their directions (Liu et al. 2024)."""
+    start: str | None = None
+    """A folder with an adapter in peft's layout to begin with, e.g. ``runs/first-try/checkpoints/step-000100``; null:
+    one that adds nothing yet."""
 
 
 class TrainerConfig(LearnerConfig):
@@ -16,6 +35,10 @@ class TrainerConfig(LearnerConfig):
     ranks: int = Field(1, ge=1)
     """Processes on this machine that share the model by FSDP2, under torchrun; on GPUs one each. Across machines, run
     `penstock serve trainer` under a torchrun of your own."""
+    lora: LoraConfig | None = None
+    """Train an adapter, e.g. ``{rank: 32}``: gradients and optimizer states are of that alone, and checkpoints too;
+    rollouts are sent the model with it merged. Learning rates are about ten times those of whole models. null: train
+    the model. Needs `penstock[lora]`."""
     steps: int = Field(100, ge=0)
     """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

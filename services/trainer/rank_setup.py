@@ -17,11 +17,12 @@ from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import open_batch
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_tokenizer
+from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World, local_device
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.canary import canary_tokens
-from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.config import LoraConfig, TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender.shard_exporter import ShardExporter
@@ -59,17 +60,27 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
         determinism.pin(context.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", context.threads)
 
     def make(path: str) -> Learner:
-        model = load_trainable(path, world, device, settings.dtype)
+        model = load_policy(path, settings.model_path, world, settings.dtype, settings.trainer.lora)
         return Learner(model, settings.trainer, settings.temperature or 1.0, world)
 
     learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)
     return world, learner, load_tokenizer(settings.model_path), tail
 
 
+def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfig | None) -> Any:
+    """The model to train, as it is at ``path``: where the run began, ``start``, or a checkpoint; which, with ``lora``,
+    has the adapter alone."""
+    if lora is None:
+        return load_trainable(path, world, world.device, dtype)
+    begun = Path(path) if path != start else Path(lora.start) if lora.start else None
+    adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant, begun)
+    return load_trainable(start, world, world.device, dtype, adapter=adapter)
+
+
 def make_exporter(learner: Learner, settings: TrainerSettings) -> ShardExporter:
     """What this rank publishes."""
     gmac = Gmac.of_run(settings.run_key)
-    return ShardExporter(learner.parameters, settings.dtype, settings.weights.bucket_bytes, learner.world, gmac)
+    return ShardExporter(learner.published, settings.dtype, settings.weights.bucket_bytes, learner.world, gmac)
 
 
 def train(

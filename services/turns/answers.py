@@ -12,6 +12,7 @@ from penstock.services.turns.joining import Sampled
 
 _ARRAYS = {"tokens": "int32", "logprobs": "float32", "versions": "int32"}
 _ARRAYS |= {"candidate_counts": "int32", "candidate_ids": "int32"}
+_FIELDS = {*_ARRAYS, "finish", "engine_s"}
 
 
 @dataclass(frozen=True)
@@ -24,18 +25,23 @@ class Answer:
     finish: Finish = "stop"
     candidate_counts: np.ndarray = field(default_factory=no_candidates)
     candidate_ids: np.ndarray = field(default_factory=no_candidates)
+    engine_s: float = 0.0
+    """Seconds that the rollout's engine had the turn."""
 
 
-def pack_answer(said: Sampled, finish: Finish) -> bytes:
+def pack_answer(said: Sampled, finish: Finish, engine_s: float) -> bytes:
     """One buffer."""
-    return wire.pack({name: getattr(said, name).astype(kind) for name, kind in _ARRAYS.items()} | {"finish": finish})
+    arrays = {name: getattr(said, name).astype(kind) for name, kind in _ARRAYS.items()}
+    return wire.pack(arrays | {"finish": finish, "engine_s": engine_s})
 
 
 def unpack_answer(data: bytes | memoryview) -> Answer:
     """The answer of `pack_answer`. Raises `wire.WireError` where it is none."""
     found = wire.unpack(data)
-    if not isinstance(found, dict) or found.keys() != {*_ARRAYS, "finish"} or found["finish"] not in ("stop", "length"):
+    if not isinstance(found, dict) or found.keys() != _FIELDS or found["finish"] not in ("stop", "length"):
         raise wire.WireError("not the answer of a turn")
+    if not isinstance(found["engine_s"], float):
+        raise wire.WireError("the answer of a turn: engine_s is no number of seconds")
     for name, kind in _ARRAYS.items():
         if not isinstance(found[name], np.ndarray) or found[name].dtype.name != kind or found[name].ndim != 1:
             raise wire.WireError(f"the answer of a turn: {name} is not {kind} with one dimension")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -138,6 +139,27 @@ def test_killed_processes_cost_agents_time_alone(tmp_path: Path) -> None:
     assert summary["steps"] == 40 and summary["restarts"] >= 4
     assert agents.lost <= 8, "a session that was open is gone on with"
     check_tokens(run, agents.heard, all_heard=False)
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(1800)
+def test_twelve_clients_and_frameworks_in_one_run_are_all_trained(tmp_path: Path) -> None:
+    parser = "gateway.tool_calls=examples.agent_frameworks:two_calls"
+    run = Run(tmp_path, [*free_ports(), parser, "trainer.steps=120"], CONFIG)
+    said = tmp_path / "rewards.jsonl"
+    agents = subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / "agent_frameworks.py"), str(run.folder), str(said)]
+    )
+    summary = run.wait(1700)
+    check_promises(summary)
+    assert agents.wait(60) == 0
+    rewards: dict[str, list[float]] = {}
+    for line in said.read_text().splitlines():
+        row = json.loads(line)
+        rewards.setdefault(row["client"], []).append(row["reward"])
+    assert len(rewards) == 12
+    for client, course in rewards.items():
+        assert np.mean(course[:40]) < 0.4 and np.mean(course[-80:]) > 0.85, client
 
 
 @pytest.mark.learning

@@ -1,11 +1,12 @@
 """Run under torchrun by test_ranks.py: trains a few steps, beside one process that trains the same, and publishes each
-version. Arguments: broker address, folder, and whether the ranks share memory: together or apart."""
+version. Arguments: broker address, folder (with the model to begin with in start/), and one of `SHAPES`."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,11 @@ from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Hello
 from penstock.services.learning import checkpoint
-from penstock.services.modeling.parallel.fsdp import full, shard
-from penstock.services.modeling.parallel.start import load_trainable
+from penstock.services.modeling.parallel.fsdp import full
 from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.queues import mark_training
 from penstock.services.weights.sender import rank_sender
@@ -34,6 +35,13 @@ VERSIONS = 4
 CPU = torch.device("cpu")
 CONFIG = {"optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60}
 ALGORITHM = {"algorithm": {"correction": {"type": "truncated", "normalize": True}}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "together": {},
+    "apart": {},
+    "lora": {"lora": {"rank": 3}, "gradient_checkpointing": True},
+    "dora": {"lora": {"rank": 3, "variant": "dora", "targets": ["q_proj", "down_proj"]}},
+}
+"""What the config says besides; ``apart``: as if the ranks shared no memory."""
 
 
 def a_model() -> Qwen3ForCausalLM:
@@ -45,16 +53,18 @@ def tokens() -> torch.Tensor:
     return torch.arange(12)[None] % TINY["vocab_size"]
 
 
-def main(address: str, folder: Path, apart: bool) -> None:
+def main(address: str, folder: Path, shape: str) -> None:
     world = World.of_torchrun(CPU)
-    if apart:  # as ranks on different hosts are
+    if shape == "apart":  # as ranks on different hosts are
         rank_sender._boot = lambda: str(world.rank)
-    model = a_model()
-    shard(model, world, "float32")
-    config = TrainerConfig.model_validate(CONFIG | ALGORITHM)
-    learner = Learner(model, config, 1.0, world)
-    plain = Learner(a_model(), config, 1.0, World(CPU))
-    source = ShardExporter(learner.parameters, "float32", 4096, world, Gmac.of_run("test"))
+    config = TrainerConfig.model_validate(CONFIG | ALGORITHM | SHAPES[shape])
+    start = str(folder / "start")
+
+    def learn(path: str, world: World) -> Learner:
+        return Learner(load_policy(path, start, world, "float32", config.lora), config, 1.0, world)
+
+    learner, plain = learn(start, world), learn(start, World(CPU))
+    source = ShardExporter(learner.published, "float32", 4096, world, Gmac.of_run("test"))
     publisher, follower = None, RankSender(source, "127.0.0.1")
     if world.rank == 0:
         box = Mailbox(address, "trainer#1")
@@ -68,7 +78,7 @@ def main(address: str, folder: Path, apart: bool) -> None:
         for (name, cut), whole in zip(learner.parameters.items(), plain.parameters.values(), strict=True):
             torch.testing.assert_close(full(cut.detach()), whole.detach(), rtol=1e-4, atol=1e-6, msg=name)
         with torch.no_grad():
-            logits = model(tokens()).logits[0]
+            logits = learner.model(tokens()).logits[0]
         if publisher:
             np.save(folder / f"logits-{version}.npy", logits.numpy())
             publisher.publish(Publication(version)).committed.result(60)
@@ -78,12 +88,12 @@ def main(address: str, folder: Path, apart: bool) -> None:
     saver = checkpoint.Saver(learner, Tokenizer(), folder / "checkpoints", keep=1)
     path = saver.begin().result()
     world.share(b"saved")
-    restored = load_trainable(str(path), world, CPU, "float32")
-    again = Learner(restored, config, 1.0, world)
+    again = learn(str(path), world)
     checkpoint.restore(again, path)
     for name, parameter in learner.parameters.items():
         one, two = learner.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]
         assert torch.equal(full(one["exp_avg"]), full(two["exp_avg"])), name
+        assert torch.equal(full(parameter.detach()), full(again.parameters[name].detach())), name
     if publisher:
         while not (folder / "seen").exists() and not publisher.error:
             time.sleep(0.05)
@@ -93,4 +103,4 @@ def main(address: str, folder: Path, apart: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "apart")
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

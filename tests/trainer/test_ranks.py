@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from penstock.pipeline.harness.fake_broker import FakeBroker
@@ -18,13 +19,14 @@ from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.weights.config import WeightsConfig
 from tests.e2e.runs import ROOT, SHORT, Run, check_promises
-from tests.trainer.rank_program import VERSIONS, a_model, tokens
+from tests.trainer.rank_program import SHAPES, VERSIONS, a_model, tokens
 from tests.weights.channel import Rollout, until
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["together", "apart"])
-def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path, ranks: str) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path, shape: str) -> None:
+    a_model().save_pretrained(tmp_path / "start")
     broker = FakeBroker()
     rollouts: list[Rollout] = []
     found: dict[tuple[str, int], np.ndarray] = {}
@@ -47,7 +49,7 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path, ra
         name = f"rollout-{index}#1"
         rollouts.append(Rollout(broker.address, name, config, Engine(name)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.trainer.rank_program", broker.address, str(tmp_path), ranks]
+    command += ["-m", "tests.trainer.rank_program", broker.address, str(tmp_path), shape]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         until(lambda: process.poll() is not None or all(VERSIONS in r.served for r in rollouts), 120, "all versions")
@@ -64,8 +66,11 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path, ra
         rollout.close()
     broker.close()
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    assert type(model).__name__ == "Qwen3ForCausalLM"
+    if (saved / "adapter_config.json").exists():
+        model = PeftModel.from_pretrained(a_model(), saved)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(saved)
+        assert type(model).__name__ == "Qwen3ForCausalLM"
     with torch.no_grad():
         logits = model(tokens()).logits[0].numpy()
     np.testing.assert_allclose(logits, np.load(tmp_path / f"logits-{VERSIONS}.npy"), rtol=0, atol=1e-5)

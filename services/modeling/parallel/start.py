@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from penstock.services.modeling import lora
 from penstock.services.modeling.load import (
     Head,
     ModelError,
@@ -24,6 +25,7 @@ from penstock.services.modeling.load import (
     not_loaded,
     with_head,
 )
+from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import of_local, shard
 from penstock.services.modeling.parallel.rows import rows_of
 from penstock.services.modeling.parallel.world import World
@@ -35,10 +37,13 @@ MASTER = torch.float32
 """What is trained is fp32 whatever is computed with and published: small updates would vanish in 16 bits."""
 
 
-def load_trainable(path: str, world: World, device: torch.device, dtype: str, head: Head = "language") -> Any:
+def load_trainable(
+    path: str, world: World, device: torch.device, dtype: str, head: Head = "language", adapter: Adapter | None = None
+) -> Any:
     """The causal language model at ``path``, a folder or a hub name, in fp32, cut over ``world``, on ``device``;
     computes in ``dtype``. With a "value" ``head``: that model with one output a token instead, which begins at 0 where
-    the files have none. Raises `ModelError`."""
+    the files have none. With an ``adapter`` that alone is to be trained: what is frozen takes no more bits than are
+    computed with. Raises `ModelError`."""
     folder = _folder(path)
     model = _empty(path, head)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
@@ -46,14 +51,28 @@ def load_trainable(path: str, world: World, device: torch.device, dtype: str, he
     with WeightFiles(folder) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and _buffers_are_known(model, files):
+            _adapt(model, adapter, path, dtype)
             shard(model, world, dtype)
             _materialize(model, device)
             _fill(model, files, world, path)
-            return model
+            return _begun(model, adapter, world)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), head=head)
+    _adapt(model, adapter, path, dtype)
     shard(model, world, dtype)
-    return model.to(device)
+    return _begun(model.to(device), adapter, world)
+
+
+def _adapt(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
+    if adapter is not None:
+        model.to(torch.bfloat16 if dtype == "bfloat16" else MASTER)
+        lora.inject(model, adapter, path)
+
+
+def _begun(model: Any, adapter: Adapter | None, world: World) -> Any:
+    if adapter is not None:
+        lora.begin(model, adapter, world)
+    return model
 
 
 def _folder(path: str) -> Path:
@@ -125,7 +144,10 @@ def _like(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _fill(model: Any, files: WeightFiles, world: World, path: str) -> None:
-    for name, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
+        name = lora.plain_name(full_name)
+        if lora.is_adapters(name):
+            continue
         if name not in files:  # a value head: no state is worth more than another yet
             parameter.zero_()
             continue

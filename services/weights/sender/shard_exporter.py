@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import digests_of
 from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.lora import Merged
 from penstock.services.modeling.parallel.fsdp import local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.weights.byte_views import as_memory, copy_bytes
@@ -25,7 +26,7 @@ class ShardExporter:
     """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for."""
 
     def __init__(
-        self, named: Mapping[str, torch.Tensor], dtype: str, bucket_bytes: int, world: World, gmac: Gmac
+        self, named: Mapping[str, torch.Tensor | Merged], dtype: str, bucket_bytes: int, world: World, gmac: Gmac
     ) -> None:
         self.world, self.gmac = world, gmac
         self.layout = make_layout({name: tuple(p.shape) for name, p in named.items()}, dtype, bucket_bytes)
@@ -39,7 +40,7 @@ class ShardExporter:
     def buckets(self, buffer: torch.Tensor, hashed: bool = False) -> Iterator[tuple[int, str | None]]:
         """For a world of one on a CPU: writes bucket after bucket to its place in ``buffer`` (uint8 ``[bytes]``), and
         yields its number, and with ``hashed`` its digest, made while writing."""
-        parts, put = [local(weight) for weight in self._weights], self.putter()
+        parts, put = _Parts(self._weights), self.putter()
         for index, (start, end) in enumerate(self.layout.spans):
             digest = self._write_hashed(parts, index, buffer[start:end]) if hashed else None
             if not hashed:
@@ -54,7 +55,7 @@ class ShardExporter:
 
     def putter(self) -> Callable[[Piece, torch.Tensor, int], None]:
         """What writes a piece, cast, to a target (uint8 ``[bytes]``) from a byte of it on."""
-        parts = [local(weight) for weight in self._weights]
+        parts = _Parts(self._weights)
         return lambda piece, target, start: self._put(self._elements(parts, piece), target, start)
 
     def digest(self) -> str:
@@ -68,7 +69,7 @@ class ShardExporter:
         for piece in self.pieces[index]:
             put(piece, buffer[start:end], piece.start)
 
-    def _write_hashed(self, parts: list[torch.Tensor], index: int, target: torch.Tensor) -> str:
+    def _write_hashed(self, parts: _Parts, index: int, target: torch.Tensor) -> str:
         hasher, written, hashed = self.gmac.hasher(), target.numpy(), 0
         for piece in self.pieces[index]:
             elements, end = self._elements(parts, piece), piece.start
@@ -95,5 +96,23 @@ class ShardExporter:
         else:
             place.view(self._dtype).copy_(elements)
 
-    def _elements(self, parts: list[torch.Tensor], piece: Piece) -> torch.Tensor:
-        return parts[piece.weight][piece.first : piece.first + piece.count]
+    def _elements(self, parts: _Parts, piece: Piece) -> torch.Tensor:
+        return parts.of(piece.weight)[piece.first : piece.first + piece.count]
+
+
+class _Parts:
+    """This rank's part of each weight, flat. What has to be merged is so when its turn comes, and kept until the next
+    one's: pieces come weight after weight."""
+
+    def __init__(self, weights: Sequence[torch.Tensor | Merged]) -> None:
+        self._parts = [weight if isinstance(weight, Merged) else local(weight) for weight in weights]
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def of(self, number: int) -> torch.Tensor:
+        """Of the weight with this ``number``."""
+        part = self._parts[number]
+        if not isinstance(part, Merged):
+            return part
+        if self._last is None or self._last[0] != number:
+            self._last = number, part.local()
+        return self._last[1]

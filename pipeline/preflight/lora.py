@@ -1,0 +1,40 @@
+"""The adapter that is trained, and the one that it begins as."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.preflight.report import Report
+from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.install import install
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def look(config: Config, report: Report) -> None:
+    """Adds to ``report`` what is wrong."""
+    lora = config.trainer.lora
+    if lora is None:
+        return
+    if find_spec("peft") is None:
+        report.here.append(f"trainer.lora: peft is not installed; run: {install('lora')}")
+    if lora.start:
+        with report.collect():
+            _fits(Path(lora.start), lora.rank)
+
+
+def _fits(folder: Path, rank: int) -> None:
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise SetupError(f"trainer.lora.start: {folder} has no {name}, so it is no adapter in peft's layout")
+    try:
+        found = json.loads((folder / FILES[0]).read_text()).get("r")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SetupError(f"trainer.lora.start: cannot read {folder / FILES[0]}: {error}") from error
+    if found != rank:
+        raise SetupError(
+            f"trainer.lora.rank={rank}: the adapter in {folder} has rank {found}; set trainer.lora.rank to it"
+        )

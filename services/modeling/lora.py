@@ -1,0 +1,188 @@
+"""LoRA: small low-rank updates of a model's matrices are trained, and the model itself is not (Hu et al. 2021).
+
+The layers are peft's. What they add to a matrix is known by rows, so that each rank makes its own rows of a version
+that has them merged: engines are given whole weights, as of any other model, and need not know of adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from penstock.services.modeling.parallel.fsdp import full
+from penstock.services.modeling.parallel.rows import rows_of
+from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.errors import SetupError
+
+NAME = "default"
+"""What peft calls the one adapter."""
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+"""What peft's files put before a name."""
+
+Variant = Literal["lora", "rslora", "dora"]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is added to a model, and ``folder``, in peft's layout, that it begins as; None: it adds nothing yet."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Names of the layers, or of what they end in; none: all that are linear, but the head."""
+    variant: Variant = "lora"
+    folder: Path | None = None
+
+
+def inject(model: Any, adapter: Adapter, base: str) -> None:
+    """Puts peft's layers into ``model``, in place, on its device; everything else of it is frozen. ``base`` is where it
+    came from, for who loads the adapter. Raises `SetupError`."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.targets) or "all-linear",
+        use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora", task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )  # fmt: skip
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:  # no layer is called so, or one that is cannot be adapted
+        raise SetupError(f"trainer.lora.targets: {' '.join(str(error).split())[:300]}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapters(name))
+        if parameter.requires_grad:  # peft makes them as the matrix is; they are trained, so they are whole
+            parameter.data = parameter.data.float()
+
+
+def is_adapters(name: str) -> bool:
+    """A parameter is the adapter's, by its ``name``."""
+    return ".lora_" in name
+
+
+def plain_name(name: str) -> str:
+    """What a parameter is called where there is no adapter."""
+    return name.replace(".base_layer.", ".")
+
+
+def file_name(name: str) -> str:
+    """What a parameter of the adapter is called in peft's files."""
+    name = name.removesuffix(f".{NAME}.weight") if "magnitude" in name else name.replace(f".{NAME}.", ".")
+    return PREFIX + name
+
+
+@torch.no_grad()
+def begin(model: Any, adapter: Adapter, world: World) -> None:
+    """Fills the adapter's parameters, each rank its own rows: from ``adapter.folder``, or so that nothing is added:
+    B is 0, A random (by its name, as `torch.nn.Linear` begins), DoRA's lengths those of the matrix's rows."""
+    layers = dict(model.named_modules())
+    if adapter.folder is not None:
+        _read(model, adapter.folder, world)
+        return
+    for name, parameter in model.named_parameters():
+        if not is_adapters(name):
+            continue
+        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if ".lora_B." in name:
+            mine.zero_()
+        elif ".lora_A." in name:
+            random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            bound = 1 / math.sqrt(parameter.shape[1])
+            whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=random)
+            mine.copy_(_rows(whole, world, parameter))
+        else:
+            base = layers[name.split(".lora_")[0]].base_layer.weight
+            mine.copy_((base.to_local() if isinstance(base, DTensor) else base).float().norm(dim=1))
+
+
+def _rows(whole: torch.Tensor, world: World, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's, where ``parameter`` is cut."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    first, count = rows_of(whole.shape[0], world.rank, world.size)
+    return whole[first : first + count]
+
+
+def _read(model: Any, folder: Path, world: World) -> None:
+    try:
+        with safe_open(folder / FILE, framework="pt") as file:
+            names = set(file.keys())
+            for name, parameter in model.named_parameters():
+                if not is_adapters(name):
+                    continue
+                if file_name(name) not in names:
+                    raise SetupError(f"trainer.lora: {folder / FILE} has no {file_name(name)}: other targets?")
+                found = file.get_tensor(file_name(name))
+                if found.shape != parameter.shape:
+                    raise SetupError(
+                        f"trainer.lora.rank: {folder / FILE}: {file_name(name)} has shape {tuple(found.shape)}, "
+                        f"this adapter's has {tuple(parameter.shape)}"
+                    )
+                mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                mine.copy_(_rows(found, world, parameter))
+    except (OSError, ValueError) as error:
+        raise SetupError(f"trainer.lora: cannot read {folder / FILE}: {error}") from error
+
+
+class Merged:
+    """A matrix with what its adapter adds, as it is whenever it is asked for; this rank's rows of it."""
+
+    def __init__(self, layer: Any) -> None:
+        self._base = layer.base_layer.weight
+        self._a, self._b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        self._scale = float(layer.scaling[NAME])
+        lengths = getattr(layer, "lora_magnitude_vector", {})
+        self._lengths = lengths[NAME].weight if NAME in lengths else None
+        self.shape, self.device = self._base.shape, self._base.device
+        self.gather()
+
+    def gather(self) -> None:
+        """Every rank needs all of A: to be called by all of them, when it has changed."""
+        self._whole_a = full(self._a.detach())
+
+    @torch.no_grad()
+    def local(self) -> torch.Tensor:
+        """float32, flat: elements in the order of the whole matrix."""
+        base, b = _mine(self._base).float(), _mine(self._b)
+        merged = base.addmm(b, self._whole_a, alpha=self._scale)
+        if self._lengths is not None:  # Liu et al. 2024, DoRA, equation 5
+            merged *= (_mine(self._lengths) / merged.norm(dim=1))[:, None]
+        return merged.reshape(-1)
+
+
+def _mine(parameter: torch.Tensor) -> torch.Tensor:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+class Adapted:
+    """What is published and saved of a model that `inject` has changed."""
+
+    def __init__(self, model: Any, parameters: dict[str, torch.nn.Parameter]) -> None:
+        self.config = model.peft_config[NAME]
+        layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+        self._merged = {f"{name}.base_layer.weight": Merged(layer) for name, layer in layers.items()}
+        whole = {name: parameter for name, parameter in parameters.items() if not is_adapters(name)}
+        self.published: dict[str, torch.Tensor | Merged] = {
+            plain_name(name): self._merged.get(name, parameter) for name, parameter in whole.items()
+        }
+        """By the names that the model has without the adapter."""
+        self.saved = {file_name(name): p for name, p in parameters.items() if is_adapters(name)}
+        """By the names that peft's files have."""
+
+    def gather(self) -> None:
+        """To be called on all ranks, when the adapter has changed."""
+        for merged in self._merged.values():
+            merged.gather()
+
+    def write_config(self, folder: Path) -> None:
+        """What peft and transformers know the files beside it by."""
+        about = {k: sorted(v) if isinstance(v, set) else v for k, v in self.config.to_dict().items()}
+        (folder / CONFIG).write_text(json.dumps(about | {"inference_mode": True}, indent=2, default=str) + "\n")

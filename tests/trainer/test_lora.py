@@ -1,0 +1,143 @@
+"""Adapters: what is trained, what is published, and what is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from penstock.protocols.digests import Gmac
+from penstock.services.learning import checkpoint
+from penstock.services.modeling.lora import Merged
+from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.rank_setup import load_policy
+from penstock.services.weights.layout import view_weights
+from penstock.services.weights.sender.shard_exporter import ShardExporter
+from tests.conftest import TINY
+from tests.trainer.steps import Tokenizer, a_step
+
+CPU = torch.device("cpu")
+WORLD = World(CPU)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**TINY)).save_pretrained(tmp_path / "start")
+    return tmp_path / "start"
+
+
+def learner(base: Path, path: Path | None = None, dtype: str = "float32", **lora: Any) -> Learner:
+    config = TrainerConfig.model_validate({"optimizer": {"lr": 1e-2}, "lora": {"rank": 4, "alpha": 8} | lora})
+    return Learner(load_policy(str(path or base), str(base), WORLD, dtype, config.lora), config, 1.0, WORLD)
+
+
+def published(of: Learner, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    source = ShardExporter(of.published, dtype, 4096, WORLD, Gmac.of_run("test"))
+    buffer = torch.zeros(source.layout.nbytes, dtype=torch.uint8)
+    for _ in source.buckets(buffer, hashed=True):
+        pass
+    again = torch.zeros_like(buffer)
+    source.write(again)
+    assert torch.equal(buffer, again)
+    return view_weights(source.layout, buffer)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(12)[None]).logits
+        return found
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+def test_the_adapter_alone_is_trained_and_published_merged(start: Path, variant: str) -> None:
+    one = learner(start, variant=variant)
+    plain = Qwen3ForCausalLM.from_pretrained(start)
+    for name, weight in published(one).items():  # it adds nothing yet
+        torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=1e-6, atol=1e-7)
+    frozen = {name: p.detach().clone() for name, p in one.model.named_parameters() if not p.requires_grad}
+    for seed in range(3):
+        one.train(a_step(seed))
+    assert one.parameters and all(".lora_" in name for name in one.parameters)
+    assert all(torch.equal(p, frozen[name]) for name, p in one.model.named_parameters() if name in frozen)
+    plain.load_state_dict(published(one), strict=False)
+    assert (logits(plain) - logits(Qwen3ForCausalLM.from_pretrained(start))).abs().max() > 1e-2, "it has learned"
+    torch.testing.assert_close(logits(plain), logits(one.model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+def test_it_is_merged_as_peft_merges(start: Path, variant: str) -> None:
+    one = learner(start, variant=variant, targets=["q_proj", "up_proj"])
+    one.train(a_step(1))
+    mine, layers = published(one), [module for module in one.model.modules() if hasattr(module, "lora_A")]
+    assert len(layers) == 4 == sum(isinstance(weight, Merged) for weight in one.published.values())
+    for layer in layers:
+        layer.merge()
+    for name, parameter in one.model.named_parameters():
+        if ".base_layer." in name:
+            torch.testing.assert_close(mine[name.replace(".base_layer", "")], parameter.detach())
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_a_checkpoint_is_an_adapter_that_peft_loads(start: Path, tmp_path: Path, variant: str) -> None:
+    one = learner(start, variant=variant)
+    for seed in range(2):
+        one.train(a_step(seed))
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    path = saver.begin().result()
+    saver.close()
+    assert (
+        sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        < 0.4 * (start / "model.safetensors").stat().st_size
+    )
+    base = Qwen3ForCausalLM.from_pretrained(start)
+    loaded = [PeftModel.from_pretrained(base, path)]
+    if variant == "lora":  # transformers' own loader knows no lengths of DoRA's
+        (path / "tokenizer.json").unlink()
+        loaded.append(AutoModelForCausalLM.from_pretrained(path))
+    for model in loaded:
+        torch.testing.assert_close(logits(model), logits(one.model), rtol=1e-4, atol=1e-5)
+
+    again = learner(start, path, variant=variant)
+    checkpoint.restore(again, path)
+    assert again.version == 2
+    one.train(a_step(5)), again.train(a_step(5))
+    for name, parameter in one.parameters.items():
+        assert torch.equal(parameter, again.parameters[name]), name
+
+
+def test_what_is_frozen_takes_no_more_bits_than_are_computed_with(start: Path) -> None:
+    one = learner(start, dtype="bfloat16")
+    one.train(a_step(1))
+    kinds = {p.requires_grad: p.dtype for p in one.model.parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+    base = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.bfloat16).get_parameter("model.embed_tokens.weight")
+    assert torch.equal(published(one, "bfloat16")["model.embed_tokens.weight"], base)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"targets": ["q_projection"]}, "trainer.lora.targets: .*q_projection"),
+        ({"start": "nowhere"}, "trainer.lora: cannot read nowhere/adapter_model.safetensors"),
+    ],
+)
+def test_what_does_not_fit_is_told_by_its_key(start: Path, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        learner(start, **wrong)
+
+
+def test_another_rank_than_the_checkpoints_is_told(start: Path, tmp_path: Path) -> None:
+    one = learner(start)
+    saver = checkpoint.Saver(one, Tokenizer(), tmp_path / "checkpoints", keep=1)
+    path = saver.begin().result()
+    saver.close()
+    with pytest.raises(SetupError, match=r"trainer.lora.rank: .* has shape \(4, 64\), this adapter's has \(8, 64\)"):
+        learner(start, path, rank=8)
