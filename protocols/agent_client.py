@@ -130,7 +130,7 @@ def _reply(message: m.AgentReply) -> Reply:
         np.frombuffer(getattr(message, name).tobytes(), kind)
         for name, kind in (("tokens", np.int32), ("logprobs", np.float32), ("versions", np.int32))
     )
-    return Reply(message.turn, message.message, message.finish, *arrays, engine_s=message.engine_s)
+    return Reply(message.turn, message.message, message.finish, *arrays, message.engine_s)
 
 
 class _Asked:

@@ -38,7 +38,7 @@ def main(
     sampling, groups = config.rollout.sampling, groups or config.gate.groups_per_step
     source = open_source(config.prompts.train)
     data = Dataset.from_list([{"prompt": p.text, "truth": p.truth} for p in source[: steps * groups]])
-    by_text = {p.text: p for p in source[: steps * groups]}
+    by_text = {p.as_text(): p for p in source[: steps * groups]}
     path = str(Path(run_folder) / "model")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     counted = {"tokens": 0}

@@ -36,7 +36,7 @@ class Adapter:
     """What is added to a model, and ``folder``, in peft's layout, that it begins as; None: it adds nothing yet."""
 
     rank: int
-    alpha: float
+    alpha: int
     targets: tuple[str, ...]
     """Names of the layers, or of what they end in; none: all that are linear, but the head."""
     variant: Variant = "lora"

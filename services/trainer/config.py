@@ -16,7 +16,7 @@ class LoraConfig(Section):
 
     rank: int = Field(16, ge=1)
     """Rank of what is added to a matrix, e.g. ``32``: more can learn more, and needs more memory."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: int = Field(32, ge=1)
     """What is added is scaled by alpha / rank, e.g. ``64``; by alpha / sqrt(rank) for ``rslora``."""
     targets: tuple[str, ...] = ()
     """Layers that are added to, by the ends of their names, e.g. ``[q_proj, v_proj]``; none: all linear layers but the

@@ -161,9 +161,9 @@ MISTAKES = [
     m("no config", "give a config, e.g. penstock run configs/quickstart.yaml", config=""),
     m("truncated with behaviour", "trainer.algorithm.ratio", "set trainer.algorithm.ratio=proximal",
       overrides=["trainer.algorithm.correction={type: truncated}"]),
-    m("an adapter that is not there", "trainer.lora.start: nowhere has no adapter_config.json, so it is no adapter in p",
+    m("an adapter that is not there", "trainer.lora.start: nowhere has no adapter_config.json, so it is no adapter",
       overrides=["trainer.lora={start: nowhere}"]),
-    m("an adapter of another rank", "trainer.lora.rank=4: the adapter in adapter has rank 8; set trainer.lora.rank to it",
+    m("an adapter of another rank", "trainer.lora.rank=4: the adapter in adapter has rank 8; set",
       files={"adapter/adapter_config.json": '{"r": 8}', "adapter/adapter_model.safetensors": ""},
       overrides=["trainer.lora={rank: 4, start: adapter}"]),
     m("a store of another scheme", "store.url", "'^(redis|rediss|unix)://'", overrides=["store.url=postgres://h/1"]),
@@ -314,6 +314,7 @@ def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str]
 
 def lay_out(folder: Path, mistake: Mistake) -> list[str]:
     for name, text in ({"rows.jsonl": ROWS, "mine.py": MODULE} | mistake.files).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     if mistake.config:
         (folder / "config.yaml").write_text(mistake.config)
