@@ -126,11 +126,11 @@ def _checked(message: m.Message) -> Any:
 
 
 def _reply(message: m.AgentReply) -> Reply:
-    arrays = (
+    tokens, logprobs, versions = (
         np.frombuffer(getattr(message, name).tobytes(), kind)
         for name, kind in (("tokens", np.int32), ("logprobs", np.float32), ("versions", np.int32))
     )
-    return Reply(message.turn, message.message, message.finish, *arrays, message.engine_s)
+    return Reply(message.turn, message.message, message.finish, tokens, logprobs, versions, message.engine_s)
 
 
 class _Asked:
