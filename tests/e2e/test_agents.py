@@ -87,16 +87,26 @@ def pieces(tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> Co
 
 
 def check_tokens(run: Run, heard: dict[str, list[Reply]], all_heard: bool) -> None:
-    """Each token that was trained on was served, as often, with its log-probability and version."""
+    """Each token that was trained on was served, as often, with its log-probability and version; and what a session
+    has heard is trained on, where its group is."""
     trained: Counter[Any] = Counter()
+    groups = set()
     for batch, _ in archive.read(run.folder, 0):
-        for t in (t for taken in batch.groups for t in archive.open_group(taken).trajectories):
-            on = t.loss_mask == 1
-            trained += pieces(t.tokens[on], t.logprobs[on], t.versions[on])
+        for taken in batch.groups:
+            groups.add(taken.number)
+            for t in archive.open_group(taken).trajectories:
+                on = t.loss_mask == 1
+                trained += pieces(t.tokens[on], t.logprobs[on], t.versions[on])
     served: Counter[Any] = Counter()
-    for replies in heard.values():
+    due: Counter[Any] = Counter()
+    for session, replies in heard.items():
         for reply in replies:
-            served += pieces(reply.tokens, reply.logprobs.clip(max=0), reply.versions)
+            found = pieces(reply.tokens, reply.logprobs.clip(max=0), reply.versions)
+            served += found
+            if int(session.split("-")[1]) in groups:
+                due += found
+    lost = due - trained
+    assert not lost, lost
     missing = trained - served
     if all_heard:
         assert not missing, missing
@@ -138,6 +148,55 @@ def test_killed_processes_cost_agents_time_alone(tmp_path: Path) -> None:
     check_promises(summary)
     assert summary["steps"] == 40 and summary["restarts"] >= 4
     assert agents.lost <= 8, "a session that was open is gone on with"
+    check_tokens(run, agents.heard, all_heard=False)
+
+
+def another_client(folder: Path) -> subprocess.Popen[bytes]:
+    """A process of its own, with eight agents, to be killed."""
+    program = (
+        "import sys; from pathlib import Path; from tests.e2e.test_agents import Agents; "
+        "Agents(Path(sys.argv[1]), 8).join(600)"
+    )
+    return subprocess.Popen([sys.executable, "-c", program, str(folder)], cwd=ROOT)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_broker_store_and_clients_killed_in_the_middle_of_turns(tmp_path: Path) -> None:
+    """Whoever is left finishes; what dead clients had is given again; no token is trained on twice, none past the
+    bound."""
+    more = ["trainer.steps=60", "run.max_restarts=40", "gateway.lost_s=6", "gateway.attempts=20"]
+    run = Run(tmp_path, [*TINY, *free_ports(), *more], CONFIG)
+    agents, clients = Agents(run.folder, 8), [another_client(run.folder) for _ in range(2)]
+    run.wait_for_step(2)
+    killed = 0
+    for victim in (
+        "client",
+        "redis",
+        "gateway-0",
+        "broker",
+        "client",
+        "rollout-0",
+        "redis",
+        "broker",
+        "client",
+        "trainer",
+    ):
+        if victim == "client":
+            clients.pop(0).kill()
+            clients.append(another_client(run.folder))
+            killed += 1
+        elif process := run.actors().get(victim):
+            process.kill()
+            killed += 1
+        time.sleep(5)
+    assert killed >= 8, "the run was over too soon"
+    summary = run.wait(500)
+    agents.join(60)
+    for client in clients:
+        assert client.wait(60) == 0
+    check_promises(summary)
+    assert summary["steps"] == 60 and summary["lag_max_seen"] <= 2
     check_tokens(run, agents.heard, all_heard=False)
 
 

@@ -15,6 +15,7 @@ from penstock.protocols.experience import Group, Prompt, Sampling, as_bytes
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.work import Key
+from penstock.services.rollout.engines.base import Engine
 from penstock.services.rollout.turn_server import TurnServer
 from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.tokenizer import Tokenizer
@@ -33,9 +34,18 @@ def calls(text: str) -> tuple[str, list[Any]]:
 class House:
     """`run` plays ``agent`` in an asyncio loop, beside the engine."""
 
-    def __init__(self, folder: Path, model: Any, needs_reward: bool = True, **config: Any) -> None:
-        self.engine = engine_for(model, {1})
-        self.turns, self.text = TurnServer(self.engine), Tokenizer(str(folder))
+    def __init__(
+        self,
+        folder: Path | None = None,
+        model: Any = None,
+        needs_reward: bool = True,
+        engine: Engine | None = None,
+        text: Tokenizer | None = None,
+        max_length: int = 64,
+        **config: Any,
+    ) -> None:
+        self.engine = engine or engine_for(model, {1})
+        self.turns, self.text, self._max_length = TurnServer(self.engine), text or Tokenizer(str(folder)), max_length
         self.asked: dict[int, tuple[m.TurnRequest, Future[m.Message]]] = {}
         self.records: dict[Key, dict[str, np.ndarray]] = {}
         self.engines_own: list[Answer] = []
@@ -47,7 +57,9 @@ class House:
 
     def open(self) -> Desk:
         """A gateway; another one takes over what the one before has had kept."""
-        self.desk = Desk(self._config, self.text, 64, self.say, self._deliver, lambda key: None, self._needs_reward)
+        self.desk = Desk(
+            self._config, self.text, self._max_length, self.say, self._deliver, lambda key: None, self._needs_reward
+        )
         return self.desk
 
     def lease(self, number: int, n: int = 1, new: int = 4, greedy: bool = False) -> m.Lease:
