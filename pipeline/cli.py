@@ -17,6 +17,7 @@ from penstock.pipeline.config import ConfigError, TinyModel, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 from penstock.pipeline.tools.doctor_cli import doctor
+from penstock.pipeline.tools.plan_cli import compose_env, plan_run
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
 
@@ -52,6 +53,8 @@ def command(
 
 
 app.add_typer(doctor, name="doctor")
+app.command("plan")(plan_run)
+app.command("compose-env")(compose_env)
 
 
 def main() -> None:
@@ -221,23 +224,6 @@ KEYS = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(help="The run's keys/client.json, for a broker that is not on the loopback.", show_default=False),
 ]
-
-
-@app.command("compose-env")
-def compose_env(file: FILE, overrides: OVERRIDES = None) -> None:
-    """Print a .env file for docker compose: shared memory and memory limits for the model of FILE.
-
-    For instance: penstock compose-env configs/grpo-8b.yaml >> .env
-    """
-    from penstock.pipeline.resources.host import host_needs
-
-    config = load(file, overrides)
-    needs = host_needs(config)
-    if needs is None:
-        raise ConfigError("model.path: the model's sizes are not known here; give a folder with its config.json")
-    typer.echo(f"# {file}: a version has {needs.version:.1f} GiB; checkpoints take {needs.checkpoints:.0f} GiB of disk")
-    for name, value in needs.compose(config).items():
-        typer.echo(f"{name}={value}")
 
 
 @app.command()

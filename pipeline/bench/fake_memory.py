@@ -33,6 +33,7 @@ from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import attention_of, load_config
 from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel import start
 from penstock.services.modeling.parallel.fsdp import forward, shard, sum_gradients
@@ -118,14 +119,17 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
     # Decided above, for a GPU: the learner would look at this machine's memory.
     trainer = trainer.model_copy(update={"sum_gradients": "step" if whole else "micro_batch"})
     model = start._empty(str(folder), "language")
+    lora = trainer.lora
+    adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant) if lora else None
     memory = Memory()
     with memory.counting():
+        start._adapt(model, adapter, str(folder), config.model.dtype)
         shard(model, world, config.model.dtype)
         start._materialize(model, CPU)
         learner = Learner(model, trainer, 1.0, world)
         rows = _rows(trainer.tokens_per_micro_batch)
         source = ShardExporter(
-            learner.parameters, config.model.dtype, config.weights.bucket_bytes, world, Gmac.of_run("memory")
+            learner.published, config.model.dtype, config.weights.bucket_bytes, world, Gmac.of_run("memory")
         )
         mine = [bucket[world.rank] for bucket in runs_of(source.layout, world.size)]
         stage = DeviceStage(source.layout, source.pieces, mine, CPU, HostQueue(), source.gmac)

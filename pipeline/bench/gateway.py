@@ -106,8 +106,8 @@ def _load(console: Console, config: Path, folder: Path, sessions: int, think_s: 
     seen = _played(
         config, folder, "load", [sessions, think_s, 0],
         [
-            f"gateway.sessions={2 * sessions}", f"gate.groups_per_step={max(1, groups // 4)}", "gate.max_lag=4",
-            f"gate.window={2 * groups}", f"trainer.steps={steps}",
+            f"gateway.sessions={2 * sessions}", f"gate.groups_per_step={max(1, groups // 4)}", "gate.max_lag=16",
+            f"gate.window={4 * max(1, groups // 4)}", f"trainer.steps={steps}",
         ],
     )  # fmt: skip
     summary = json.loads((folder / "load" / "summary.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,24 @@ class Shape:
     max_length: int
 
     @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each of a layer's, by the name of its module."""
+        hidden, inner = self.hidden, self.intermediate
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
+            "gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden),
+        }  # fmt: skip
+
+    @property
     def layer(self) -> int:
         """Parameters of one layer's matrices."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        return sum(inputs * outputs for inputs, outputs in self.matrices.values())
+
+    def adapter(self, rank: int, targets: Sequence[str] = ()) -> int:
+        """Parameters of a LoRA adapter; none of ``targets``: all of a layer's matrices are."""
+        chosen = [size for name, size in self.matrices.items() if not targets or name in targets]
+        return self.layers * rank * sum(inputs + outputs for inputs, outputs in chosen)
 
     @property
     def head(self) -> int:

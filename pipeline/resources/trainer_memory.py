@@ -15,23 +15,44 @@ LOGITS_GIB = 0.5
 
 
 def trainer_gib(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None) -> float:
-    """GiB of one rank at its peak: where a later micro-batch's backward begins, or where embedding and head are summed.
+    """GiB of one rank at its peak."""
+    return sum(trainer_parts(shape, trainer, gpu_gib).values())
 
-    In both: fp32 weights, their gradient and Adam's two moments; the version that is published, in 16 bits; all cut.
-    """
-    cut = shape.parameters / trainer.ranks
-    tokens = trainer.tokens_per_micro_batch
+
+def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None) -> dict[str, float]:
+    """GiB of one rank at its peak, by what they are: where a later micro-batch's backward begins, or where embedding
+    and head are summed. Always there, and cut: fp32 weights, their gradient and Adam's two moments; the version that is
+    published, in 16 bits. With an adapter that alone has gradient and moments, and the model is in 16 bits."""
+    lora, cut, whole = trainer.lora, shape.parameters / trainer.ranks, shape.parameters
+    trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else cut
+    if lora:
+        ends, layers, sums = 2 * shape.ends, 4 * shape.layer, 0
+    else:
+        ends = 2 * (shape.ends + shape.head)  # gathered in bf16, with the head's gradient
+        layers = 8 * shape.layer  # one gathered, one on its way, one's gradient in fp32
+        sums = 6 * shape.ends
+    activations, logits = _activations(shape, trainer), LOGITS_GIB * GIB
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
-    gradients = 4 * (shape.parameters if keeps_whole_gradients(trainer, shape, gpu_gib) else cut)
-    always = gradients + (12 + 2) * cut
+    keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
+    parts = {
+        "weights": 2 * cut + 4 * trained if lora else 4 * cut,
+        "gradients": 4.0 * (whole if keeps else trained),
+        "optimizer": 8 * trained,
+        "published version": 2 * cut,
+        "gathered units": ends + layers,
+        "activations": activations,
+        "logits": logits,
+        "sums of embedding and head": max(0.0, sums - (ends + layers + activations + logits)),
+    }
+    return {name: size / GIB for name, size in parts.items() if size} | {"context": OVERHEAD_GIB}
+
+
+def _activations(shape: Shape, trainer: TrainerConfig) -> float:
+    """Bytes that a backward begins with, in bf16."""
+    tokens = trainer.tokens_per_micro_batch
     kept = 2 * tokens * shape.hidden * shape.layers  # what goes into each layer
     inner = 2 * tokens * (12 * shape.hidden + 5 * shape.intermediate)  # what one layer does with it
-    if not trainer.gradient_checkpointing:
-        kept, inner = inner * shape.layers, 0
-    ends = 2 * (shape.ends + shape.head)  # embedding and head gathered in bf16, with the head's gradient
-    layers = 8 * shape.layer  # one gathered, one on its way, one's gradient in fp32
-    backward = kept + inner + ends + layers + LOGITS_GIB * GIB
-    return (always + max(backward, 6 * shape.ends)) / GIB + OVERHEAD_GIB
+    return kept + inner if trainer.gradient_checkpointing else inner * shape.layers
 
 
 def critic_gib(shape: Shape, critic: CriticConfig) -> float:

@@ -74,6 +74,15 @@ def test_a_teacher_is_caught_up_with(tmp_path: Path) -> None:
     assert summary["reward_first"] <= 0.3 and summary["reward_last"] >= 0.85
 
 
+@pytest.mark.parametrize("shape", [["trainer.lora.rank=16"], ["trainer.ranks=2"], ["trainer.lora.variant=dora"]])
+def test_an_adapter_and_two_ranks_learn_as_well(shape: list[str], tmp_path: Path) -> None:
+    rate = ["trainer.optimizer.lr=3e-3"] if "lora" in shape[0] else []
+    run = Run(tmp_path, [*shape, *rate])
+    summary = run.wait(500)
+    check_promises(summary)
+    assert summary["reward_last"] >= 0.85 and summary["eval_after"] >= 0.95
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_reward_rises(method: str, tmp_path: Path) -> None:
     run = Run(tmp_path, [f"trainer.algorithm.{choice}" for choice in METHODS[method]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,35 @@ def test_parameters_are_those_of_the_real_models() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [("0.5b", ""), ("8b", "trainer.ranks=8 trainer.gradient_checkpointing=false trainer.tokens_per_micro_batch=4096"),
-     ("3b", "trainer.ranks=4 trainer.sum_gradients=step")],
+     ("3b", "trainer.ranks=4 trainer.sum_gradients=step"), ("8b", "trainer.ranks=2 trainer.lora.rank=64"),
+     ("0.5b", "trainer.lora.targets=[q_proj,v_proj]")],
 )  # fmt: skip
 def test_the_plan_is_what_the_code_allocates(name: str, overrides: str) -> None:
     """Within a tenth, by tensors without contents."""
     for found in compare(Path(f"configs/grpo-{name}.yaml"), overrides.split()):
         assert found.plan == pytest.approx(found.peak, rel=0.1), found.process
         assert found.peak < 80
+
+
+@pytest.mark.parametrize("path", GRPO, ids=lambda path: path.stem)
+def test_layouts_are_what_the_plan_says_of_them(path: Path) -> None:
+    """Whatever is offered fits as a config of its own, on so many GPUs, and is what its overrides make."""
+    result = CliRunner().invoke(app, ["plan", str(path), "--gpus", "48xH100"])
+    assert result.exit_code == 0, result.output
+    assert "together" in result.output and "GiB on the trainer's first node" in result.output.replace("\n", " ")
+    (first,) = [line for line in result.output.splitlines() if line.startswith("take the first: ")]
+    config = load(path, ["run.gpu_gib=80", *shlex.split(first.removeprefix("take the first: "))])
+    plan(config).check()
+    assert total_gpus(config) <= 48
+
+
+def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
+    result = CliRunner().invoke(app, ["plan", "configs/grpo-70b.yaml", "--gpus", "4xH100"])
+    assert "nothing fits 4 x H100 of 80 GiB" in result.output
+    result = CliRunner().invoke(app, ["plan", "configs/grpo-8b.yaml", "trainer.ranks=1", "--gpus", "8xA100-40"])
+    assert result.exit_code == 1 and "does not fit: trainer.ranks=1" in result.output.replace("\n", " ")
+    result = CliRunner().invoke(app, ["plan", "configs/grpo-8b.yaml", "--gpus", "8xT1000"])
+    assert result.exit_code != 0 and "'8xT1000' is not like 8xH100" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Penstock from Python: in a script, or in a notebook."""

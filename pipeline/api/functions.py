@@ -1,0 +1,124 @@
+"""Functions and classes of a script or a notebook, written down as a module that a run's processes can import.
+
+What is in a module already is named. What was defined in the script that runs, or in a notebook, is written with its
+source, the imports, the plain values and the other functions that it uses: as text, which a person can read, and which
+is there when the run goes on another day.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.pipeline.config import ConfigError
+
+PLAIN = (type(None), bool, int, float, str, bytes)
+Defined = Callable[..., Any] | type
+
+
+class Functions:
+    """What a run is given by ``module``, a name that nothing else has; `folders` are where other modules lie."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._imports: dict[str, str] = {}
+        self._parts: dict[str, str] = {}
+        """By name: assignments and definitions, in the order in which they are needed."""
+        self.folders: list[Path] = []
+
+    def name(self, value: Defined, key: str) -> str:
+        """``module:name`` of ``value``, which the argument ``key`` has given. Raises `ConfigError`."""
+        if not isinstance(value, type) and not inspect.isroutine(value):
+            raise ConfigError(f"{key}: give a function or a class, not {value!r}")
+        if value.__name__ == "<lambda>" or "<locals>" in value.__qualname__:
+            raise ConfigError(
+                f"{key}: {value.__qualname__} has no name that another process could find it by; define it with def "
+                "at the top of the script, the cell or a module"
+            )
+        module = sys.modules.get(value.__module__)
+        if value.__module__ != "__main__" and module is not None and getattr(module, "__file__", None):
+            top = module.__name__.split(".")
+            self.folders.append(Path(str(module.__file__)).resolve().parents[len(top) - 1 + _is_package(module)])
+            return f"{module.__name__}:{value.__qualname__}"
+        self._define(value.__name__, value, key)
+        return f"{self._module}:{value.__name__}"
+
+    @property
+    def source(self) -> str:
+        """The module's text; empty where nothing had to be written."""
+        if not self._parts:
+            return ""
+        about = '"""Written by penstock.Trainer, from the script or notebook that started the run."""'
+        return "\n\n".join([about, "\n".join(self._imports.values()), *self._parts.values()]) + "\n"
+
+    def _define(self, name: str, value: Any, key: str) -> None:
+        if name in self._parts or name in self._imports:
+            return
+        if isinstance(value, ModuleType):
+            self._imports[name] = f"import {value.__name__} as {name}"
+        elif _is_plain(value):
+            self._parts[name] = f"{name} = {value!r}"
+        elif isinstance(value, re.Pattern):
+            self._imports["re"] = "import re"
+            self._parts[name] = f"{name} = {value!r}"
+        elif (found := _importable(value)) is not None:
+            self._imports[name] = found if found.endswith(f" {name}") else f"{found} as {name}"
+        elif isinstance(value, type) or inspect.isfunction(value):
+            self._write(name, value, key)
+        else:
+            raise ConfigError(
+                f"{key}: it uses {name}, a {type(value).__name__} of this script, which cannot be written down for the "
+                "run's processes; make it inside the function, or put both into a module of their own"
+            )
+
+    def _write(self, name: str, value: Defined, key: str) -> None:
+        try:
+            source = textwrap.dedent(inspect.getsource(value))
+        except (OSError, TypeError) as error:
+            raise ConfigError(f"{key}: the source of {name} is not known ({error}); put it into a module") from error
+        if value.__name__ != name:
+            source += f"\n\n{name} = {value.__name__}"
+        self._parts[name] = ""  # whoever comes back to it finds it
+        known = vars(sys.modules["__main__"])
+        known = known | (getattr(value, "__globals__", None) or {})
+        for used in _names(source):
+            if used in known and used != value.__name__:
+                self._define(used, known[used], key)
+        del self._parts[name]  # behind what it needs
+        self._parts[name] = source.strip()
+
+
+def _is_package(module: ModuleType) -> int:
+    return int(hasattr(module, "__path__"))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
+
+
+def _importable(value: Any) -> str | None:
+    """The line that imports it; None where there is none."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if module in (None, "__main__") or not isinstance(name, str):
+        return None
+    if getattr(sys.modules.get(module), name, None) is not value:
+        return None
+    return f"from {module} import {name}"
+
+
+def _names(source: str) -> list[str]:
+    """What the code reads that it does not define itself, as far as that can be seen."""
+    found = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    return sorted(found - set(vars(builtins)))

@@ -1,0 +1,155 @@
+"""A run as an object: started by `Trainer`, or found by its folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.summary import read_summary, steps_of
+from penstock.pipeline.tools.rollouts import rollouts
+
+POLL_S = 0.5
+STOP_S = 120.0
+OnStep = Callable[[dict[str, Any]], None]
+
+
+class RunFailed(RuntimeError):
+    """A run that ended before it was complete; says why, and where its logs are."""
+
+
+class Run:
+    """The run in ``folder``: under way, stopped, or over."""
+
+    def __init__(self, folder: str | Path, process: subprocess.Popen[bytes] | None = None, output: Path | None = None):
+        self.folder = Path(folder)
+        self._process, self._output = process, output
+        if process is None and not (self.folder / "config.yaml").is_file():
+            raise ConfigError(f"Run: {self.folder} is not a run's folder: it has no config.yaml")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {'running' if self.running else 'not running'}, steps={len(self.steps)})"
+
+    @property
+    def running(self) -> bool:
+        """Its processes are there."""
+        if self._process is not None:
+            return self._process.poll() is None
+        return self._supervisor() is not None
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """What it came to, of a run that is over; else None."""
+        return read_summary(self.folder)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of its steps up to now, a map each. docs/metrics.md says what they mean."""
+        return steps_of(self.folder)
+
+    @property
+    def metrics(self) -> Any:
+        """The same as a `pandas.DataFrame`, by step. Needs pandas."""
+        import pandas
+
+        found = pandas.DataFrame(self.steps)
+        return found.set_index("step") if len(found) else found
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest one, in transformers' layout (with `trainer.lora` in peft's)."""
+        found = sorted((self.folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+        return found[-1] if found else None
+
+    def rollouts(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Every trajectory that was trained on, of all archived steps or of one: a flat map each. Raises `ConfigError`
+        where `replay.archive` has not kept them."""
+        return list(rollouts(self.folder, step))
+
+    def status(self) -> dict[str, Any]:
+        """How it stands, as `penstock status --json` says it. Raises `ConfigError`."""
+        if (over := self.summary) is not None:
+            return over
+        from penstock.pipeline.observe.client import find_broker, state, watching
+
+        with watching(*find_broker(self.folder, None, None)) as mailbox:
+            return state(mailbox)
+
+    def wait(self, seconds: float | None = None, on_step: OnStep = lambda row: None) -> dict[str, Any]:
+        """Until it is over; ``on_step`` is called with each step's metrics as it is complete. Returns the summary.
+        Raises `RunFailed`, and `TimeoutError` after ``seconds``: the run goes on."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        told = 0
+        while True:
+            running = self.running
+            for row in self.steps[told:]:
+                told += 1
+                on_step(row)
+            if not running:
+                return self._over()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.folder}: not over after {seconds:g} s, at step {told}; it goes on")
+            time.sleep(POLL_S)
+
+    def stop(self, seconds: float = STOP_S) -> dict[str, Any] | None:
+        """Has it drain, save a checkpoint and end, and waits for that; `resume` goes on with it. Returns the summary,
+        where there is one. Raises `TimeoutError`."""
+        supervisor = self._supervisor()
+        if supervisor is not None:
+            supervisor.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + seconds
+        while self.running:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.folder}: not ended {seconds:g} s after it was asked to")
+            time.sleep(POLL_S)
+        return self.summary
+
+    def resume(self, overrides: dict[str, Any] | None = None) -> Run:
+        """Goes on with it, e.g. ``run.resume({"trainer.steps": 300})``. Raises `ConfigError` where it is under way."""
+        if self.running:
+            raise ConfigError(f"resume: the run in {self.folder} is under way; stop() it first")
+        command = penstock("run", "--resume", str(self.folder), *as_overrides(overrides or {}))
+        return launched(command, self.folder, self.folder / "output.log")
+
+    def _over(self) -> dict[str, Any]:
+        code = self._process.returncode if self._process else 0
+        if code in (0, 130) and (summary := self.summary) is not None:
+            return summary
+        said = self._output.read_text(errors="replace") if self._output and self._output.exists() else ""
+        reason = said[at:] if (at := said.rfind("error: ")) >= 0 else said[-2000:]
+        if self.summary is None and code == 0:
+            reason = reason or "it was ended from outside; resume() goes on with it"
+        raise RunFailed(f"{self.folder}: {reason.strip() or f'exit code {code}'}")
+
+    def _supervisor(self) -> psutil.Process | None:
+        """The process of `penstock run`."""
+        if self._process is not None:
+            return psutil.Process(self._process.pid) if self._process.poll() is None else None
+        for process in psutil.process_iter(["cmdline"]):
+            line = process.info["cmdline"] or []
+            if "serve" in line and str(self.folder.resolve()) in [str(Path(word).resolve()) for word in line[1:]]:
+                parent = process.parent()
+                if parent is not None and "run" in parent.cmdline():
+                    return parent
+        return None
+
+
+def launched(command: list[str], folder: Path, output: Path) -> Run:
+    """The run that ``command`` starts in ``folder``; what it says goes into ``output``."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("wb") as file:  # in a session of its own: Ctrl-C is handed on once, by `wait`'s caller
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    return Run(folder, process, output)
+
+
+def as_overrides(values: dict[str, Any]) -> list[str]:
+    """``{"trainer.steps": 3}`` as ``trainer.steps=3``; values in JSON, which is YAML."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]

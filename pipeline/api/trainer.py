@@ -1,0 +1,195 @@
+"""`penstock.Trainer`: a run that a script or a notebook describes, with functions of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.pipeline.api.functions import Defined, Functions
+from penstock.pipeline.api.run import OnStep, Run, as_overrides, launched
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.run.command import penstock
+from penstock.protocols.experience import Prompt
+from penstock.services.runtime.user_folders import VARIABLE
+
+MODULE = "script_functions"
+START_S = 1.0
+Choice = str | Mapping[str, Any] | Defined
+"""A built-in by its name, a section of the config, or a function of your own."""
+Rows = Iterable[Mapping[str, Any] | Prompt]
+
+
+class Trainer:
+    """A run, not started yet. ``config`` is a YAML file, or the same as a map. What else is given takes the place of
+    what the config says:
+
+    ``reward``: a function, or several, each with a weight of 1 (or ``{"function": …, "weight": …}``).
+    ``prompts``, ``evaluation``: rows with ``prompt`` (text or messages) and ``truth``, a `datasets.Dataset` for
+    instance; or a function that returns a sequence of `penstock.Prompt`.
+    ``advantage``, ``loss``, ``correction``: an algorithm's parts. ``environment``: a class with ``step(answer)``.
+    ``overrides``: any other keys, e.g. ``{"trainer.steps": 50}``.
+
+    Functions may be defined in the script or the notebook itself: they are written down beside the run's config, as
+    text. Raises `ConfigError` for what cannot be.
+
+        penstock.Trainer("configs/quickstart.yaml", reward=my_reward).train()
+    """
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any],
+        *,
+        name: str | None = None,
+        folder: str | Path | None = None,
+        reward: Choice | Sequence[Choice] | None = None,
+        prompts: Rows | Defined | None = None,
+        evaluation: Rows | Defined | None = None,
+        advantage: Choice | None = None,
+        loss: Choice | None = None,
+        correction: Choice | None = None,
+        environment: Defined | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._file = None if isinstance(config, Mapping) else Path(config)
+        data: dict[str, Any] = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read(Path(config))
+        run = data.setdefault("run", {}) or {}
+        data["run"] = run
+        run["name"] = name or run.get("name") or time.strftime("run-%Y%m%d-%H%M%S")
+        run["folder"] = str(Path(folder or run.get("folder") or "runs").resolve())
+        self.folder = Path(run["folder"]) / run["name"]
+        """Where the run will be."""
+        self._own = Path(run["folder"]) / f"{run['name']}.script"
+        self._functions, self._data = Functions(MODULE), data
+        self._rows: dict[str, list[str]] = {}
+        self._set(reward, prompts, evaluation, environment)
+        for part, choice in (("advantage", advantage), ("loss", loss), ("correction", correction)):
+            if choice is not None:
+                _section(data, "trainer", "algorithm")[part] = self._chosen(choice, part)
+        self._overrides = dict(overrides or {})
+
+    def start(self) -> Run:
+        """Starts it in the background, in processes of its own, which go on when this one ends."""
+        if self.folder.exists():
+            raise ConfigError(
+                f"name: {self.folder} exists; choose another name, or go on with penstock.Run(…).resume()"
+            )
+        self._own.mkdir(parents=True, exist_ok=True)
+        for name, lines in self._rows.items():
+            (self._own / name).write_text("".join(lines))
+        if self._functions.source:
+            (self._own / f"{MODULE}.py").write_text(self._functions.source)
+        file = self._own / "config.yaml"
+        file.write_text(yaml.safe_dump(self._data, sort_keys=False))
+        beside = [self._file.resolve().parent] if self._file else []
+        known = os.environ.get(VARIABLE, "")
+        every = [*filter(None, known.split(os.pathsep)), *map(str, [*beside, *self._functions.folders])]
+        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys(every))
+        return launched(
+            penstock("run", str(file), *as_overrides(self._overrides)), self.folder, self._own / "output.log"
+        )
+
+    def train(self, on_step: OnStep | None = None) -> Run:
+        """Starts it, and waits until it is over; with a progress bar, unless ``on_step`` is told of each step. Ctrl-C
+        has the run save a checkpoint and end. Raises `RunFailed`."""
+        run = self.start()
+        try:
+            if on_step is not None:
+                run.wait(on_step=on_step)
+            else:
+                _show(run)
+        except KeyboardInterrupt:
+            run.stop()
+            raise
+        return run
+
+    def _set(self, reward: Any, prompts: Any, evaluation: Any, environment: Defined | None) -> None:
+        data = self._data
+        if reward is not None:
+            every = [reward] if callable(reward) or isinstance(reward, str | Mapping) else list(reward)
+            _section(data, "reward")["functions"] = [self._rewarding(each) for each in every]
+        if prompts is not None:
+            _section(data, "prompts")["train"] = self._source(prompts, "prompts")
+        if evaluation is not None:
+            _section(data, "prompts")["eval"] = {"held_out": self._source(evaluation, "evaluation")}
+        if environment is not None:
+            given = {"environment": self._functions.name(environment, "environment")}
+            _section(data, "rollout")["environment"] = given
+
+    def _rewarding(self, choice: Choice) -> dict[str, Any]:
+        if isinstance(choice, str):
+            return {"function": choice}
+        if isinstance(choice, Mapping):
+            function = choice.get("function")
+            named = {"function": self._functions.name(function, "reward")} if callable(function) else {}
+            return {**choice, **named}
+        return {"function": self._functions.name(choice, "reward"), "name": choice.__name__}
+
+    def _chosen(self, choice: Choice, key: str) -> dict[str, Any]:
+        if isinstance(choice, str):
+            return {"type": choice}
+        if isinstance(choice, Mapping):
+            return dict(choice)
+        return {"type": "custom", "function": self._functions.name(choice, key)}
+
+    def _source(self, given: Any, key: str) -> dict[str, Any]:
+        if callable(given) and not hasattr(given, "__len__"):
+            return {"type": "custom", "function": self._functions.name(given, key)}
+        if isinstance(given, Mapping):  # a section, as the config has it
+            return dict(given)
+        lines = []
+        for number, row in enumerate(given):
+            found = {"prompt": row.messages or row.text, "truth": row.truth} if isinstance(row, Prompt) else dict(row)
+            if "prompt" not in found:
+                raise ConfigError(
+                    f"{key}: row {number} has no prompt; it has {', '.join(map(str, found)) or 'nothing'}"
+                )
+            try:
+                lines.append(json.dumps({"prompt": found["prompt"], "truth": found.get("truth")}) + "\n")
+            except TypeError as error:
+                raise ConfigError(
+                    f"{key}: row {number}: {error}; a prompt is text or messages, a truth is JSON"
+                ) from None
+        self._rows[f"{key}.jsonl"] = lines
+        return {"type": "hub", "path": "json", "files": [str(self._own / f"{key}.jsonl")], "truth_key": "truth"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is not a map of sections")
+    return found
+
+
+def _section(data: dict[str, Any], *names: str) -> dict[str, Any]:
+    for name in names:
+        data[name] = data.get(name) or {}
+        data = data[name]
+    return data
+
+
+def _show(run: Run) -> None:
+    """A progress bar; in a notebook too."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def on_step(row: dict[str, Any]) -> None:
+            config = yaml.safe_load((run.folder / "config.yaml").read_text())
+            words = f"reward {row['reward']:.3f}  lag {row['lag_mean']:.2f}"
+            progress.update(task, completed=row["step"] + 1, total=config["trainer"]["steps"], description=words)
+
+        run.wait(on_step=on_step)

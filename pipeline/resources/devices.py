@@ -1,0 +1,46 @@
+"""GPUs that people rent: what their makers say of them. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.pipeline.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of GPU."""
+
+    name: str
+    gib: float
+    tflops: float
+    """Dense, in bf16."""
+    gb_s: float
+    """Of its memory."""
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("L4", 24, 121, 300),
+        Device("A10", 24, 125, 600),
+        Device("RTX4090", 24, 165, 1008),
+        Device("A100-40", 40, 312, 1555),
+        Device("L40S", 48, 362, 864),
+        Device("A100", 80, 312, 2039),
+        Device("H100", 80, 989, 3350),
+        Device("H200", 141, 989, 4800),
+        Device("B200", 180, 2250, 8000),
+    )
+}
+"""By name, as the makers' data sheets have them (SXM where there are several)."""
+
+
+def devices_of(text: str) -> tuple[int, Device]:
+    """``8xH100``. Raises `ConfigError`."""
+    match = re.fullmatch(r"(\d+)\s*x\s*([\w-]+)", text.strip(), re.IGNORECASE)
+    by_name = {name.lower(): device for name, device in DEVICES.items()}
+    if not match or match[2].lower() not in by_name or not int(match[1]):
+        raise ConfigError(f"--gpus: {text!r} is not like 8xH100; known kinds: {', '.join(DEVICES)}")
+    return int(match[1]), by_name[match[2].lower()]

@@ -1,0 +1,137 @@
+"""Functions of a script, written down for a run's processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import penstock
+from penstock.pipeline.api.functions import Functions
+from penstock.pipeline.config import ConfigError
+from tests.e2e import rewards
+
+SCRIPT = '''
+import math
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+from penstock.pipeline.api.functions import Functions
+
+LETTERS = re.compile(r"[a-z]+", re.I)
+WEIGHTS = {"right": 1.0, "near": (0.5, [None])}
+
+
+class Base:
+    best = WEIGHTS["right"]
+
+
+class Judge(Base):
+    def rate(self, text: str) -> float:
+        return self.best * len(LETTERS.findall(text))
+
+
+def near(response: str, truth: Any) -> bool:
+    return Counter(response) == Counter(truth) and math.isfinite(1.0)
+
+
+def reward(response: str, truth: Any, again: bool = False) -> float:
+    """The function that is given."""
+    if again:
+        return reward(response, truth)
+    return Judge().rate(response) if response == truth else WEIGHTS["near"][0] * near(response, truth)
+
+
+found = Functions("written")
+assert found.name(reward, "reward") == "written:reward"
+open(sys.argv[1], "w").write(found.source)
+'''
+
+
+def test_what_a_script_defines_is_written_with_all_that_it_uses(tmp_path: Path) -> None:
+    script, written = tmp_path / "script.py", tmp_path / "written.py"
+    script.write_text(SCRIPT)
+    subprocess.run([sys.executable, str(script), str(written)], check=True)
+    spec = importlib.util.spec_from_file_location("written", written)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.reward("ab", "ab") == 1.0 and module.reward("ba", "ab", again=True) == 0.5
+    assert module.reward("xy", "ab") == 0.0
+    assert "Functions" not in written.read_text(), "what it does not use is left out"
+
+
+def test_what_a_module_has_is_named() -> None:
+    found = Functions("written")
+    assert found.name(rewards.plenty, "reward") == "tests.e2e.rewards:plenty"
+    assert found.source == "" and found.folders == [Path(__file__).parents[2]]
+
+
+def test_what_no_process_could_find_is_refused() -> None:
+    def local(response: str) -> float:
+        return 1.0
+
+    for value, words in (
+        (lambda response: 1.0, "reward: .*<lambda> has no name that another process could find it by"),
+        (local, "reward: .*local has no name"),
+        (3, "reward: give a function or a class, not 3"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Functions("written").name(value, "reward")  # type: ignore[arg-type]
+
+
+def test_a_value_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    script = SCRIPT.replace("WEIGHTS = {", "lock = open(sys.argv[0])\nWEIGHTS = {").replace(
+        "    if again:", "    lock.read()\n    if again:"
+    )
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py"), "x"], capture_output=True, text=True)
+    assert "reward: it uses lock, a TextIOWrapper of this script, which cannot be written down" in done.stderr
+
+
+def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Path, monkeypatch: Any) -> None:
+    rows: list[Any] = [penstock.Prompt(index=0, text="1+1=", truth="2"), {"prompt": "2+3=", "truth": 5}]
+    trainer = penstock.Trainer(
+        {"model": {"type": "tiny"}, "trainer": None}, name="one", folder=tmp_path, prompts=rows,
+        reward=[rewards.plenty, "exact_match"], loss="gspo", advantage={"type": "rloo"}, correction=rewards.plenty,
+    )  # fmt: skip
+    monkeypatch.setattr("penstock.pipeline.api.trainer.launched", lambda *args: args)
+    command, folder, _output = trainer.start()  # type: ignore[misc]
+    data = yaml.safe_load((tmp_path / "one.script" / "config.yaml").read_text())
+    assert folder == tmp_path / "one" and str(tmp_path / "one.script" / "config.yaml") in command
+    assert data["reward"]["functions"] == [
+        {"function": "tests.e2e.rewards:plenty", "name": "plenty"},
+        {"function": "exact_match"},
+    ]
+    assert data["trainer"]["algorithm"] == {
+        "loss": {"type": "gspo"},
+        "advantage": {"type": "rloo"},
+        "correction": {"type": "custom", "function": "tests.e2e.rewards:plenty"},
+    }
+    assert (tmp_path / "one.script" / "prompts.jsonl").read_text().splitlines()[1] == '{"prompt": "2+3=", "truth": 5}'
+    assert data["prompts"]["train"]["files"] == [str(tmp_path / "one.script" / "prompts.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"config": "nowhere.yaml"}, "cannot read nowhere.yaml"),
+        ({"config": {}, "prompts": [{"question": "1+1="}]}, "prompts: row 0 has no prompt; it has question"),
+        ({"config": {}, "prompts": [{"prompt": "1", "truth": {1}}]}, "prompts: row 0: .*a truth is JSON"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_starts(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        penstock.Trainer(**given)
+
+
+def test_a_folder_that_is_no_runs_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run's folder: it has no config.yaml"):
+        penstock.Run(tmp_path)
