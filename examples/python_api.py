@@ -40,7 +40,7 @@ def main(name: str, steps: int = 60) -> None:
     print(f"reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}, {run.checkpoint}")
     print(run.metrics[["reward", "lag_mean", "response_tokens"]].tail(3))
     best = max(run.rollouts(steps - 1), key=lambda row: row["reward"])
-    print(best["prompt"], best["text"], best["reward"])
+    print(best["prompt"], best["response"], best["reward"])
 
 
 if __name__ == "__main__":

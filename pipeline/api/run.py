@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -10,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.lock import holder
 from penstock.pipeline.run.summary import read_summary, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
 
@@ -41,8 +41,6 @@ class Run:
     @property
     def running(self) -> bool:
         """Its processes are there."""
-        if self._process is not None:
-            return self._process.poll() is None
         return self._supervisor() is not None
 
     @property
@@ -102,9 +100,8 @@ class Run:
     def stop(self, seconds: float = STOP_S) -> dict[str, Any] | None:
         """Has it drain, save a checkpoint and end, and waits for that; `resume` goes on with it. Returns the summary,
         where there is one. Raises `TimeoutError`."""
-        supervisor = self._supervisor()
-        if supervisor is not None:
-            supervisor.send_signal(signal.SIGINT)
+        if (supervisor := self._supervisor()) is not None:
+            os.kill(supervisor, signal.SIGINT)
         deadline = time.monotonic() + seconds
         while self.running:
             if time.monotonic() > deadline:
@@ -129,17 +126,11 @@ class Run:
             reason = reason or "it was ended from outside; resume() goes on with it"
         raise RunFailed(f"{self.folder}: {reason.strip() or f'exit code {code}'}")
 
-    def _supervisor(self) -> psutil.Process | None:
+    def _supervisor(self) -> int | None:
         """The process of `penstock run`."""
         if self._process is not None:
-            return psutil.Process(self._process.pid) if self._process.poll() is None else None
-        for process in psutil.process_iter(["cmdline"]):
-            line = process.info["cmdline"] or []
-            if "serve" in line and str(self.folder.resolve()) in [str(Path(word).resolve()) for word in line[1:]]:
-                parent = process.parent()
-                if parent is not None and "run" in parent.cmdline():
-                    return parent
-        return None
+            return self._process.pid if self._process.poll() is None else None
+        return holder(self.folder)
 
 
 def launched(command: list[str], folder: Path, output: Path) -> Run:

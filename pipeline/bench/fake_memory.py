@@ -41,6 +41,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.parts import runs_of
 from penstock.services.weights.queues import HostQueue
+from penstock.services.weights.sender import shard_exporter
 from penstock.services.weights.sender.device_stage import DeviceStage
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 
@@ -122,8 +123,8 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
     lora = trainer.lora
     adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant) if lora else None
     memory = Memory()
+    start._adapt(model, adapter, str(folder), config.model.dtype)
     with memory.counting():
-        start._adapt(model, adapter, str(folder), config.model.dtype)
         shard(model, world, config.model.dtype)
         start._materialize(model, CPU)
         learner = Learner(model, trainer, 1.0, world)
@@ -175,6 +176,7 @@ def main() -> None:
     """``fake_memory trainer|reference FILE GIB``"""
     what, path, gib = sys.argv[1:4]
     attention._loop = attention._flash  # as on a GPU; its kernel's shapes are known without one
+    shard_exporter.copy_bytes = lambda source, target: target.copy_(source)  # there are no bytes
     config = load(Path(path))
     found = trainer_peak(config, float(gib) or None) if what == "trainer" else reference_peak(config)
     sys.stdout.write(json.dumps(found) + "\n")

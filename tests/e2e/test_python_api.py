@@ -32,7 +32,8 @@ def test_a_run_is_started_stopped_and_gone_on_with(tmp_path: Path) -> None:
     again = penstock.Run(run.folder)  # from another process, say
     assert again.running
     summary = again.stop()
-    assert summary is not None and summary["outcome"] == "interrupted" and not run.running
+    assert summary is not None and summary["outcome"] == "interrupted" and not again.running
+    assert run.wait(30) == summary
     done = summary["steps"]
     assert again.checkpoint is not None and again.checkpoint.name == f"step-{done:06d}"
     longer = again.resume({"trainer.steps": done + 4})
