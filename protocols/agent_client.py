@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,8 @@ TURN_S = 600.0
 SAY_S = 120.0
 BEAT_S = 3.0
 OPEN_S = 20.0
+LOOK_S = 2.0
+"""Between two looks at whether the run is over, while an answer is waited for."""
 START_S = 120.0
 """How long a client waits for a run to be under way."""
 
@@ -97,6 +99,26 @@ class _Line:
     def request(self) -> str:
         """A name for a request, which no other has."""
         return f"{self._name}-{next(self._numbers)}"
+
+    def check_over(self) -> None:
+        """Raises `RunOver` where the run's folder says that it has ended: nobody is left to answer."""
+        if self.folder and (self.folder / "summary.json").exists() and not list(self.folder.glob("gateways/*.json")):
+            reason = f"the run in {self.folder} has ended"
+            raise RunOver(m.AgentRefused(status=410, code="run_over", reason=reason))
+
+    def say(self, message: m.Message, deadline_s: float) -> Any:
+        """What is answered."""
+        asked = self.ask(message, deadline_s)
+        while not wait([asked], LOOK_S).done:
+            self.check_over()
+        return _checked(asked.result())
+
+    async def say_async(self, message: m.Message, deadline_s: float) -> Any:
+        """The same, for asyncio."""
+        asked = asyncio.wrap_future(self.ask(message, deadline_s))
+        while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+            self.check_over()
+        return _checked(asked.result())
 
     def close(self) -> None:
         self._mailbox.close()
@@ -174,21 +196,21 @@ class AgentSession(_Asked):
     ) -> Reply:
         """The policy's answer to a conversation. Raises `AgentRefusedError` or `DeadlineError`."""
         asked = self._chat(messages, tools, max_tokens, stop)
-        return _reply(_checked(self._line.ask(asked, TURN_S).result(TURN_S + 5)))
+        return _reply(self._line.say(asked, TURN_S))
 
     def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
         """The policy's answer to token ids."""
-        return _reply(_checked(self._line.ask(self._generate(tokens, max_tokens), TURN_S).result(TURN_S + 5)))
+        return _reply(self._line.say(self._generate(tokens, max_tokens), TURN_S))
 
     def finish(self, reward: float | None = None) -> None:
         """Done. Without a ``reward`` the run's reward functions say how good it was."""
-        _checked(self._line.ask(m.AgentFinish(session=self.id, reward=reward), SAY_S).result(SAY_S + 5))
+        self._line.say(m.AgentFinish(session=self.id, reward=reward), SAY_S)
         self._end()
 
     def abandon(self, reason: str = "given up by its agent") -> None:
         """Another agent may try, from the start."""
         self._end()
-        _checked(self._line.ask(m.AgentAbandon(session=self.id, reason=reason[:1000]), SAY_S).result(SAY_S + 5))
+        self._line.say(m.AgentAbandon(session=self.id, reason=reason[:1000]), SAY_S)
 
     def __enter__(self) -> AgentSession:
         return self
@@ -238,9 +260,7 @@ def _opened(line: _Line, asked: Future[m.Message], deadline: float) -> m.AgentOp
     try:
         found = asked.result()
     except DeadlineError:
-        if line.folder and (line.folder / "summary.json").exists() and not list(line.folder.glob("gateways/*.json")):
-            reason = f"the run in {line.folder} has ended"
-            raise RunOver(m.AgentRefused(status=410, code="run_over", reason=reason)) from None
+        line.check_over()
         if time.monotonic() < deadline:
             return None
         raise
@@ -258,9 +278,6 @@ async def _answered(asked: Future[m.Message]) -> Future[m.Message]:
 class AsyncAgentSession(_Asked):
     """As `AgentSession`, for asyncio."""
 
-    async def _say(self, message: m.Message, deadline_s: float) -> Any:
-        return _checked(await asyncio.wrap_future(self._line.ask(message, deadline_s)))
-
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -269,21 +286,21 @@ class AsyncAgentSession(_Asked):
         stop: Sequence[str] = (),
     ) -> Reply:
         """See `AgentSession.chat`."""
-        return _reply(await self._say(self._chat(messages, tools, max_tokens, stop), TURN_S))
+        return _reply(await self._line.say_async(self._chat(messages, tools, max_tokens, stop), TURN_S))
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
         """See `AgentSession.generate`."""
-        return _reply(await self._say(self._generate(tokens, max_tokens), TURN_S))
+        return _reply(await self._line.say_async(self._generate(tokens, max_tokens), TURN_S))
 
     async def finish(self, reward: float | None = None) -> None:
         """See `AgentSession.finish`."""
-        await self._say(m.AgentFinish(session=self.id, reward=reward), SAY_S)
+        await self._line.say_async(m.AgentFinish(session=self.id, reward=reward), SAY_S)
         self._end()
 
     async def abandon(self, reason: str = "given up by its agent") -> None:
         """See `AgentSession.abandon`."""
         self._end()
-        await self._say(m.AgentAbandon(session=self.id, reason=reason[:1000]), SAY_S)
+        await self._line.say_async(m.AgentAbandon(session=self.id, reason=reason[:1000]), SAY_S)
 
     async def __aenter__(self) -> AsyncAgentSession:
         return self

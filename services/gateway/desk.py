@@ -103,6 +103,9 @@ class Desk:
         """The run is over: whoever waits or asks is told."""
         self.over = reason
         self._more.set()
+        for held in self._held.values():
+            for task in held.pending.values():
+                task.cancel()
 
     def expire(self) -> None:
         """Sessions of silent agents are given to others."""
@@ -292,6 +295,10 @@ class Desk:
             task.add_done_callback(lambda done: self._done(held, asked, done))
         try:
             return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                self._check_over()
+            raise
         except RefusedError as error:
             self.forget(held.work.key)
             raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error

@@ -147,3 +147,22 @@ def test_sessions_of_silent_agents_are_given_again_and_fail_in_the_end(
     assert len(set(house.run(play))) == 2
     made = house.delivered["train", 0]
     assert isinstance(made, Group) and "silent" in made.trajectories[0].failure
+
+
+def test_who_waits_for_an_answer_is_told_that_the_run_is_over(tokenizers: dict[bool, Path], model: Any) -> None:
+    house = House(tokenizers[False], model)
+
+    async def play() -> str:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+        house.engine.submit = lambda request: None  # type: ignore[method-assign] - it never answers
+        asked = asyncio.ensure_future(house.desk.chat(held, [{"role": "user", "content": "sort ba="}], None))
+        await asyncio.sleep(0.05)
+        house.desk.end("all steps are trained")
+        try:
+            await asyncio.wait_for(asked, 5)
+        except AgentError as error:
+            return error.code
+        return "answered"
+
+    assert house.run(play) == "run_over"
