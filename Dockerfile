@@ -26,7 +26,7 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
     if [ -n "$TORCH" ]; then pip install --find-links /wheels $TORCH; fi
 
 # What pyproject.toml asks for, without our own code.
-ARG EXTRAS=data,report
+ARG EXTRAS=data
 COPY pyproject.toml setup.py LICENSE /src/
 RUN --mount=type=bind,from=wheels,target=/wheels \
     cd /src && touch README.md && for folder in penstock protocols services pipeline; do mkdir $folder && touch $folder/__init__.py; done \

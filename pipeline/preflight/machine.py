@@ -36,8 +36,6 @@ def look(config: Config, report: Report) -> None:
         )
     if config.run.tensorboard and find_spec("tensorboardX") is None:
         report.here.append(f"run.tensorboard: tensorboardX is not installed; run: {install('tensorboard')}")
-    if find_spec("matplotlib") is None:
-        report.notes.append(f"there will be no report.html: matplotlib is not installed; run: {install('report')}")
     _look_at_store(config, report)
     _look_at_disk(config, report)
     _look_at_memory(config, report)

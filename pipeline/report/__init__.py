@@ -1,1 +1,1 @@
-"""report.html: a run as one page that stands alone."""
+"""What a run came to, said for people: on a terminal, and what they should look at."""

@@ -8,17 +8,18 @@ from typing import Any
 
 import structlog
 
-from penstock.pipeline.config import Config
-from penstock.pipeline.report.build import write_report
+from penstock.pipeline.page.build import write
 from penstock.pipeline.run.summary import summarize
 from penstock.protocols.messages import LedgerReply
 
 log = structlog.get_logger()
 
+REPORT_TOKENS = 50_000
+"""Of rollouts that report.html has token by token: about 50 bytes each; `penstock page --out` writes all."""
+
 
 def conclude(
     folder: Path,
-    config: Config,
     state: dict[str, Any],
     ledger: LedgerReply,
     restarts: int,
@@ -30,7 +31,7 @@ def conclude(
     if error:
         summary["error"] = error
     try:
-        write_report(folder, config, summary)
+        write([folder], folder / "report.html", REPORT_TOKENS, {folder: summary})
     except Exception as failed:  # a page that cannot be drawn is no reason to have no summary
         log.exception("no report", error=str(failed))
     aside = folder / ".summary.json"

@@ -254,7 +254,7 @@ class _Launch:
             self._supervisor.wait({"broker"}, STOP_S)
         except (DeadlineError, RefusedError) as late:
             raise RunError(f"{error or 'the run ended'}; {late}") from None
-        summary = conclude(self._folder, self._config, status.state, ledger, self._supervisor.restarts, outcome, error)
+        summary = conclude(self._folder, status.state, ledger, self._supervisor.restarts, outcome, error)
         if error:
             raise RunError(error)
         return summary

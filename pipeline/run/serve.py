@@ -156,7 +156,7 @@ def _serve_broker(
     finally:
         place.step = broker.ledger_state.steps
     if not supervised:
-        _conclude(config, context, broker.state, broker.ledger_state, error)
+        _conclude(context, broker.state, broker.ledger_state, error)
         _end_store(config, url)
     if error:
         raise SetupError(error)
@@ -195,14 +195,12 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
     )
 
 
-def _conclude(
-    config: Config, context: ActorContext, state: dict[str, Any], ledger: LedgerReply, error: str | None
-) -> None:
+def _conclude(context: ActorContext, state: dict[str, Any], ledger: LedgerReply, error: str | None) -> None:
     """Says what the run came to, where no supervisor does."""
     from penstock.pipeline.run.finish import conclude
 
     outcome = "complete" if state["phase"] == "done" else "failed" if error else "interrupted"
-    summary = conclude(context.folder, config, state, ledger, state["restarts"], outcome, error)
+    summary = conclude(context.folder, state, ledger, state["restarts"], outcome, error)
     log.info("the run is over", outcome=outcome, error=error)
     for sentence in summary["look_at_this"]:
         os.write(2, f"{context.name}: look at this: {sentence}\n".encode())

@@ -1,0 +1,1 @@
+"""The page: a run, or several, in a browser."""

@@ -1,0 +1,138 @@
+// Curves over the steps: one chart for each thing that one looks at, a line for each run and name.
+const CHARTS = [
+  {title: "Reward", lines: ["reward"], evaluations: true},
+  {title: "Reward, standard deviation", lines: ["reward_std"]},
+  {title: "Lag of trained tokens, versions", lines: ["lag_mean", "lag_max", "max_lag"]},
+  {title: "Engine beside trainer: KL (k3), nats", lines: ["mismatch_kl_k3", "mismatch_bound"]},
+  {title: "Loss", lines: ["loss", "critic_loss"]},
+  {title: "Gradient norm", lines: ["grad_norm"]},
+  {title: "Entropy, nats", lines: ["entropy"]},
+  {title: "KL from the reference, nats", lines: ["reference_kl", "approx_kl"]},
+  {title: "Clipped share of tokens", lines: ["clip_fraction", "clip_fraction_dual"]},
+  {title: "Response, tokens", lines: ["response_tokens"]},
+  {title: "Turns", lines: ["turns"]},
+  {title: "Answers that ended by themselves", lines: ["finished_share"]},
+  {title: "Seconds of a step", lines: ["train_step_s", "wait_s", "publish_wait_s"]},
+  {title: "Groups in the queues", lines: ["leased", "unscored", "ready"]},
+];
+const NAMES = {reward: "sampled", lag_mean: "mean", lag_max: "most", max_lag: "bound", mismatch_kl_k3: "KL",
+  mismatch_bound: "warned of above", train_step_s: "training", wait_s: "waiting for groups",
+  publish_wait_s: "waiting for the version before"};
+const DASHED = new Set(["max_lag", "mismatch_bound"]);
+
+class Curves {
+  constructor(place, runs) {
+    this.place = place;
+    this.runs = runs;
+    this.plots = [];
+    this.draw();
+    addEventListener("resize", () => this.plots.forEach((plot) => plot.setSize(this.size(plot.root.parentNode))));
+  }
+
+  draw() {
+    this.plots.forEach((plot) => plot.destroy());
+    this.plots = [];
+    const grid = make("div", {class: "charts"});
+    this.place.replaceChildren(...this.runs.flatMap((run) => this.about(run)), grid);
+    const named = {title: "Columns, mean of each step", lines: [...new Set(this.runs.flatMap((run) => run.columns))]
+      .filter((name) => name !== "reward")};
+    const latency = {title: "Seconds until a column was there", lines: [...new Set(this.runs.flatMap((run) =>
+      Object.keys(run.steps)))].filter((name) => name.startsWith("latency/"))};
+    const more = named.lines.length > this.runs.length ? [named] : [];
+    for (const chart of [CHARTS[0], ...more, ...CHARTS.slice(1), latency]) this.chart(grid, chart);
+    this.pauses(grid);
+    this.rates(grid);
+  }
+
+  about(run) {
+    const summary = run.summary;
+    if (!summary) return [];
+    const facts = make("dl", {class: "facts"});
+    const shown = ["outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "lag_max_seen",
+      "groups_trained", "groups_lost", "groups_trained_twice", "steps_skipped", "rewards_failed", "restarts", "train_s"];
+    for (const name of shown) {
+      if (name in summary) facts.append(make("div", {}, make("dt", {}, name.replaceAll("_", " ")),
+        make("dd", {}, number(summary[name]))));
+    }
+    const found = [make("h2", {}, run.name), facts];
+    const look = [...(summary.error ? ["Ended with an error: " + summary.error] : []), ...(summary.look_at_this ?? [])];
+    if (look.length) found.splice(1, 0, make("div", {class: "look"}, make("h2", {}, "Look at this"),
+      make("ul", {}, ...look.map((text) => make("li", {}, text)))));
+    return found;
+  }
+
+  size(node) {
+    return {width: Math.max(240, node.clientWidth - 20), height: 190};
+  }
+
+  chart(grid, {title, lines, evaluations}) {
+    const every = [];
+    const several = this.runs.length > 1, compared = title.startsWith("Columns") || title.startsWith("Seconds until");
+    this.runs.forEach((run, which) => {
+      (several && !compared ? lines.slice(0, 1) : lines).forEach((name, place) => {
+        const values = run.steps[name];
+        if (!values || values.every((value) => value == null)) return;
+        const label = several ? (lines.length > 1 && compared ? `${run.name}: ${name}` : run.name) : NAMES[name] ?? name;
+        const shade = several ? which + place * this.runs.length : place;
+        every.push({x: run.steps.step, y: values, label, shade, dash: DASHED.has(name)});
+      });
+      if (evaluations) {
+        const sets = new Set(run.evaluations.flatMap((row) => Object.keys(row.sets)).filter((name) =>
+          !several || !name.includes("/")));
+        [...sets].forEach((name, place) => {
+          const rows = run.evaluations.filter((row) => name in row.sets).sort((a, b) => a.step - b.step);
+          const label = (several ? run.name + ": " : "") + name + ", greedy";
+          every.push({x: rows.map((row) => row.step), y: rows.map((row) => row.sets[name]), label,
+            shade: several ? which : 1 + place, points: true, dash: true});
+        });
+      }
+    });
+    if (every.length) this.plot(grid, title, every, "step");
+  }
+
+  pauses(grid) {
+    const every = [];
+    for (const run of this.runs) {
+      const rows = run.loads.receiver ?? [];
+      [...new Set(rows)].forEach((receiver, place) => {
+        const mine = rows.map((name, index) => index).filter((index) => rows[index] === receiver);
+        every.push({x: mine.map((i) => run.loads.version[i]), y: mine.map((i) => 1000 * run.loads.pause_s[i]),
+          label: receiver, shade: place});
+      });
+    }
+    if (every.length && this.runs.length === 1) this.plot(grid, "Pause of generation for a version, ms", every, "version");
+  }
+
+  rates(grid) {
+    const every = [];
+    this.runs.forEach((run, which) => {
+      const {time, actors} = run.beats;
+      if (!time.length) return;
+      const rate = time.map((_, i) => Object.values(actors).reduce((sum, one) => sum + (one.tokens_per_s[i] ?? 0), 0));
+      every.push({x: time.map((value) => value - time[0]), y: rate, label: run.name, shade: which});
+    });
+    if (every.length) this.plot(grid, "Generated tokens a second", every, "seconds");
+  }
+
+  plot(grid, title, every, unit) {
+    const box = make("div", {class: "chart"}, make("h2", {}, title));
+    grid.append(box);
+    const x = [...new Set(every.flatMap((line) => line.x))].sort((a, b) => a - b);
+    const at = new Map(x.map((value, index) => [value, index]));
+    const data = every.map((line) => {
+      const column = new Array(x.length).fill(null);
+      line.x.forEach((value, index) => { column[at.get(value)] = line.y[index]; });
+      return column;
+    });
+    const axis = {stroke: style("--quiet"), grid: {stroke: style("--line"), width: 1}, ticks: {show: false}};
+    this.plots.push(new uPlot({
+      ...this.size(box),
+      scales: {x: {time: false}},
+      series: [{label: unit, value: (_, value) => number(value, 5)}, ...every.map((line) => ({
+        label: line.label, stroke: colour(line.shade), width: 1.5, spanGaps: true, dash: line.dash ? [6, 4] : undefined,
+        points: {show: Boolean(line.points) || x.length < 3, size: 6}, value: (_, value) => number(value),
+      }))],
+      axes: [axis, {...axis, size: 54, values: (_, ticks) => ticks.map((value) => number(value))}],
+    }, [x, ...data], box));
+  }
+}

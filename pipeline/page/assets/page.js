@@ -1,0 +1,101 @@
+// Puts the views together, and keeps them fresh while a run goes on.
+const data = JSON.parse(document.getElementById("data").textContent);
+const runs = data.runs, place = (name) => document.getElementById(name), EVERY_MS = 2000;
+
+if (localStorage.theme === "dark" || (!localStorage.theme && matchMedia("(prefers-color-scheme: dark)").matches)) {
+  document.documentElement.classList.add("dark");
+}
+place("title").textContent = runs.map((run) => run.name).join(", ");
+
+const views = {
+  curves: new Curves(place("curves"), runs),
+  timeline: new Timeline(place("timeline"), runs),
+  rollouts: new Rollouts(place("rollouts"), runs, data.live ? (which) => ask(`runs/${which}/groups`) : null),
+};
+place("config").replaceChildren(...runs.flatMap((run) => [make("h2", {}, run.name), make("pre", {}, run.config)]));
+
+const tabs = [...place("tabs").children];
+function open(name) {
+  for (const tab of tabs) {
+    const chosen = tab.id === "tab-" + name;
+    tab.setAttribute("aria-selected", String(chosen));
+    tab.tabIndex = chosen ? 0 : -1;
+    place(tab.getAttribute("aria-controls")).hidden = !chosen;
+  }
+  if (location.hash.slice(1) !== name) history.replaceState(null, "", "#" + name);
+  if (name === "timeline") views.timeline.draw();
+  if (name === "rollouts") views.rollouts.show();
+  if (name === "curves") dispatchEvent(new Event("resize"));
+}
+tabs.forEach((tab, index) => {
+  tab.addEventListener("click", () => open(tab.id.slice(4)));
+  tab.addEventListener("keydown", (event) => {
+    const by = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    if (!by) return;
+    const next = tabs[(index + by + tabs.length) % tabs.length];
+    next.focus();
+    open(next.id.slice(4));
+  });
+});
+addEventListener("hashchange", () => open(location.hash.slice(1) || "curves"));
+addEventListener("keydown", (event) => {
+  if (event.target.matches("input, select") || event.ctrlKey || event.metaKey) return;
+  if (/^[1-4]$/.test(event.key)) open(tabs[event.key - 1].id.slice(4));
+  if (event.key === "t") place("theme").click();
+  if (place("rollouts").hidden) return;
+  if (event.key === "/") { event.preventDefault(); place("search").focus(); }
+  if (event.key === "j" || event.key === "k") views.rollouts.move(event.key === "j" ? 1 : -1);
+});
+place("theme").addEventListener("click", () => {
+  document.documentElement.classList.toggle("dark");
+  localStorage.theme = dark() ? "dark" : "light";
+  views.curves.draw();
+  views.timeline.draw();
+});
+
+function say() {
+  place("state").textContent = runs.map((run) => {
+    const rewards = run.steps.reward ?? [], done = run.summary?.steps ?? (run.steps.step?.at(-1) ?? -1) + 1;
+    const state = run.summary ? run.summary.outcome : data.live ? "under way" : "as it was";
+    return `${runs.length > 1 ? run.name + ": " : ""}${state}, step ${number(done)} of ${number(run.wanted)}`
+      + (rewards.length ? `, reward ${number(rewards.at(-1))}` : "");
+  }).join(" · ");
+}
+
+async function ask(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  return answer.json();
+}
+
+async function renew() {
+  let changed = false;
+  for (const [which, run] of runs.entries()) {
+    if (run.summary) continue;
+    const last = run.steps.step?.at(-1) ?? -1, fresh = await ask(`runs/${which}?after=${last}`);
+    const length = run.steps.step?.length ?? 0;
+    for (const name of new Set([...Object.keys(run.steps), ...Object.keys(fresh.steps)])) {
+      run.steps[name] = [...(run.steps[name] ?? new Array(length).fill(null)),
+        ...(fresh.steps[name] ?? new Array(fresh.steps.step?.length ?? 0).fill(null))];
+    }
+    changed ||= Boolean(fresh.steps.step?.length) || Boolean(fresh.summary);
+    const {beats, loads, evaluations, summary} = fresh;
+    Object.assign(run, {beats, loads, evaluations, summary, columns: [...new Set([...run.columns, ...fresh.columns])]});
+  }
+  say();
+  if (changed && !place("curves").hidden) views.curves.draw();
+  views.timeline.draw();
+}
+
+async function live() {
+  try {
+    await renew();
+  } catch (error) {
+    place("state").textContent = `the page's server does not answer (${error.message}); penstock page starts it again`;
+  }
+  if (runs.some((run) => !run.summary)) setTimeout(live, EVERY_MS);
+}
+
+say();
+open(place(location.hash.slice(1))?.matches("[role=tabpanel]") ? location.hash.slice(1) : "curves");
+if (data.live) setTimeout(live, EVERY_MS);

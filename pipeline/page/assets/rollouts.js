@@ -1,0 +1,182 @@
+// What was trained on: a list of groups that is filtered, and the completions of one of them side by side.
+const ROW = 46;
+const COLOURINGS = {
+  logprob: "the engine's log-probability", reference: "the reference's", surprise: "engine less reference",
+  lag: "age, in versions", none: "nothing",
+};
+
+class Rollouts {
+  constructor(place, runs, fetchGroups) {
+    this.place = place;
+    this.runs = runs;
+    this.fetchGroups = fetchGroups;
+    this.which = 0;
+    this.colouring = "logprob";
+    this.chosen = null;
+    this.build();
+    this.filter();
+  }
+
+  build() {
+    const redo = () => this.filter();
+    this.inputs = {
+      text: make("input", {type: "search", id: "search", oninput: redo, size: 22}),
+      least: make("input", {type: "number", step: "any", oninput: redo}),
+      most: make("input", {type: "number", step: "any", oninput: redo}),
+      from: make("input", {type: "number", min: 0, oninput: redo}),
+      to: make("input", {type: "number", min: 0, oninput: redo}),
+      lag: make("input", {type: "number", min: 0, oninput: redo}),
+      long: make("input", {type: "number", min: 0, oninput: redo}),
+    };
+    const {text, least, most, from, to, lag, long} = this.inputs;
+    this.order = make("select", {onchange: redo}, ...[["newest", "newest first"], ["best", "best reward first"],
+      ["worst", "worst reward first"], ["spread", "most different rewards first"], ["longest", "longest first"]]
+      .map(([value, words]) => make("option", {value}, words)));
+    this.runPick = make("select", {onchange: () => { this.which = +this.runPick.value; this.filter(); }},
+      ...this.runs.map((run, index) => make("option", {value: index}, run.name)));
+    const labelled = (words, ...nodes) => make("label", {}, words, ...nodes);
+    this.count = make("span", {role: "status", class: "about"});
+    const filters = make("div", {class: "filters"}, ...(this.runs.length > 1 ? [labelled("run", this.runPick)] : []),
+      labelled("text (/)", text), labelled("reward from", least), labelled("to", most), labelled("step from", from),
+      labelled("to", to), labelled("lag at least", lag), labelled("tokens at least", long), labelled("order", this.order),
+      ...(this.fetchGroups ? [make("button", {onclick: () => this.refresh()}, "look again")] : []), this.count);
+    this.rows = make("div");
+    this.list = make("div", {class: "list", role: "listbox", "aria-label": "Groups", tabindex: "0"}, this.rows);
+    this.list.addEventListener("scroll", () => this.paint());
+    this.list.addEventListener("keydown", (event) => {
+      if (event.key === "ArrowDown" || event.key === "ArrowUp") { event.preventDefault(); this.move(event.key === "ArrowDown" ? 1 : -1); }
+    });
+    this.detail = make("div", {"aria-live": "polite"});
+    this.place.replaceChildren(filters, make("div", {class: "split"}, this.list, this.detail));
+    addEventListener("resize", () => this.paint());
+  }
+
+  async refresh() {
+    this.runs[this.which].groups = await this.fetchGroups(this.which);
+    this.filter();
+  }
+
+  show() {
+    if (this.fetchGroups && !this.runs[this.which].groups.length) this.refresh();
+    this.paint();
+  }
+
+  filter() {
+    const value = (input) => (input.value === "" ? null : +input.value), words = this.inputs.text.value.toLowerCase();
+    const [least, most] = [value(this.inputs.least), value(this.inputs.most)];
+    const [from, to, lag, long] = ["from", "to", "lag", "long"].map((name) => value(this.inputs[name]));
+    const fits = (group, member) => (least == null || member.reward >= least) && (most == null || member.reward <= most)
+      && (lag == null || group.step - member.version_min >= lag) && (long == null || member.sampled >= long)
+      && (!words || (member.response + "\n" + group.prompt).toLowerCase().includes(words));
+    const rewards = (group) => group.members.map((member) => member.reward ?? 0);
+    const key = {newest: (group) => -group.step * 1e6 - group.group, best: (group) => -Math.max(...rewards(group)),
+      worst: (group) => Math.min(...rewards(group)), longest: (group) => -Math.max(...group.members.map((m) => m.sampled)),
+      spread: (group) => Math.min(...rewards(group)) - Math.max(...rewards(group))}[this.order.value];
+    this.found = (this.runs[this.which].groups ?? []).filter((group) => (from == null || group.step >= from)
+      && (to == null || group.step <= to) && group.members.some((member) => fits(group, member)))
+      .map((group) => [key(group), group]).sort((a, b) => a[0] - b[0]).map(([, group]) => group);
+    this.fits = fits;
+    this.count.textContent = `${number(this.found.length)} of ${number(this.runs[this.which].groups?.length ?? 0)} groups`;
+    this.rows.style.height = this.found.length * ROW + "px";
+    this.list.scrollTop = 0;
+    this.paint();
+    if (!this.found.includes(this.chosen)) this.choose(this.found[0] ?? null);
+  }
+
+  paint() {
+    const first = Math.max(0, Math.floor(this.list.scrollTop / ROW) - 4);
+    const last = Math.min(this.found.length, first + Math.ceil((this.list.clientHeight || 600) / ROW) + 8);
+    this.rows.replaceChildren(...this.found.slice(first, last).map((group, place) => {
+      const rewards = group.members.map((member) => member.reward).filter((value) => value != null);
+      const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(1, rewards.length);
+      const row = make("div", {class: "row", role: "option", "aria-selected": group === this.chosen,
+        onclick: () => this.choose(group)}, make("div", {}, group.prompt.replaceAll("\n", " ⏎ ").slice(-90)),
+      make("small", {}, `step ${group.step} · group ${group.group} · reward ${number(mean)} · ${group.members.length} answers`));
+      row.setAttribute("aria-selected", String(group === this.chosen));
+      row.style.top = (first + place) * ROW + "px";
+      return row;
+    }));
+  }
+
+  move(by) {
+    const next = this.found[this.found.indexOf(this.chosen) + by];
+    if (!next) return;
+    const top = this.found.indexOf(next) * ROW;
+    if (top < this.list.scrollTop) this.list.scrollTop = top;
+    if (top + ROW > this.list.scrollTop + this.list.clientHeight) this.list.scrollTop = top + ROW - this.list.clientHeight;
+    this.choose(next);
+  }
+
+  choose(group) {
+    this.chosen = group;
+    this.paint();
+    if (!group) {
+      this.detail.replaceChildren(make("p", {class: "about"}, this.runs[this.which].groups?.length
+        ? "nothing fits these filters" : "no rollouts are kept yet: replay.samples and replay.archive say which are"));
+      return;
+    }
+    const kinds = Object.keys(COLOURINGS).filter((kind) => kind === "none" || group.members.some((member) =>
+      kind === "logprob" || kind === "lag" ? member.tokens : member.by_token?.reference));
+    if (!kinds.includes(this.colouring)) this.colouring = kinds[0];
+    const buttons = kinds.length < 2 ? [make("span", {class: "about"}, "tokens are there for steps that replay.archive keeps")]
+      : kinds.map((kind) => make("button", {"aria-pressed": String(kind === this.colouring),
+        onclick: () => { this.colouring = kind; this.choose(group); }}, COLOURINGS[kind]));
+    const truth = group.truth == null ? "" : typeof group.truth === "string" ? group.truth : JSON.stringify(group.truth);
+    this.detail.replaceChildren(make("h2", {}, `Step ${group.step}, group ${group.group}`),
+      make("div", {class: "text given"}, group.prompt), make("p", {class: "about"}, truth ? `truth: ${truth}` : ""),
+      make("div", {class: "filters"}, make("span", {class: "about"}, "colour by"), ...buttons),
+      make("div", {class: "members"}, ...group.members.map((member) => this.member(group, member))));
+  }
+
+  member(group, member) {
+    const rewards = Object.entries(member).filter(([name, value]) => name.includes("/") && value != null)
+      .map(([name, value]) => `${name.split("/").slice(1).join("/")} ${number(value)}`);
+    const lag = member.version_min == null ? "" : ` · lag ${group.step - member.version_max}`
+      + (member.version_max > member.version_min ? `–${group.step - member.version_min}` : "");
+    const about = `${number(member.sampled)} tokens · ${member.finish}${lag}` + (rewards.length ? ` · ${rewards.join(", ")}` : "");
+    const box = make("article", {class: "member"}, make("h3", {}, `${member.sample}: reward ${number(member.reward)}`),
+      make("p", {class: "about"}, about), this.text(member));
+    if (member.failure) box.append(make("p", {class: "about"}, "failed: " + member.failure));
+    if (!this.fits(group, member)) box.classList.add("other");
+    return box;
+  }
+
+  text(member) {
+    if (!member.tokens) return make("div", {class: "text"}, member.response || "(nothing)");
+    const box = make("div", {class: "text"});
+    const {logprob, lag, by_token: columns = {}} = member, reference = columns.reference;
+    const found = {logprob: (i) => logprob[i], reference: (i) => reference?.[i], lag: (i) => lag[i],
+      surprise: (i) => (reference?.[i] == null ? null : logprob[i] - reference[i]), none: () => null}[this.colouring];
+    const parts = document.createDocumentFragment();
+    member.tokens.forEach((token, i) => {
+      if (i === 0 && !member.mask[0]) return;  // the prompt's last
+      const span = document.createElement("span");
+      span.textContent = token;
+      if (!member.mask[i]) span.className = "given";
+      else span.style.background = shade(this.colouring, found(i));
+      span.dataset.i = i;
+      parts.append(span);
+    });
+    box.append(parts);
+    box.addEventListener("mousemove", (event) => {
+      const i = event.target.dataset?.i;
+      if (i == null) return showTip(event, "");
+      if (!member.mask[i]) return showTip(event, "not sampled: no loss");
+      const lines = [`log p ${number(logprob[i])} (p ${number(Math.exp(logprob[i]))})`, `${number(lag[i])} versions old`];
+      for (const [name, values] of Object.entries(columns)) lines.push(`${name} ${number(values[i])}`);
+      return showTip(event, lines.join("\n"));
+    });
+    box.addEventListener("mouseleave", (event) => showTip(event, ""));
+    return box;
+  }
+}
+
+// Never so dark that the text on it is hard to read.
+const tint = (rgb, strength) => `rgb(${rgb} / ${Math.min(0.38, strength)})`;
+
+function shade(kind, value) {
+  if (value == null) return "";
+  if (kind === "lag") return value ? tint("217 119 6", 0.12 * value) : "";
+  if (kind === "surprise") return value > 0 ? tint("21 128 61", value / 6) : tint("185 28 28", -value / 6);
+  return tint("185 28 28", -value / 10);  // the less likely, the redder
+}

@@ -1,0 +1,54 @@
+"""The page as one file: markup, styles, scripts and data, that opens from a disk without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.page.data import as_json, run_data
+from penstock.pipeline.page.rollouts import TOKENS, groups_of
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "timeline.js", "rollouts.js", "page.js")
+STYLES = ("uPlot.min.css", "page.css")
+
+
+Summaries = Mapping[Path, dict[str, Any]]
+
+
+def whole(folders: Sequence[Path], tokens: int, summaries: Summaries) -> str:
+    """The page of these runs, with all that it shows; of their rollouts at most so many ``tokens`` of each.
+    ``summaries``: of runs that have none on the disk yet."""
+    runs = []
+    for folder in folders:
+        run = run_data(folder) | {"groups": groups_of(folder, tokens)}
+        runs.append(run | {"summary": summaries.get(folder) or run["summary"]})
+    return page({"runs": runs, "live": False})
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page with ``data``: ``runs`` as of `run_data`, with their ``groups``; ``live``: it asks for what is new."""
+    html = (ASSETS / "page.html").read_text()
+    parts = {
+        "TITLE": ", ".join(run["name"] for run in data["runs"]),
+        "STYLES": _joined(STYLES),
+        "SCRIPTS": _joined(SCRIPTS),
+        "DATA": as_json(data),
+    }
+    before, *rest = html.split("{{")
+    for piece in rest:  # one pass: what is put in is not looked into
+        name, _, after = piece.partition("}}")
+        before += parts[name] + after
+    return before
+
+
+def _joined(names: Sequence[str]) -> str:
+    return "\n".join((ASSETS / name).read_text() for name in names)
+
+
+def write(folders: Sequence[Path], path: Path, tokens: int = TOKENS, summaries: Summaries | None = None) -> None:
+    """Writes the page of these runs, see `whole`."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(whole(folders, tokens, summaries or {}))
+    aside.rename(path)

@@ -1,0 +1,92 @@
+"""What the page shows of a run, out of its folder: numbers by column, so that a browser need not take them apart."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.config import dump, load
+from penstock.pipeline.run.summary import read_lines, read_summary, steps_of
+
+BEATS = 1500
+"""Points over time, at most: of more, every second, every third, … is kept."""
+DIGITS = 6
+Rows = Sequence[dict[str, Any]]
+
+
+def run_data(folder: Path, after: int = -1) -> dict[str, Any]:
+    """Everything but its rollouts; of the steps those behind ``after``."""
+    config = load(folder / "config.yaml")
+    steps = [row for row in steps_of(folder) if row["step"] > after]
+    rows = read_lines(folder / "metrics.jsonl")
+    beats = read_lines(folder / "actors.jsonl")
+    beats = beats[:: max(1, -(-len(beats) // BEATS))]
+    loads = read_lines(folder / "weights.jsonl")
+    return {
+        "name": folder.name,
+        "config": dump(config),
+        "wanted": config.trainer.steps,
+        "summary": read_summary(folder),
+        "columns": [name for name in config.columns.by_name if any(name in row for row in steps)],
+        "steps": by_column(steps),
+        "evaluations": [
+            {"step": row["step"], "label": row["label"], "sets": row["sets"]} for row in rows if row["kind"] == "eval"
+        ],
+        "beats": _beats(beats),
+        "loads": by_column(
+            [{key: row.get(key) for key in ("time", "receiver", "version", "pause_s", "receive_s")} for row in loads]
+        ),
+    }
+
+
+def by_column(rows: Rows) -> dict[str, list[Any]]:
+    """``{name: one value for each row}``; null where a row has none, or no number."""
+    names = dict.fromkeys(name for row in rows for name in row if name != "kind")
+    return {name: [_value(row.get(name)) for row in rows] for name in names}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) and abs(value) < 1e9 else _time(value)
+    return value
+
+
+def _time(value: float) -> float | None:
+    """A time has more digits than others; infinity is nothing that JSON could say."""
+    return round(value, 3) if math.isfinite(value) else None
+
+
+def _beats(beats: Rows) -> dict[str, Any]:
+    """What every actor did: for each beat, and of each actor, null where it was not there."""
+    names = sorted({name for beat in beats for name in beat["actors"]})
+    actors = {}
+    for name in names:
+        mine = [beat["actors"].get(name) for beat in beats]
+        actors[name] = {
+            "kind": next(member["kind"] for member in mine if member),
+            "busy": [member and _value(float(member.get("busy", 0.0))) for member in mine],
+            "pid": [member and member["pid"] for member in mine],
+            "tokens_per_s": [member and _value(float(member.get("tokens_per_s", 0.0))) for member in mine],
+        }
+    queues = beats[-1]["queues"] if beats else {}
+    return {
+        "time": [_value(beat["time"]) for beat in beats],
+        "actors": actors,
+        "queues": {name: [beat["queues"].get(name) for beat in beats] for name in queues},
+    }
+
+
+def as_json(data: Any) -> str:
+    """To stand in a page's script: it cannot end that."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def evenly(numbers: Iterable[int], count: int) -> list[int]:
+    """At most ``count`` of them, evenly, the last one among them."""
+    every = sorted(numbers)
+    if len(every) <= count:
+        return every
+    return sorted({every[round(i * (len(every) - 1) / max(1, count - 1))] for i in range(count)})

@@ -1,0 +1,141 @@
+"""What a run trained on, for the page: groups with their trajectories, token by token where the archive has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.page.data import evenly
+from penstock.pipeline.run.folder import model_path
+from penstock.pipeline.run.summary import read_lines
+from penstock.protocols import wire
+from penstock.protocols.experience import ExperienceError, Trajectory
+from penstock.services.broker import archive
+from penstock.services.broker.samples import rows
+
+log = structlog.get_logger()
+
+TOKENS, GROUPS = 1_000_000, 10_000
+"""What a page has, at most."""
+STEPS = 40
+"""Archived steps that are looked into first, evenly over the run."""
+
+
+def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS) -> list[dict[str, Any]]:
+    """Groups of archived steps, as many as there is room for; where there is no archive, those of samples.jsonl."""
+    config = load(folder / "config.yaml")
+    kept = [int(path.stem.removeprefix("step-")) for path in (folder / "archive").glob("step-*.msgpack")]
+    if not kept:
+        return _of_samples(folder)
+    found: list[dict[str, Any]] = []
+    texts = Texts(config, folder)
+    for step in reversed(evenly(kept, STEPS)):  # the newest are looked at most
+        for group in _of_step(folder, config, step, texts):
+            size = sum(len(member.get("tokens", ())) for member in group["members"])
+            tokens, groups = tokens - size, groups - 1
+            if tokens < 0 or groups < 0:
+                return found[::-1]
+            found.append(group)
+    return found[::-1]
+
+
+class Texts:
+    """What each token id says, by the model's own tokenizer file; by its number, where there is none."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._known: dict[int, str] = {}
+        self._tokenizer: Any = None
+        try:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(Path(model_path(config, folder)) / "tokenizer.json"))
+        except Exception as error:  # the library's own errors are plain exceptions
+            log.info("tokens are shown by their numbers", error=str(error))
+
+    def of(self, tokens: np.ndarray) -> list[str]:
+        """Of each."""
+        return [self._text(token) for token in tokens.tolist()]
+
+    def _text(self, token: int) -> str:
+        if token not in self._known:
+            said = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer else f"[{token}]"
+            self._known[token] = said or (self._tokenizer.id_to_token(token) or f"[{token}]")
+        return self._known[token]
+
+
+def _of_step(folder: Path, config: Config, step: int, texts: Texts) -> Iterator[dict[str, Any]]:
+    batch = next((batch for batch, _ in archive.read(folder, step)), None)
+    if batch is None or batch.step != step:
+        return
+    by_token = {column.name for column in config.columns.columns if column.per == "token"}
+    for taken in batch.groups:
+        try:
+            group = archive.open_group(taken)
+        except (ExperienceError, wire.WireError):
+            continue
+        each = {name: values for name, values in taken.columns.items() if name not in by_token}
+        flat = list(rows(step, group, each))
+        ends = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
+        parts = {name: np.split(taken.columns[name], ends) for name in sorted(by_token & taken.columns.keys())}
+        members = []
+        for sample, (row, trajectory) in enumerate(zip(flat, group.trajectories, strict=True)):
+            own = {name: parts[name][sample] for name in parts}
+            members.append(_member(row, trajectory, step, own, texts))
+        yield _group(flat[0], members)
+
+
+def _member(
+    row: dict[str, Any], trajectory: Trajectory, step: int, columns: dict[str, np.ndarray], texts: Texts
+) -> dict[str, Any]:
+    first = int(np.flatnonzero(trajectory.loss_mask)[0]) if trajectory.sampled else len(trajectory.tokens)
+    begin = max(0, first - 1)
+    sampled = trajectory.loss_mask[begin:].astype(bool)
+    found = _plain(row) | {
+        "tokens": texts.of(trajectory.tokens[begin:]),
+        "mask": sampled.astype(int).tolist(),
+        "logprob": _rounded(trajectory.logprobs[begin:], sampled),
+        "lag": np.where(sampled, step - trajectory.versions[begin:], -1).tolist(),
+    }
+    if trajectory.failure:
+        found["failure"] = trajectory.failure
+    for name, values in columns.items():
+        found.setdefault("by_token", {})[name] = _rounded(values[begin:], sampled)
+    return found
+
+
+def _rounded(values: np.ndarray, sampled: np.ndarray) -> list[float | None]:
+    return [round(float(value), 3) if on else None for value, on in zip(values, sampled, strict=True)]
+
+
+def _of_samples(folder: Path) -> list[dict[str, Any]]:
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in read_lines(folder / "samples.jsonl"):
+        found.setdefault((row["step"], row["group"]), []).append(row)
+    newest = sorted(found)[-GROUPS:]
+    return [_group(found[key][0], [_plain(row) for row in found[key]]) for key in newest]
+
+
+SHARED = ("step", "group", "prompt", "truth")
+
+
+def _group(row: dict[str, Any], members: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: row[name] for name in SHARED} | {"members": members}
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in row.items()
+        if name not in SHARED and name != "tokens"
+    } | {"sampled": row["tokens"]}
+
+
+def check(folder: Path) -> None:
+    """Raises `ConfigError` where ``folder`` is no run's."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"RUN: {folder} is not a run's folder: it has no config.yaml")

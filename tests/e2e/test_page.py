@@ -1,0 +1,199 @@
+"""The page in a real browser, while its run goes on and after. Skipped where there is no Chromium."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from penstock.pipeline.page.build import page as make_page
+from penstock.pipeline.page.build import write
+from penstock.pipeline.run.command import penstock
+from tests.e2e.runs import SHORT, Run, check_promises
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+KEEP = ["replay.archive=all", "trainer.steps=40", "prompts.eval_every=10"]
+SOON_MS = 15_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Playwright's own, or the system's."""
+    with sync_playwright() as playwright:
+        own = Path(playwright.chromium.executable_path)
+        path = str(own) if own.exists() else shutil.which("chromium") or shutil.which("google-chrome")
+        if path is None:
+            pytest.skip("there is no Chromium: playwright install chromium")
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Looked:
+    """A page, and what it complained of."""
+
+    def __init__(self, browser: Browser, url: str) -> None:
+        self.complaints: list[str] = []
+        self.page: Page = browser.new_page(viewport={"width": 1366, "height": 768})
+        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.goto(url)
+
+    def accessible(self) -> None:
+        found = Axe().run(self.page).response["violations"]
+        serious = [
+            (each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")
+        ]
+        assert not serious, serious
+
+    def first_paint_ms(self) -> float:
+        found: float = self.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        return found
+
+    def close(self) -> None:
+        assert not self.complaints, self.complaints
+        self.page.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Any]:
+    """Starts ``penstock page``; its address."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def serve(*folders: Path) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        processes.append(subprocess.Popen(penstock("page", *map(str, folders), "--port", str(port))))
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with socket.socket() as asked:
+                if not asked.connect_ex(("127.0.0.1", port)):
+                    return f"http://127.0.0.1:{port}/"
+            time.sleep(0.1)
+        raise AssertionError("penstock page does not listen")
+
+    yield serve
+    for process in processes:
+        process.terminate()
+        process.wait(10)
+
+
+def steps_seen(page: Page) -> int:
+    found: int = page.evaluate("runs[0].steps.step?.length ?? 0")
+    return found
+
+
+def test_a_run_is_watched_read_and_compared(browser: Browser, served: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, *KEEP])
+    run.wait_for_step(1)
+    url = served(run.folder)
+    live = Looked(browser, url)
+    first = steps_seen(live.page)
+    expect(live.page.locator("#state")).to_contain_text("under way")
+    expect(live.page.get_by_role("heading", name="Reward", exact=True)).to_be_visible()
+    live.page.wait_for_function(f"runs[0].steps.step.length > {first + 3}", timeout=60_000)
+    live.page.keyboard.press("2")
+    expect(live.page.get_by_label("Timeline of the processes")).to_be_visible()
+    check_promises(run.wait())
+    expect(live.page.locator("#state")).to_contain_text("complete, step 40 of 40", timeout=SOON_MS)
+    live.close()
+
+    again = Looked(browser, url + "#rollouts")
+    read(again)
+    again.close()
+    report = Looked(browser, f"file://{run.folder}/report.html")
+    report.accessible()
+    read(report)
+    for tab in "1234":
+        report.page.keyboard.press(tab)
+        report.accessible()
+    report.page.keyboard.press("t")
+    report.accessible()
+    report.close()
+
+    both = tmp_path / "both.html"
+    write([run.folder, run.folder], both)
+    compared = Looked(browser, f"file://{both}")
+    assert compared.page.locator("#curves .facts").count() == 2
+    compared.page.keyboard.press("3")
+    compared.page.locator("#rollouts label", has_text="run").locator("select").first.select_option("1")
+    expect(compared.page.locator(".member").first).to_be_visible()
+    compared.close()
+
+
+def read(looked: Looked) -> None:
+    """Filters rollouts, opens one, colours its tokens in several ways."""
+    page = looked.page
+    page.keyboard.press("3")
+    rows = page.locator(".list .row")
+    expect(rows.first).to_be_visible(timeout=SOON_MS)
+    page.keyboard.press("j")
+    expect(rows.nth(1)).to_have_attribute("aria-selected", "true")
+    every = page.locator(".filters [role=status]").inner_text()
+    page.keyboard.press("/")
+    page.keyboard.type("sort a")
+    expect(page.locator(".filters [role=status]")).not_to_have_text(every)
+    for text in rows.all_inner_texts():
+        assert "sort a" in text
+    expect(page.locator(".member")).to_have_count(4)
+    span = page.locator(".member .text span").first
+    for name in ("age, in versions", "engine less reference", "nothing"):
+        page.get_by_role("button", name=name).click()
+        expect(page.get_by_role("button", name=name)).to_have_attribute("aria-pressed", "true")
+    assert page.evaluate("element => element.style.background", span.element_handle()) == ""
+    page.get_by_role("button", name="the engine's log-probability").click()
+    page.locator(".member .text span").first.hover()
+    expect(page.get_by_role("tooltip")).to_contain_text("log p")
+    page.locator("#search").fill("")
+
+
+def big(groups: int, tokens: int) -> dict[str, Any]:
+    """A run of 10,000 steps, and so many groups of two answers."""
+    steps: dict[str, list[Any]] = {
+        name: [(i * 7919 % 1000) / 1000 for i in range(10_000)] for name in ("reward", "loss")
+    }
+    steps |= {"step": list(range(10_000)), "time": [float(i) for i in range(10_000)]}
+    member = {
+        "response": "a" * tokens, "sampled": tokens, "finish": "stop", "version_min": 3, "version_max": 4,
+        "tokens": ["a"] * tokens, "mask": [1] * tokens, "logprob": [-0.5] * tokens, "lag": [1] * tokens,
+    }  # fmt: skip
+    found = [
+        {"step": i // 10, "group": i, "prompt": f"sort number {i}=", "truth": "a",
+         "members": [member | {"sample": n, "reward": (i + n) % 7 / 7} for n in (0, 1)]}
+        for i in range(groups)
+    ]  # fmt: skip
+    about = {"name": "big", "config": "", "wanted": 10_000, "summary": None, "columns": [], "evaluations": []}
+    return about | {"steps": steps, "beats": {"time": [], "actors": {}, "queues": {}}, "loads": {}, "groups": found}
+
+
+def test_ten_thousand_groups_and_a_million_tokens_are_no_burden(browser: Browser, tmp_path: Path) -> None:
+    """What each thing took is printed; the bounds are generous, since two cores do other work too."""
+    path = tmp_path / "big.html"
+    path.write_text(make_page({"runs": [big(10_000, 50)], "live": False}))
+    looked = Looked(browser, f"file://{path}")
+    took = {"first paint": looked.first_paint_ms()}
+    looked.page.evaluate("open('rollouts')")
+    doing = {
+        "filter by text": "views.rollouts.inputs.text.value = '77'; views.rollouts.filter()",
+        "order by reward": "views.rollouts.order.value = 'best'; views.rollouts.filter()",
+        "next group": "views.rollouts.move(1)",
+        "open curves": "open('curves')",
+    }
+    for name, script in doing.items():
+        took[name] = looked.page.evaluate(
+            f"(() => {{ const began = performance.now(); {script}; "
+            "document.body.offsetHeight; return performance.now() - began; })()"
+        )
+    looked.close()
+    sys.stdout.write(json.dumps({name: round(ms) for name, ms in took.items()}) + "\n")
+    assert took["first paint"] < 4000 and max(took[name] for name in doing) < 1000, took

@@ -1,0 +1,141 @@
+"""What the page has of a run's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from typer.testing import CliRunner
+
+from penstock.pipeline.cli import app
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.page.build import whole
+from penstock.pipeline.page.data import by_column, evenly, run_data
+from penstock.pipeline.page.rollouts import groups_of
+from penstock.pipeline.page.server import make_app
+from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
+from penstock.protocols.messages import Batch, TakenGroup
+from penstock.services.broker.archive import Archive
+
+CONFIG = """
+model: {type: tiny}
+prompts: {train: {type: sort}}
+trainer: {steps: 3, algorithm: {kl: {coefficient: 0.001}}}
+"""
+NASTY = "sort </script><script>alert(1)</script>="
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of three steps, with an archive of two."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    make_tokenizer(set(ALPHABET)).save_pretrained(tmp_path / "model")
+    steps = [
+        {"kind": "step", "step": i, "time": 1795475882.123456 + i, "reward": i / 3, "lag_mean": 0.5} for i in range(3)
+    ]
+    steps[1]["critic_loss"], steps[2]["reward"] = 0.25, math.nan
+    lines(
+        tmp_path / "metrics.jsonl", [*steps, {"kind": "eval", "step": 0, "label": "before", "sets": {"held_out": 0.5}}]
+    )
+    beat = {"kind": "trainer", "pid": 7, "busy": 0.5}
+    lines(
+        tmp_path / "actors.jsonl",
+        [
+            {"time": 1.0 * i, "actors": {"trainer": beat | {"pid": 7 + i // 2000}} if i else {}, "queues": {"ready": i}}
+            for i in range(4000)
+        ],
+    )
+    lines(tmp_path / "weights.jsonl", [{"time": 5.0, "receiver": "rollout-0", "version": 1, "pause_s": 0.001}])
+    archive = Archive(tmp_path, "all")
+    for step in (1, 2):
+        archive.append(Batch(step=step, seed=0, max_lag=2, groups=[taken(step)], committed=step), "digest")
+    return tmp_path
+
+
+def taken(step: int) -> TakenGroup:
+    tokens = np.array([5, 6, 7, 8, 1], np.int32)
+    mask = np.array([0, 0, 1, 1, 1], np.uint8)
+    versions = np.where(mask == 1, step - 1, -1).astype(np.int32)
+    logprobs = np.where(mask == 1, -0.5, 0).astype(np.float32)
+    one = Trajectory(tokens, mask, logprobs, versions, text="ab", finish="stop")
+    group = Group(step, Prompt(index=0, text=NASTY, truth="ab"), [one, one])
+    reference = np.concatenate([np.full(5, -1.0), np.full(5, -2.0)]).astype(np.float32)
+    columns = {"reward": np.array([1.0, math.nan], np.float32), "reference": reference}
+    return TakenGroup(number=step, experience=as_bytes(pack_group(group)), columns=columns)
+
+
+def test_numbers_come_by_column_and_are_ones_that_json_has(folder: Path) -> None:
+    found = run_data(folder)
+    assert found["steps"]["step"] == [0, 1, 2] and found["steps"]["reward"] == [0.0, 0.333333, None]
+    assert found["steps"]["critic_loss"] == [None, 0.25, None] and found["steps"]["time"][0] == 1795475882.123
+    assert found["evaluations"] == [{"step": 0, "label": "before", "sets": {"held_out": 0.5}}]
+    beats = found["beats"]
+    assert len(beats["time"]) <= 1500 and set(beats["actors"]["trainer"]["pid"]) == {None, 7, 8}
+    assert run_data(folder, after=1)["steps"]["step"] == [2]
+    assert by_column([]) == {} and evenly(range(100), 3) == [0, 50, 99]
+
+
+def test_rollouts_come_token_by_token(folder: Path) -> None:
+    groups = groups_of(folder)
+    assert [group["step"] for group in groups] == [1, 2]
+    member = groups[1]["members"][1]
+    assert member["reward"] is None and member["mask"] == [0, 1, 1, 1] and member["lag"] == [-1, 1, 1, 1]
+    assert member["logprob"] == [None, -0.5, -0.5, -0.5]
+    assert member["by_token"]["reference"] == [None, -2.0, -2.0, -2.0]
+    assert member["tokens"][-1] == "<eos>" and all(len(text) == 1 for text in member["tokens"][:-1])
+    assert [group["step"] for group in groups_of(folder, tokens=10)] == [2], "the newest have room first"
+
+
+def test_without_an_archive_the_samples_are_shown(folder: Path) -> None:
+    for path in (folder / "archive").iterdir():
+        path.unlink()
+    assert groups_of(folder) == []
+    row = {
+        "step": 4,
+        "group": 9,
+        "sample": 0,
+        "prompt": "p",
+        "response": "r",
+        "truth": None,
+        "tokens": 3,
+        "reward": 1.0,
+    }
+    lines(folder / "samples.jsonl", [row, row | {"sample": 1}])
+    (group,) = groups_of(folder)
+    assert [member["sampled"] for member in group["members"]] == [3, 3]
+
+
+def test_nothing_that_a_run_says_is_read_as_markup(folder: Path) -> None:
+    page = whole([folder], 1000, {folder: {"outcome": "complete", "look_at_this": [NASTY]}})
+    assert NASTY not in page and page.count("</script>") == 2 and "{{" not in page.split("<script>")[0]
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert data["runs"][0]["summary"]["look_at_this"] == [NASTY]
+    assert data["runs"][0]["groups"][0]["prompt"] == NASTY
+    assert "http://" not in page.replace("http://www.w3.org", "") and "src=" not in page, "it needs no other file"
+
+
+def test_a_live_page_asks_for_what_is_new(folder: Path) -> None:
+    client = TestClient(make_app([folder]))
+    assert '"live":true' in client.get("/").text
+    assert client.get("/runs/0?after=0").json()["steps"]["step"] == [1, 2]
+    assert len(client.get("/runs/0/groups").json()) == 2
+    assert client.get("/runs/1").status_code == 404
+
+
+def test_the_command_writes_one_file_and_knows_a_run(folder: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["page", str(folder), "--out", str(tmp_path / "page.html")])
+    assert done.exit_code == 0 and (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    wrong = CliRunner().invoke(app, ["page", str(tmp_path / "nowhere")])
+    assert isinstance(wrong.exception, ConfigError) and "is not a run's folder" in str(wrong.exception)
