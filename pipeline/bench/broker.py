@@ -122,7 +122,6 @@ def _through_broker(folder: Path, url: str, tokens: int, groups: int, rollouts: 
         sampling=sampling.training(),
         eval_sampling=sampling.greedy(),
         columns=ColumnTable(columns=(Column(name="reward/none", scorer="reward", nullable=True),)),
-        tensorboard=False,
     )
     broker = Broker(settings, url)
     thread = threading.Thread(target=broker.serve, daemon=True)

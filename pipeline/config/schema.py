@@ -13,7 +13,14 @@ from penstock.pipeline.config.gateway import check_gateway
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
-from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
+from penstock.services.broker.config import (
+    BrokerConfig,
+    GateConfig,
+    PromptsConfig,
+    ReplayConfig,
+    StoreConfig,
+    TrackerName,
+)
 from penstock.services.critic.config import CriticConfig
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.reference.config import ReferenceConfig
@@ -40,8 +47,11 @@ class RunConfig(Section):
     group is decoded alone. See docs/recovery.md."""
     max_restarts: int = Field(10, ge=0)
     """How often one process (a rollout, the trainer, …) is started again after it died, before the run gives up."""
-    tensorboard: bool = False
-    """Write TensorBoard files too. Needs ``penstock[tensorboard]``."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where the metrics of steps and evaluations go besides the run's own files, e.g. ``[wandb]``: ``tensorboard``,
+    ``wandb``, ``mlflow``, ``trackio``. See docs/metrics.md."""
+    project: str = "penstock"
+    """What trackers file the run under, e.g. ``sorting``."""
     gpu_gib: float | None = Field(None, gt=0)
     """Memory of each GPU in GiB, e.g. ``80``; null: not checked. With it, a run whose model cannot fit is refused
     before anything starts."""

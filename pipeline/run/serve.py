@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
+import yaml
 
-from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.config import Config, ConfigError, dump
 from penstock.pipeline.resources import gpu_locks
 from penstock.pipeline.run import crashes, torchrun
 from penstock.pipeline.run.folder import address_file, keys_folder, model_path, run_key
@@ -188,7 +189,9 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         columns=config.columns,
         learners=registry.learners(config),
         agents=config.gateway.count > 0,
-        tensorboard=config.run.tensorboard,
+        trackers=config.run.trackers,
+        project=config.run.project,
+        described=yaml.safe_load(dump(config)),
         deterministic=config.run.deterministic,
         keys=keys.load_broker(folder / "broker.json") if exposed else None,
         store_key=run_key(context.folder),

@@ -37,7 +37,8 @@ def show_key(console: Console, path: str) -> None:
 
 
 def nearest(path: str, count: int = 3) -> list[str]:
-    """The keys that ``path`` may have meant: those that look like it, then those whose last name does."""
+    """The keys that ``path`` may have meant: one that has its last name, those that look like it,
+    then those whose last name does."""
     paths = list(dict.fromkeys(key.path for key in walk()))
     wanted = ".".join(part for part in path.split(".") if not part.isdigit())
     names: dict[str, list[str]] = {}
@@ -47,7 +48,7 @@ def nearest(path: str, count: int = 3) -> list[str]:
     same = sorted(same, key=lambda known: -difflib.SequenceMatcher(None, wanted, known).ratio())
     close = difflib.get_close_matches(wanted, paths, count, 0.75)
     alike = [known for name in difflib.get_close_matches(wanted, names, count, 0.75) for known in names[name]]
-    return list(dict.fromkeys([*close, *same, *alike]))[:count]
+    return list(dict.fromkeys([*same[:1], *close, *same, *alike]))[:count]
 
 
 def _show(console: Console, key: Key) -> None:

@@ -15,6 +15,9 @@ ONE_SET = "held_out"
 """The name of a single evaluation set that has none."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class EvalSampling(Section):
     """How the prompts of an evaluation set are answered; greedily, once, where nothing is said."""
 

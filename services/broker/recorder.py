@@ -1,4 +1,4 @@
-"""What a run writes down for people, each a .jsonl: metrics, actors, ledger, drops, weights, samples; TensorBoard."""
+"""What a run writes down for people, each a .jsonl: metrics, actors, ledger, drops, weights, samples; trackers too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from penstock.services.data import need
+from penstock.services.broker.trackers import Trackers
 
 TAIL = 1 << 20
 """Bytes at the end of a file in which its last line is looked for."""
@@ -32,7 +32,7 @@ def _last_step(path: Path) -> int:
 class Recorder:
     """Appends to the run's files, a line at a time."""
 
-    def __init__(self, folder: Path, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, trackers: Trackers) -> None:
         self._folder = folder
         self._learners: dict[str, TextIO] = {}
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
@@ -42,24 +42,19 @@ class Recorder:
         self._weights = (folder / "weights.jsonl").open("a", buffering=1)
         self._sampled = _last_step(folder / "samples.jsonl")
         self._samples = (folder / "samples.jsonl").open("a", buffering=1)
-        self._tensorboard = None
-        if tensorboard:
-            need("tensorboardX", "tensorboard", "run.tensorboard")
-            from tensorboardX import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        self._trackers = trackers
 
     def step(self, row: dict[str, Any]) -> None:
         """One line a training step."""
         self._write(self._metrics, {"kind": "step", **row})
-        self._scalars(row)
+        self._trackers.log(row)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """One line an evaluation."""
         self._write(self._metrics, {"kind": "eval", **row})
         if row["reward"] is not None:
             sets = {f"eval_reward/{name}": reward for name, reward in row["sets"].items()}
-            self._scalars({"step": row["step"], "eval_reward": row["reward"], **sets})
+            self._trackers.log({"step": row["step"], "eval_reward": row["reward"], **sets})
 
     def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int]) -> None:
         """One line a beat: what every actor does, and how deep the queues are."""
@@ -98,14 +93,7 @@ class Recorder:
         files = (self._metrics, self._actors, self._ledger, self._drops, self._weights, self._samples)
         for file in (*files, *self._learners.values()):
             file.close()
-        if self._tensorboard:
-            self._tensorboard.close()
-
-    def _scalars(self, row: dict[str, Any]) -> None:
-        if self._tensorboard:
-            for key, value in row.items():
-                if key != "step" and isinstance(value, int | float):
-                    self._tensorboard.add_scalar(key, value, row["step"])
+        self._trackers.close()
 
     @staticmethod
     def _write(file: Any, row: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from penstock.services.broker.config import (
     PromptsConfig,
     ReplayConfig,
     StoreConfig,
+    TrackerName,
 )
 from penstock.services.broker.latency import Latency
 from penstock.services.broker.membership import Member, Members
@@ -41,6 +42,7 @@ from penstock.services.broker.rules.turns import Turns
 from penstock.services.broker.samples import rows
 from penstock.services.broker.store import Store
 from penstock.services.broker.tally import Tally
+from penstock.services.broker.trackers import Trackers
 from penstock.services.broker.versions import Versions
 from penstock.services.data import open_source
 from penstock.services.data.held_out import HeldOut
@@ -71,7 +73,11 @@ class BrokerSettings:
     eval_sampling: Sampling
     columns: ColumnTable
     """What a group needs before it may be trained on."""
-    tensorboard: bool
+    trackers: tuple[TrackerName, ...] = ()
+    project: str = "penstock"
+    """What trackers file the run under."""
+    described: dict[str, Any] = field(default_factory=dict)
+    """The resolved config, for trackers."""
     learners: tuple[str, ...] = ("trainer",)
     """Kinds of actors that train on every step; the trainer, which publishes, is one of them."""
     agents: bool = False
@@ -146,7 +152,10 @@ class BrokerState:
         self.held_out = HeldOut.open(settings.prompts.eval, settings.prompts.eval_size)
         columns = settings.columns.scored
         self.evaluation = Evaluation(len(self.held_out), settings.columns.evaluated, self.held_out.name_of)
-        self.recorder = Recorder(settings.folder, settings.tensorboard)
+        self.recorder = Recorder(
+            settings.folder,
+            Trackers(settings.trackers, settings.folder, settings.project, settings.described),
+        )
         self.archive = Archive(settings.folder, settings.replay.archive)
         self.groups = GroupTracker(
             self.store,

@@ -43,7 +43,6 @@ def settings(folder: Path, **changes: Any) -> BrokerSettings:
         "sampling": sampling.training(),
         "eval_sampling": sampling.greedy(),
         "columns": ColumnTable(columns=(REWARDS,), sums=(WeightedSum(name="reward", terms={REWARDS.name: 1.0}),)),
-        "tensorboard": False,
     }
     return BrokerSettings(**(defaults | changes))
 

@@ -91,7 +91,7 @@ def check_promises(summary: dict[str, Any], outcome: str = "complete") -> None:
     assert summary["lag_max_seen"] <= summary["max_lag"]
 
 
-def shown(page: Path) -> dict[str, Any]:
+def page_of(page: Path) -> dict[str, Any]:
     """What a page in one file has of its first run."""
     data = page.read_text().split('<script type="application/json" id="data">')[1].split("</script>")[0]
     return json.loads(data)["runs"][0]

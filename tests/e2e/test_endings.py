@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.run.summary import steps_of
-from tests.e2e.runs import SHORT, Run, check_promises, shown
+from tests.e2e.runs import SHORT, Run, check_promises, page_of
 
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'tests.e2e.mistakes:{}'}}"
 REWARD = "reward.functions=[{{function: 'tests.e2e.mistakes:{}', timeout_s: {}}}]"
@@ -72,7 +72,7 @@ def test_a_run_that_ends_well_says_what_went_wrong_in_it(tmp_path: Path) -> None
         "evaluation prompts have no reward",
     ):
         assert words in found and words in " ".join(said.split()), words
-    assert shown(run.folder / "report.html")["summary"]["look_at_this"] == summary["look_at_this"]
+    assert page_of(run.folder / "report.html")["summary"]["look_at_this"] == summary["look_at_this"]
     assert sum(path.stat().st_size for path in (run.folder / "logs").iterdir()) < 2_000_000
 
 

@@ -19,7 +19,7 @@ import redis
 
 from penstock.pipeline.run.summary import steps_of
 from tests.e2e.documented import undocumented
-from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises, shown
+from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises, page_of
 
 FIELDS = """
     steps version reward_first reward_last eval_before eval_after max_lag lag_max_seen groups_leased groups_finished
@@ -28,13 +28,13 @@ FIELDS = """
 
 
 def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*SHORT, "run.tensorboard=true", "prompts.eval_every=3"])
+    run = Run(tmp_path, [*SHORT, "run.trackers=[tensorboard]", "prompts.eval_every=3"])
     summary = run.wait()
     check_promises(summary)
     assert set(FIELDS) <= summary.keys()
     assert summary["steps"] == summary["version"] == 6 and summary["groups_trained"] == 48
     assert [row["step"] for row in steps_of(run.folder)] == list(range(6))
-    page = shown(run.folder / "report.html")
+    page = page_of(run.folder / "report.html")
     assert page["summary"]["outcome"] == "complete" and page["steps"]["step"] == list(range(6))
     assert page["groups"] and page["loads"]["version"] and set(page["beats"]["actors"]) >= {"trainer", "rollout-0"}
     assert (run.folder / "samples.jsonl").read_text() and list((run.folder / "tensorboard").iterdir())
@@ -217,7 +217,7 @@ def test_actors_can_be_started_one_by_one(tmp_path: Path, redis_url: str) -> Non
     assert len(steps_of(folder)) == 40
     summary = json.loads((folder / "summary.json").read_text())
     check_promises(summary)
-    assert len(shown(folder / "report.html")["steps"]["step"]) == 40
+    assert len(page_of(folder / "report.html")["steps"]["step"]) == 40
     with pytest.raises(redis.ConnectionError):
         redis.Redis.from_url(redis_url).ping()  # the store has ended last
 
