@@ -72,7 +72,8 @@ def host_needs(config: Config) -> HostNeeds | None:
     shape = shape_of(config)
     if shape is None:
         return None
-    version = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB
-    state = 12 * shape.parameters / GIB  # fp32 weights and AdamW's two moments
+    version, lora = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB, config.trainer.lora
+    trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
+    state = 12 * trained / GIB  # fp32 weights and AdamW's two moments
     shared = SEGMENTS * version if config.weights.transport in ("auto", "shm") else 0.0
     return HostNeeds(version, shared, state, (config.trainer.checkpoint.keep + 1) * state)

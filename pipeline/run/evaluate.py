@@ -12,6 +12,7 @@ from rich.table import Table
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.start import start
+from penstock.pipeline.tools.merge import adapter_config
 from penstock.services.runtime.user_folders import find_folder
 
 NOTHING_LEARNED = "trainer.algorithm={advantage: {type: reinforce_plus_plus}}"
@@ -24,11 +25,22 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     if not config.prompts.eval or not config.prompts.eval_size:
         raise ConfigError("prompts.eval: there is nothing to evaluate on; name a data source, e.g. {type: sort}")
     path = str(find_folder(checkpoint) or checkpoint)
-    model = json.dumps({"type": "pretrained", "path": path, "dtype": config.model.dtype})
-    own = [f"model={model}", "trainer.steps=0", NOTHING_LEARNED, "replay.filter=none", "replay.archive=none"]
+    about = adapter_config(Path(path))
+    model = json.dumps({"type": "pretrained", "path": about["base"] if about else path, "dtype": config.model.dtype})
+    own = [f"model={model}", f"trainer.lora={json.dumps(_adapter(about, path))}", "trainer.steps=0"]
+    own += [NOTHING_LEARNED, "replay.filter=none", "replay.archive=none"]
     if config.run.name is None:
         own.append(f"run.name=eval-{Path(path).name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return start(console, str(file), [*overrides, *own], None, False, print_evaluation)
+
+
+def _adapter(about: dict[str, Any] | None, path: str) -> dict[str, Any] | None:
+    """`trainer.lora` that is as the adapter in ``path``: the trainer merges it into what it publishes."""
+    if about is None:
+        return None
+    variant = "dora" if about.get("use_dora") else "rslora" if about.get("use_rslora") else "lora"
+    targets = sorted(about.get("target_modules") or ())
+    return {"rank": about["r"], "alpha": about["lora_alpha"], "targets": targets, "variant": variant, "start": path}
 
 
 def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) -> None:

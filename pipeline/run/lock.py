@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from penstock.pipeline.config import ConfigError
 
 LOCK = "run.lock"
@@ -30,16 +32,13 @@ def held(folder: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+        file.truncate(0)
 
 
 def holder(folder: Path) -> int | None:
     """The process of `penstock run` that is at work in ``folder``; None where there is none."""
-    try:
-        with (folder / LOCK).open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(file.read() or 0) or None
-    except OSError:
-        pass  # no file, or a file system that knows no locks
-    return None
+    try:  # the lock itself is left alone: who tries it keeps others from starting
+        pid = int((folder / LOCK).read_text() or 0)
+        return pid if pid and "run" in psutil.Process(pid).cmdline() else None
+    except (OSError, ValueError, psutil.Error):
+        return None

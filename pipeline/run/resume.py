@@ -11,7 +11,7 @@ from penstock.pipeline.config.origin import Origin, read
 from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.run.summary import read_lines, read_summary
 
-FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n")
+FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n", "trainer.lora")
 """What a resumed run must have as it began."""
 NOWHERE = ("run.name", "run.folder")
 """Where a run lies is known by then."""

@@ -51,7 +51,7 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
     config = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.targets) or "all-linear",
         use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora", task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
     )  # fmt: skip
     try:
         inject_adapter_in_model(config, model)

@@ -1,0 +1,49 @@
+"""`penstock merge`: an adapter's checkpoint as a whole model, for whoever knows no adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.pipeline.config import ConfigError
+
+CONFIG = "adapter_config.json"
+
+
+def adapter_config(checkpoint: Path) -> dict[str, Any] | None:
+    """What peft's file beside an adapter says; None where ``checkpoint`` is none. Raises `ConfigError`."""
+    path = checkpoint / CONFIG
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found | {"base": found["base_model_name_or_path"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+
+
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run with trainer.lora.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+) -> None:
+    """Write the model with CHECKPOINT's adapter merged into it, in transformers' layout, to OUT. In float32.
+
+    For instance: penstock merge runs/first-try/checkpoints/step-000150 merged
+    """
+    about = adapter_config(checkpoint)
+    if about is None:
+        raise ConfigError(f"CHECKPOINT: {checkpoint} is no adapter: it has no {CONFIG}; a whole model needs no merging")
+    if out.exists():
+        raise ConfigError(f"OUT: {out} exists; choose another folder")
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained(about["base"], dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
+    merged.save_pretrained(out)
+    AutoTokenizer.from_pretrained(str(checkpoint)).save_pretrained(out)
+    typer.echo(f"written: {out}")
