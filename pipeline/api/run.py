@@ -16,7 +16,10 @@ from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.lock import holder
 from penstock.pipeline.run.summary import read_summary, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
+from penstock.services.runtime.user_folders import VARIABLE
 
+FOLDERS, OUTPUT = "folders.json", "output.log"
+"""In a run's `script_folder`: where modules of the script lie, and what the command has said."""
 POLL_S = 0.5
 STOP_S = 120.0
 OnStep = Callable[[dict[str, Any]], None]
@@ -29,9 +32,9 @@ class RunFailed(RuntimeError):
 class Run:
     """The run in ``folder``: under way, stopped, or over."""
 
-    def __init__(self, folder: str | Path, process: subprocess.Popen[bytes] | None = None, output: Path | None = None):
+    def __init__(self, folder: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
         self.folder = Path(folder)
-        self._process, self._output = process, output
+        self._process = process
         if process is None and not (self.folder / "config.yaml").is_file():
             raise ConfigError(f"Run: {self.folder} is not a run's folder: it has no config.yaml")
 
@@ -114,13 +117,14 @@ class Run:
         if self.running:
             raise ConfigError(f"resume: the run in {self.folder} is under way; stop() it first")
         command = penstock("run", "--resume", str(self.folder), *as_overrides(overrides or {}))
-        return launched(command, self.folder, self.folder / "output.log")
+        return launched(command, self.folder)
 
     def _over(self) -> dict[str, Any]:
         code = self._process.returncode if self._process else 0
         if code in (0, 130) and (summary := self.summary) is not None:
             return summary
-        said = self._output.read_text(errors="replace") if self._output and self._output.exists() else ""
+        output = script_folder(self.folder) / OUTPUT
+        said = output.read_text(errors="replace") if self._process and output.is_file() else ""
         reason = said[at:] if (at := said.rfind("error: ")) >= 0 else said[-2000:]
         if self.summary is None and code == 0:
             reason = reason or "it was ended from outside; resume() goes on with it"
@@ -133,12 +137,22 @@ class Run:
         return holder(self.folder)
 
 
-def launched(command: list[str], folder: Path, output: Path) -> Run:
-    """The run that ``command`` starts in ``folder``; what it says goes into ``output``."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("wb") as file:  # in a session of its own: Ctrl-C is handed on once, by `wait`'s caller
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    return Run(folder, process, output)
+def script_folder(folder: Path) -> Path:
+    """What a script has given the run in ``folder``: config, functions, rows."""
+    return folder.with_name(f"{folder.name}.script")
+
+
+def launched(command: list[str], folder: Path) -> Run:
+    """The run that ``command`` starts in ``folder``; what it says goes into ``output.log`` of its `script_folder`. It
+    finds what the script's own modules are."""
+    own = script_folder(folder)
+    own.mkdir(parents=True, exist_ok=True)
+    modules = json.loads((own / FOLDERS).read_text()) if (own / FOLDERS).is_file() else []
+    known = [*filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)), *modules]
+    env = os.environ | {VARIABLE: os.pathsep.join(dict.fromkeys(known))}
+    with (own / OUTPUT).open("wb") as file:  # in a session of its own: Ctrl-C is handed on once, by `wait`'s caller
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env)
+    return Run(folder, process)
 
 
 def as_overrides(values: dict[str, Any]) -> list[str]:

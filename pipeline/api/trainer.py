@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 import yaml
 
 from penstock.pipeline.api.functions import Defined, Functions
-from penstock.pipeline.api.run import OnStep, Run, as_overrides, launched
+from penstock.pipeline.api.run import FOLDERS, OnStep, Run, as_overrides, launched, script_folder
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.command import penstock
 from penstock.protocols.experience import Prompt
-from penstock.services.runtime.user_folders import VARIABLE
 
 MODULE = "script_functions"
 START_S = 1.0
@@ -65,7 +63,7 @@ class Trainer:
         run["folder"] = str(Path(folder or run.get("folder") or "runs").resolve())
         self.folder = Path(run["folder"]) / run["name"]
         """Where the run will be."""
-        self._own = Path(run["folder"]) / f"{run['name']}.script"
+        self._own = script_folder(self.folder)
         self._functions, self._data = Functions(MODULE), data
         self._rows: dict[str, list[str]] = {}
         self._set(reward, prompts, evaluation, environment)
@@ -88,12 +86,8 @@ class Trainer:
         file = self._own / "config.yaml"
         file.write_text(yaml.safe_dump(self._data, sort_keys=False))
         beside = [self._file.resolve().parent] if self._file else []
-        known = os.environ.get(VARIABLE, "")
-        every = [*filter(None, known.split(os.pathsep)), *map(str, [*beside, *self._functions.folders])]
-        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys(every))
-        return launched(
-            penstock("run", str(file), *as_overrides(self._overrides)), self.folder, self._own / "output.log"
-        )
+        (self._own / FOLDERS).write_text(json.dumps([str(each) for each in [*beside, *self._functions.folders]]))
+        return launched(penstock("run", str(file), *as_overrides(self._overrides)), self.folder)
 
     def train(self, on_step: OnStep | None = None) -> Run:
         """Starts it, and waits until it is over; with a progress bar, unless ``on_step`` is told of each step. Ctrl-C

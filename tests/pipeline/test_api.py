@@ -103,7 +103,7 @@ def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Pat
         reward=[rewards.plenty, "exact_match"], loss="gspo", advantage={"type": "rloo"}, correction=rewards.plenty,
     )  # fmt: skip
     monkeypatch.setattr("penstock.pipeline.api.trainer.launched", lambda *args: args)
-    command, folder, _output = trainer.start()  # type: ignore[misc]
+    command, folder = trainer.start()  # type: ignore[misc]
     data = yaml.safe_load((tmp_path / "one.script" / "config.yaml").read_text())
     assert folder == tmp_path / "one" and str(tmp_path / "one.script" / "config.yaml") in command
     assert data["reward"]["functions"] == [
