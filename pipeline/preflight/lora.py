@@ -10,6 +10,7 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
+from penstock.services.trainer.config import LoraConfig
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -23,18 +24,21 @@ def look(config: Config, report: Report) -> None:
         report.here.append(f"trainer.lora: peft is not installed; run: {install('lora')}")
     if lora.start:
         with report.collect():
-            _fits(Path(lora.start), lora.rank)
+            _fits(Path(lora.start), lora)
 
 
-def _fits(folder: Path, rank: int) -> None:
+def _fits(folder: Path, lora: LoraConfig) -> None:
     for name in FILES:
         if not (folder / name).is_file():
             raise SetupError(f"trainer.lora.start: {folder} has no {name}, so it is no adapter in peft's layout")
     try:
-        found = json.loads((folder / FILES[0]).read_text()).get("r")
+        found = json.loads((folder / FILES[0]).read_text())
+        variant = "dora" if found.get("use_dora") else "rslora" if found.get("use_rslora") else "lora"
+        given = {"rank": found.get("r"), "alpha": found.get("lora_alpha", lora.alpha), "variant": variant}
     except (OSError, ValueError, AttributeError) as error:
         raise SetupError(f"trainer.lora.start: cannot read {folder / FILES[0]}: {error}") from error
-    if found != rank:
-        raise SetupError(
-            f"trainer.lora.rank={rank}: the adapter in {folder} has rank {found}; set trainer.lora.rank to it"
-        )
+    for key, value in given.items():
+        if value != (mine := getattr(lora, key)):
+            raise SetupError(
+                f"trainer.lora.{key}={mine}: the adapter in {folder} has {key} {value}; set trainer.lora.{key} to it"
+            )

@@ -17,6 +17,7 @@ from penstock.pipeline.resources.memory import reference_gib
 from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.trainer.config import LoraConfig
 
 FLOPS_SHARE = 0.35
@@ -71,15 +72,18 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
     if config.with_critic and critic_gib(shape, config.critic) > device.gib:
         return
     adapters = [config.trainer.lora] if config.trainer.lora else [None, LoraConfig()]
-    tensors = list(_tensor_parallel(config, shape, device))
+    vllm = config.rollout.engine if isinstance(config.rollout.engine, VllmEngineConfig) else None
+    tensors = [size for size in _tensor_parallel(config, shape, device) if size == 1 or vllm]
+    if vllm and any(int(vllm.vllm.get(f"{kind}_parallel_size", 1)) > 1 for kind in ("data", "pipeline")):
+        return  # each engine has more GPUs than are searched for
     for lora, ranks in product(adapters, [*range(1, min(16, count)), *range(16, count, 8)]):
         trained = _trained(config, shape, ranks, lora, device)
         if trained is None:
             continue
         checkpointing, need = trained
-        train_s = _train_s(shape, load, ranks, checkpointing, lora is not None, device)
+        train_s = _train_s(shape, load, ranks, checkpointing, lora is not None, device, config.trainer.epochs)
         engines = [
-            (_generate_s(config, shape, load, tensor, device) / rollouts, tensor, rollouts)
+            (_generate_s(config, shape, load, tensor, device, rollouts), tensor, rollouts)
             for tensor in tensors
             if (rollouts := (count - others - ranks) // tensor) >= 1
         ]
@@ -120,21 +124,24 @@ def _sequences(config: Config, shape: Shape, tensor: int, device: Device, length
     return max(0.0, device.gib * VLLM_SHARE - weights - OVERHEAD_GIB) / token / length
 
 
-def _train_s(shape: Shape, load: Load, ranks: int, checkpointing: bool, lora: bool, device: Device) -> float:
+def _train_s(
+    shape: Shape, load: Load, ranks: int, checkpointing: bool, lora: bool, device: Device, epochs: int
+) -> float:
     tokens = load.tokens
     matrices = shape.layers * shape.layer + shape.head
     forward = 2 * matrices + 2 * shape.layers * shape.heads * shape.head_dim * load.length
     backward = 2 if not lora else 1  # a frozen matrix has no gradient of its own
-    flops = tokens * forward * (1 + backward + checkpointing)
+    flops = tokens * forward * (1 + backward + checkpointing) * epochs
     return flops / (ranks * device.tflops * 1e12 * FLOPS_SHARE)
 
 
-def _generate_s(config: Config, shape: Shape, load: Load, tensor: int, device: Device) -> float:
-    """Of one engine that generates all of it: every decoding step reads the weights, and the KV of who is decoded."""
+def _generate_s(config: Config, shape: Shape, load: Load, tensor: int, device: Device, engines: int) -> float:
+    """Of engines that share a step: every decoding step reads the weights, and the KV of who is decoded."""
     most = getattr(config.rollout.engine, "max_sequences", 256)
-    batch = max(1.0, min(most, _sequences(config, shape, tensor, device, load.length), load.tokens / load.length))
+    tokens = load.tokens / engines
+    batch = max(1.0, min(most, _sequences(config, shape, tensor, device, load.length), tokens / load.length))
     weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / tensor
     kv = batch * load.length / 2 * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)
     compute_s = batch * 2 * shape.parameters / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
-    return load.tokens / batch * max(read_s, compute_s)
+    return tokens / batch * max(read_s, compute_s)

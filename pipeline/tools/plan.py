@@ -14,6 +14,7 @@ from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, FLOPS_SHARE, Layout, Load, layouts
 from penstock.pipeline.resources.trainer_memory import trainer_parts
+from penstock.services.rollout.config import VllmEngineConfig
 
 SHOWN = 6
 
@@ -40,7 +41,7 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
             highlight=False,
         )
     if device:
-        response = length or config.rollout.sampling.max_new_tokens // 2
+        response = length or max(1, config.rollout.sampling.max_new_tokens // 2)
         _print_layouts(console, config, shape, count, device, response)
     return not found.problems
 
@@ -80,7 +81,7 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         highlight=False,
     )
     best = min(every, key=lambda each: (each.lora is not None, each.step_s))
-    console.print(f"take the first: {overrides(best)}", highlight=False, soft_wrap=True)
+    console.print(f"take the first: {overrides(config, best)}", highlight=False, soft_wrap=True)
 
 
 def _print_table(console: Console, title: str, rows: list[Layout], count: int, device: Device) -> None:
@@ -96,14 +97,15 @@ def _print_table(console: Console, title: str, rows: list[Layout], count: int, d
     console.print(table)
 
 
-def overrides(layout: Layout) -> str:
+def overrides(config: Config, layout: Layout) -> str:
     """What makes a config this layout."""
     words = [
         f"trainer.ranks={layout.ranks}",
         f"trainer.gradient_checkpointing={str(layout.checkpointing).lower()}",
         f"rollout.count={layout.rollouts}",
-        f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}",
     ]
-    if layout.lora:
+    if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
+        words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
+    if layout.lora and config.trainer.lora is None:
         words.append(f"'trainer.lora={{rank: {layout.lora.rank}}}'")
     return " ".join(words)

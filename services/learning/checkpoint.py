@@ -98,7 +98,8 @@ class Saver:
             own.mkdir(parents=True)
         cut = world.size > 1
         together = {"process_group": world.save_group, "no_dist": not cut}
-        files = _numbered(staged.weights)
+        # peft knows one file for an adapter, however large.
+        files = dict.fromkeys(staged.weights, 1) if self._learner.adapted else _numbered(staged.weights)
         weights = ShardWriter(str(aside), files, save_distributed=cut, enable_consolidation=cut)
         dcp.save(staged.weights, storage_writer=weights, **together)
         if staged.optimizer:

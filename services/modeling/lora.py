@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.parallel.fsdp import full
@@ -57,6 +57,10 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
         inject_adapter_in_model(config, model)
     except ValueError as error:  # no layer is called so, or one that is cannot be adapted
         raise SetupError(f"trainer.lora.targets: {' '.join(str(error).split())[:300]}") from error
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A") and type(layer.base_layer) is not torch.nn.Linear:
+            kind = type(layer.base_layer).__name__
+            raise SetupError(f"trainer.lora.targets: {name} is a {kind}; only linear layers can be merged: name others")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapters(name))
         if parameter.requires_grad:  # peft makes them as the matrix is; they are trained, so they are whole
@@ -115,6 +119,11 @@ def _read(model: Any, folder: Path, world: World) -> None:
     try:
         with safe_open(folder / FILE, framework="pt") as file:
             names = set(file.keys())
+            if extra := names - {file_name(name) for name, _ in model.named_parameters() if is_adapters(name)}:
+                raise SetupError(
+                    f"trainer.lora: {folder / FILE} has {min(extra)}, which this adapter has not: give it the targets "
+                    "and the variant of that one"
+                )
             for name, parameter in model.named_parameters():
                 if not is_adapters(name):
                     continue
@@ -128,7 +137,7 @@ def _read(model: Any, folder: Path, world: World) -> None:
                     )
                 mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 mine.copy_(_rows(found, world, parameter))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise SetupError(f"trainer.lora: cannot read {folder / FILE}: {error}") from error
 
 
@@ -170,6 +179,11 @@ class Adapted:
         layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
         self._merged = {f"{name}.base_layer.weight": Merged(layer) for name, layer in layers.items()}
         whole = {name: parameter for name, parameter in parameters.items() if not is_adapters(name)}
+        if tied := self._merged.keys() - whole.keys():
+            raise SetupError(
+                f"trainer.lora.targets: {min(tied).removesuffix('.base_layer.weight')} shares its matrix with another "
+                "layer (tie_word_embeddings), which would change with it; name other layers"
+            )
         self.published: dict[str, torch.Tensor | Merged] = {
             plain_name(name): self._merged.get(name, parameter) for name, parameter in whole.items()
         }

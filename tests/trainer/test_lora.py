@@ -116,6 +116,7 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(start: Path, tmp_path: Path,
 def test_what_is_frozen_takes_no_more_bits_than_are_computed_with(start: Path) -> None:
     one = learner(start, dtype="bfloat16")
     one.train(a_step(1))
+    assert one.model.model.rotary_emb.inv_freq.dtype == torch.float32, "rotations are not rounded"
     kinds = {p.requires_grad: p.dtype for p in one.model.parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
     base = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.bfloat16).get_parameter("model.embed_tokens.weight")
@@ -126,6 +127,7 @@ def test_what_is_frozen_takes_no_more_bits_than_are_computed_with(start: Path) -
     ("wrong", "words"),
     [
         ({"targets": ["q_projection"]}, "trainer.lora.targets: .*q_projection"),
+        ({"targets": ["embed_tokens"]}, "trainer.lora.targets: model.embed_tokens is a Embedding"),
         ({"start": "nowhere"}, "trainer.lora: cannot read nowhere/adapter_model.safetensors"),
     ],
 )

@@ -65,7 +65,9 @@ def load_trainable(
 
 def _adapt(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
     if adapter is not None:
-        model.to(torch.bfloat16 if dtype == "bfloat16" else MASTER)
+        if dtype == "bfloat16":
+            for parameter in model.parameters():  # and no buffer: rotations are computed in fp32
+                parameter.data = parameter.data.to(torch.bfloat16)
         lora.inject(model, adapter, path)
 
 
