@@ -143,3 +143,21 @@ def test_another_rank_than_the_checkpoints_is_told(start: Path, tmp_path: Path) 
     saver.close()
     with pytest.raises(SetupError, match=r"trainer.lora.rank: .* has shape \(4, 64\), this adapter's has \(8, 64\)"):
         learner(start, path, rank=8)
+
+
+def test_a_matrix_that_is_shared_is_refused(tmp_path: Path) -> None:
+    """The head of a tied model is its embedding: an adapter on it would never be published."""
+    Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    with pytest.raises(SetupError, match=r"trainer.lora.targets: lm_head shares its matrix with another layer"):
+        learner(tmp_path, targets=["lm_head"])
+
+
+def test_another_variant_than_the_files_is_told(start: Path, tmp_path: Path) -> None:
+    saver = checkpoint.Saver(learner(start, variant="dora"), Tokenizer(), tmp_path / "checkpoints", keep=1)
+    path = saver.begin().result()
+    saver.close()
+    with pytest.raises(SetupError, match=r"trainer.lora: .* has .*magnitude.*, which this adapter has not"):
+        learner(start, path)
+    (path / "adapter_model.safetensors").write_bytes(b"torn")
+    with pytest.raises(SetupError, match="trainer.lora: cannot read"):
+        learner(start, path)
