@@ -1,4 +1,4 @@
-"""One task in eleven clients and frameworks, all at once in one run: each does what its users do, none is changed.
+"""One task in twelve clients and frameworks, all at once in one run: each does what its users do, none is changed.
 
 pip install openai anthropic openai-agents 'pydantic-ai-slim[openai]' langgraph langchain-openai
 penstock run configs/agent.yaml run.name=mixed gateway.tool_calls=examples.agent_frameworks:two_calls

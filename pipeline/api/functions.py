@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.pipeline.config import ConfigError
 
-PLAIN = (type(None), bool, int, float, str, bytes)
+PLAIN = (type(None), bool, int, float, str, bytes, dict, list, tuple, set)
 Defined = Callable[..., Any] | type
 
 
@@ -57,7 +57,8 @@ class Functions:
         if not self._parts:
             return ""
         about = '"""Written by penstock.Trainer, from the script or notebook that started the run."""'
-        return "\n\n".join([about, "\n".join(self._imports.values()), *self._parts.values()]) + "\n"
+        first = "from __future__ import annotations"
+        return "\n\n".join([about, first, "\n".join(self._imports.values()), *self._parts.values()]) + "\n"
 
     def _define(self, name: str, value: Any, key: str) -> None:
         if name in self._parts or name in self._imports:
@@ -68,7 +69,7 @@ class Functions:
             self._parts[name] = f"{name} = {value!r}"
         elif isinstance(value, re.Pattern):
             self._imports["re"] = "import re"
-            self._parts[name] = f"{name} = {value!r}"
+            self._parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
         elif (found := _importable(value)) is not None:
             self._imports[name] = found if found.endswith(f" {name}") else f"{found} as {name}"
         elif isinstance(value, type) or inspect.isfunction(value):
@@ -88,7 +89,7 @@ class Functions:
             source += f"\n\n{name} = {value.__name__}"
         self._parts[name] = ""  # whoever comes back to it finds it
         known = vars(sys.modules["__main__"])
-        known = known | (getattr(value, "__globals__", None) or {})
+        known = known | (getattr(inspect.unwrap(value), "__globals__", None) or {})
         for used in _names(source):
             if used in known and used != value.__name__:
                 self._define(used, known[used], key)
@@ -101,11 +102,13 @@ def _is_package(module: ModuleType) -> int:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    if isinstance(value, tuple | list | set | frozenset):
-        return all(map(_is_plain, value))
-    return isinstance(value, PLAIN)
+    """What Python writes of it is what it is."""
+    if type(value) not in PLAIN:
+        return False
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
 
 
 def _importable(value: Any) -> str | None:

@@ -121,11 +121,13 @@ class Run:
 
     def _over(self) -> dict[str, Any]:
         code = self._process.returncode if self._process else 0
-        if code in (0, 130) and (summary := self.summary) is not None:
+        summary = self.summary
+        if code in (0, 130) and summary is not None and summary["outcome"] != "failed":
             return summary
         output = script_folder(self.folder) / OUTPUT
         said = output.read_text(errors="replace") if self._process and output.is_file() else ""
         reason = said[at:] if (at := said.rfind("error: ")) >= 0 else said[-2000:]
+        reason = reason or (summary or {}).get("error", "")
         if self.summary is None and code == 0:
             reason = reason or "it was ended from outside; resume() goes on with it"
         raise RunFailed(f"{self.folder}: {reason.strip() or f'exit code {code}'}")
@@ -148,7 +150,7 @@ def launched(command: list[str], folder: Path) -> Run:
     own = script_folder(folder)
     own.mkdir(parents=True, exist_ok=True)
     modules = json.loads((own / FOLDERS).read_text()) if (own / FOLDERS).is_file() else []
-    known = [*filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)), *modules]
+    known = [str(own.resolve()), *modules, *filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))]
     env = os.environ | {VARIABLE: os.pathsep.join(dict.fromkeys(known))}
     with (own / OUTPUT).open("wb") as file:  # in a session of its own: Ctrl-C is handed on once, by `wait`'s caller
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env)

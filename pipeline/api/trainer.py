@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.command import penstock
 from penstock.protocols.experience import Prompt
 
-MODULE = "script_functions"
 START_S = 1.0
 Choice = str | Mapping[str, Any] | Defined
 """A built-in by its name, a section of the config, or a function of your own."""
@@ -64,7 +64,9 @@ class Trainer:
         self.folder = Path(run["folder"]) / run["name"]
         """Where the run will be."""
         self._own = script_folder(self.folder)
-        self._functions, self._data = Functions(MODULE), data
+        # Of this run alone: another run of this process has another.
+        self._module = f"script_functions_{zlib.crc32(str(self.folder).encode()):08x}"
+        self._functions, self._data = Functions(self._module), data
         self._rows: dict[str, list[str]] = {}
         self._set(reward, prompts, evaluation, environment)
         for part, choice in (("advantage", advantage), ("loss", loss), ("correction", correction)):
@@ -82,7 +84,7 @@ class Trainer:
         for name, lines in self._rows.items():
             (self._own / name).write_text("".join(lines))
         if self._functions.source:
-            (self._own / f"{MODULE}.py").write_text(self._functions.source)
+            (self._own / f"{self._module}.py").write_text(self._functions.source)
         file = self._own / "config.yaml"
         file.write_text(yaml.safe_dump(self._data, sort_keys=False))
         beside = [self._file.resolve().parent] if self._file else []

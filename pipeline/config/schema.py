@@ -58,6 +58,16 @@ class RunConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important messages that still go into `logs/`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _was_tensorboard(cls, data: Any) -> Any:
+        """Runs of older code have this key in their folder."""
+        if isinstance(data, dict) and isinstance(data.get("tensorboard"), bool):
+            data = dict(data)
+            if data.pop("tensorboard"):
+                data.setdefault("trackers", ["tensorboard"])
+        return data
+
 
 class PretrainedModel(Section):
     """A causal language model of transformers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,14 @@ def whole(folders: Sequence[Path], tokens: int, summaries: Summaries) -> str:
 
 def page(data: dict[str, Any]) -> str:
     """The page with ``data``: ``runs`` as of `run_data`, with their ``groups``; ``live``: it asks for what is new."""
-    html = (ASSETS / "page.html").read_text()
+    markup = (ASSETS / "page.html").read_text()
     parts = {
-        "TITLE": ", ".join(run["name"] for run in data["runs"]),
+        "TITLE": html.escape(", ".join(run["name"] for run in data["runs"])),
         "STYLES": _joined(STYLES),
         "SCRIPTS": _joined(SCRIPTS),
         "DATA": as_json(data),
     }
-    before, *rest = html.split("{{")
+    before, *rest = markup.split("{{")
     for piece in rest:  # one pass: what is put in is not looked into
         name, _, after = piece.partition("}}")
         before += parts[name] + after

@@ -81,7 +81,11 @@ def _beats(beats: Rows) -> dict[str, Any]:
 
 def as_json(data: Any) -> str:
     """To stand in a page's script: it cannot end that."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    try:
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # a summary whose last rewards were all missing, say
+        text = json.dumps(json.loads(json.dumps(data), parse_constant=lambda _: None), separators=(",", ":"))
+    return text.replace("<", "\\u003c")
 
 
 def evenly(numbers: Iterable[int], count: int) -> list[int]:

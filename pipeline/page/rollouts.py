@@ -22,6 +22,8 @@ log = structlog.get_logger()
 
 TOKENS, GROUPS = 1_000_000, 10_000
 """What a page has, at most."""
+STRIPS = ("tokens", "mask", "logprob", "lag", "by_token")
+"""What a trajectory has for each token."""
 STEPS = 40
 """Archived steps that are looked into first, evenly over the run."""
 
@@ -31,21 +33,23 @@ def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS) -> list[
     config = load(folder / "config.yaml")
     kept = [int(path.stem.removeprefix("step-")) for path in (folder / "archive").glob("step-*.msgpack")]
     if not kept:
-        return _of_samples(folder)
+        return _of_samples(folder, groups)
     found: list[dict[str, Any]] = []
     texts = Texts(config, folder)
     for step in reversed(evenly(kept, STEPS)):  # the newest are looked at most
         for group in _of_step(folder, config, step, texts):
             size = sum(len(member.get("tokens", ())) for member in group["members"])
             tokens, groups = tokens - size, groups - 1
-            if tokens < 0 or groups < 0:
+            if groups < 0:
                 return found[::-1]
+            if tokens < 0:  # no room for its tokens; for its texts there is
+                group["members"] = [{k: v for k, v in each.items() if k not in STRIPS} for each in group["members"]]
             found.append(group)
     return found[::-1]
 
 
 class Texts:
-    """What each token id says, by the model's own tokenizer file; by its number, where there is none."""
+    """What each token id says, by the model's own tokenizer file."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._known: dict[int, str] = {}
@@ -53,9 +57,20 @@ class Texts:
         try:
             from tokenizers import Tokenizer
 
-            self._tokenizer = Tokenizer.from_file(str(Path(model_path(config, folder)) / "tokenizer.json"))
+            path = model_path(config, folder)
+            file = Path(path) / "tokenizer.json"
+            if not file.is_file():
+                from huggingface_hub import try_to_load_from_cache
+
+                file = Path(str(try_to_load_from_cache(path, "tokenizer.json")))
+            self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library's own errors are plain exceptions
-            log.info("tokens are shown by their numbers", error=str(error))
+            log.info("no tokens on the page: there is no tokenizer.json at hand", error=str(error))
+
+    @property
+    def known(self) -> bool:
+        """There is a tokenizer."""
+        return self._tokenizer is not None
 
     def of(self, tokens: np.ndarray) -> list[str]:
         """Of each."""
@@ -101,9 +116,11 @@ def _member(
         "logprob": _rounded(trajectory.logprobs[begin:], sampled),
         "lag": np.where(sampled, step - trajectory.versions[begin:], -1).tolist(),
     }
+    if not texts.known:  # numbers tell nobody anything: the page shows the response
+        found = {key: value for key, value in found.items() if key not in STRIPS}
     if trajectory.failure:
         found["failure"] = trajectory.failure
-    for name, values in columns.items():
+    for name, values in columns.items() if texts.known else ():
         found.setdefault("by_token", {})[name] = _rounded(values[begin:], sampled)
     return found
 
@@ -112,11 +129,11 @@ def _rounded(values: np.ndarray, sampled: np.ndarray) -> list[float | None]:
     return [round(float(value), 3) if on else None for value, on in zip(values, sampled, strict=True)]
 
 
-def _of_samples(folder: Path) -> list[dict[str, Any]]:
+def _of_samples(folder: Path, groups: int) -> list[dict[str, Any]]:
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in read_lines(folder / "samples.jsonl"):
         found.setdefault((row["step"], row["group"]), []).append(row)
-    newest = sorted(found)[-GROUPS:]
+    newest = sorted(found)[-groups:]
     return [_group(found[key][0], [_plain(row) for row in found[key]]) for key in newest]
 
 

@@ -29,16 +29,18 @@ def held(folder: Path) -> Iterator[None]:
         except OSError:
             pass  # a file system that knows no locks
         file.truncate(0)
-        file.write(str(os.getpid()))
+        file.write(f"{os.getpid()} {psutil.Process().create_time()}")
         file.flush()
-        yield
-        file.truncate(0)
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def holder(folder: Path) -> int | None:
     """The process of `penstock run` that is at work in ``folder``; None where there is none."""
     try:  # the lock itself is left alone: who tries it keeps others from starting
-        pid = int((folder / LOCK).read_text() or 0)
-        return pid if pid and "run" in psutil.Process(pid).cmdline() else None
+        pid, began = (folder / LOCK).read_text().split()
+        return int(pid) if psutil.Process(int(pid)).create_time() == float(began) else None
     except (OSError, ValueError, psutil.Error):
         return None

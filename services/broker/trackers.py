@@ -124,8 +124,11 @@ class _Wandb:
             project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=dict(config)
         )
 
+        self._run.define_metric("step")  # of our own: an evaluation comes later than the step that it is of
+        self._run.define_metric("*", step_metric="step")
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({"step": step, **values})
 
     def close(self) -> None:
         self._run.finish()

@@ -95,7 +95,10 @@ def test_rollouts_come_token_by_token(folder: Path) -> None:
     assert member["logprob"] == [None, -0.5, -0.5, -0.5]
     assert member["by_token"]["reference"] == [None, -2.0, -2.0, -2.0]
     assert member["tokens"][-1] == "<eos>" and all(len(text) == 1 for text in member["tokens"][:-1])
-    assert [group["step"] for group in groups_of(folder, tokens=10)] == [2], "the newest have room first"
+    kept = [("tokens" in group["members"][0]) for group in groups_of(folder, tokens=10)]
+    assert kept == [False, True], "the newest have room first, and the others their texts"
+    (folder / "model" / "tokenizer.json").unlink()
+    assert "tokens" not in groups_of(folder)[0]["members"][0], "numbers tell nobody anything"
 
 
 def test_without_an_archive_the_samples_are_shown(folder: Path) -> None:

@@ -2,7 +2,9 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs, place = (name) => document.getElementById(name), EVERY_MS = 2000;
 
-if (localStorage.theme === "dark" || (!localStorage.theme && matchMedia("(prefers-color-scheme: dark)").matches)) {
+const remembered = {};  // a sandboxed frame has no storage
+try { remembered.theme = localStorage.theme; } catch (error) { /* then it is forgotten */ }
+if (remembered.theme === "dark" || (!remembered.theme && matchMedia("(prefers-color-scheme: dark)").matches)) {
   document.documentElement.classList.add("dark");
 }
 place("title").textContent = runs.map((run) => run.name).join(", ");
@@ -25,7 +27,7 @@ function open(name) {
   if (location.hash.slice(1) !== name) history.replaceState(null, "", "#" + name);
   if (name === "timeline") views.timeline.draw();
   if (name === "rollouts") views.rollouts.show();
-  if (name === "curves") dispatchEvent(new Event("resize"));
+  if (name === "curves") views.curves.draw();
 }
 tabs.forEach((tab, index) => {
   tab.addEventListener("click", () => open(tab.id.slice(4)));
@@ -48,7 +50,7 @@ addEventListener("keydown", (event) => {
 });
 place("theme").addEventListener("click", () => {
   document.documentElement.classList.toggle("dark");
-  localStorage.theme = dark() ? "dark" : "light";
+  try { localStorage.theme = dark() ? "dark" : "light"; } catch (error) { /* then it is forgotten */ }
   views.curves.draw();
   views.timeline.draw();
 });

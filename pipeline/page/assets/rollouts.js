@@ -32,7 +32,7 @@ class Rollouts {
     this.order = make("select", {onchange: redo}, ...[["newest", "newest first"], ["best", "best reward first"],
       ["worst", "worst reward first"], ["spread", "most different rewards first"], ["longest", "longest first"]]
       .map(([value, words]) => make("option", {value}, words)));
-    this.runPick = make("select", {onchange: () => { this.which = +this.runPick.value; this.filter(); }},
+    this.runPick = make("select", {onchange: () => { this.which = +this.runPick.value; this.filter(); this.show(); }},
       ...this.runs.map((run, index) => make("option", {value: index}, run.name)));
     const labelled = (words, ...nodes) => make("label", {}, words, ...nodes);
     this.count = make("span", {role: "status", class: "about"});
