@@ -14,7 +14,7 @@ from typing import Any
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.lock import holder
-from penstock.pipeline.run.summary import read_summary, steps_of
+from penstock.pipeline.run.summary import check_run, read_summary, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
 from penstock.services.runtime.user_folders import VARIABLE
 
@@ -35,8 +35,8 @@ class Run:
     def __init__(self, folder: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
         self.folder = Path(folder)
         self._process = process
-        if process is None and not (self.folder / "config.yaml").is_file():
-            raise ConfigError(f"Run: {self.folder} is not a run's folder: it has no config.yaml")
+        if process is None:
+            check_run(self.folder, "Run")
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {'running' if self.running else 'not running'}, steps={len(self.steps)})"

@@ -15,10 +15,10 @@ import yaml
 from penstock.pipeline.api.functions import Defined, Functions
 from penstock.pipeline.api.run import FOLDERS, OnStep, Run, as_overrides, launched, script_folder
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config.load import read_sections
 from penstock.pipeline.run.command import penstock
 from penstock.protocols.experience import Prompt
 
-START_S = 1.0
 Choice = str | Mapping[str, Any] | Defined
 """A built-in by its name, a section of the config, or a function of your own."""
 Rows = Iterable[Mapping[str, Any] | Prompt]
@@ -56,7 +56,9 @@ class Trainer:
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
         self._file = None if isinstance(config, Mapping) else Path(config)
-        data: dict[str, Any] = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read(Path(config))
+        data: dict[str, Any] = (
+            copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_sections(Path(config))
+        )
         run = data.setdefault("run", {}) or {}
         data["run"] = run
         run["name"] = name or run.get("name") or time.strftime("run-%Y%m%d-%H%M%S")
@@ -156,18 +158,6 @@ class Trainer:
         return {"type": "hub", "path": "json", "files": [str(self._own / f"{key}.jsonl")], "truth_key": "truth"}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} is not a map of sections")
-    return found
-
-
 def _section(data: dict[str, Any], *names: str) -> dict[str, Any]:
     for name in names:
         data[name] = data.get(name) or {}
@@ -184,8 +174,9 @@ def _show(run: Run) -> None:
         task = progress.add_task("starting", total=None)
 
         def on_step(row: dict[str, Any]) -> None:
-            config = yaml.safe_load((run.folder / "config.yaml").read_text())
+            if progress.tasks[0].total is None:
+                progress.update(task, total=read_sections(run.folder / "config.yaml")["trainer"]["steps"])
             words = f"reward {row['reward']:.3f}  lag {row['lag_mean']:.2f}"
-            progress.update(task, completed=row["step"] + 1, total=config["trainer"]["steps"], description=words)
+            progress.update(task, completed=row["step"] + 1, description=words)
 
         run.wait(on_step=on_step)

@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from penstock.pipeline.bench.judge import wait_s
 from penstock.protocols.agent_client import AsyncAgentClient, AsyncAgentSession, RunOver
 from penstock.protocols.experience import Prompt
 
-SIGMA = 1.0
-"""Of the logarithm of a tool's wait: most answer soon, some late."""
 LONGEST = 8.0
 """No tool waits longer than so many times the mean."""
 
 
 def tool_s(mean_s: float) -> float:
-    """Seconds that a tool takes: lognormal, long-tailed."""
-    if not mean_s:
-        return 0.0
-    return min(random.lognormvariate(math.log(mean_s) - SIGMA**2 / 2, SIGMA), LONGEST * mean_s)
+    """Seconds that a tool takes, as a judge does; 0: none."""
+    return wait_s(mean_s, LONGEST * mean_s) if mean_s else 0.0
 
 
 def shown(task: Prompt) -> str:

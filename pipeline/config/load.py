@@ -41,6 +41,18 @@ class _Loader(yaml.SafeLoader):
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """The config in ``path`` with ``dotted.key=value`` overrides (values are YAML). Raises `ConfigError`."""
+    data = read_sections(path)
+    look_in(path.parent)
+    if began := origin.read(path.parent):  # the run's own copy: what it names lies beside the file that it came from
+        look_in(Path(began.file).parent)
+        look_in(Path(began.started_in))
+    for override in overrides or []:
+        _apply(data, override)
+    return _with_folders(parse(data))
+
+
+def read_sections(path: Path) -> dict[str, Any]:
+    """What a config file says, not checked yet. Raises `ConfigError`."""
     try:
         data = yaml.load(path.read_text(), _Loader)
     except OSError as error:
@@ -49,15 +61,9 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     except _TwiceError as error:
         raise ConfigError(f"{path}, {error}") from None
-    look_in(path.parent)
-    if began := origin.read(path.parent):  # the run's own copy: what it names lies beside the file that it came from
-        look_in(Path(began.file).parent)
-        look_in(Path(began.started_in))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a map of sections")
-    for override in overrides or []:
-        _apply(data, override)
-    return _with_folders(parse(data))
+    return data
 
 
 def _with_folders(config: Config) -> Config:

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.pipeline.page.data import as_json, run_data
 from penstock.pipeline.page.rollouts import TOKENS, groups_of
+from penstock.services.runtime.files import write_whole
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "timeline.js", "rollouts.js", "page.js")
@@ -50,6 +51,4 @@ def _joined(names: Sequence[str]) -> str:
 
 def write(folders: Sequence[Path], path: Path, tokens: int = TOKENS, summaries: Summaries | None = None) -> None:
     """Writes the page of these runs, see `whole`."""
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(whole(folders, tokens, summaries or {}))
-    aside.rename(path)
+    write_whole(path, whole(folders, tokens, summaries or {}))

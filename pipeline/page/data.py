@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import dump, load
-from penstock.pipeline.run.summary import read_lines, read_summary, steps_of
+from penstock.pipeline.run.summary import read_lines, read_summary, steps_in
 
 BEATS = 1500
 """Points over time, at most: of more, every second, every third, … is kept."""
@@ -20,8 +20,8 @@ Rows = Sequence[dict[str, Any]]
 def run_data(folder: Path, after: int = -1) -> dict[str, Any]:
     """Everything but its rollouts; of the steps those behind ``after``."""
     config = load(folder / "config.yaml")
-    steps = [row for row in steps_of(folder) if row["step"] > after]
     rows = read_lines(folder / "metrics.jsonl")
+    steps = [row for row in steps_in(rows) if row["step"] > after]
     beats = read_lines(folder / "actors.jsonl")
     beats = beats[:: max(1, -(-len(beats) // BEATS))]
     loads = read_lines(folder / "weights.jsonl")

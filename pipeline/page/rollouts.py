@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import structlog
 
-from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.config import Config, load
 from penstock.pipeline.page.data import evenly
 from penstock.pipeline.run.folder import model_path
 from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import wire
-from penstock.protocols.experience import ExperienceError, Trajectory
+from penstock.protocols.experience import ExperienceError, Group, Trajectory
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
 
@@ -22,8 +22,6 @@ log = structlog.get_logger()
 
 TOKENS, GROUPS = 1_000_000, 10_000
 """What a page has, at most."""
-STRIPS = ("tokens", "mask", "logprob", "lag", "by_token")
-"""What a trajectory has for each token."""
 STEPS = 40
 """Archived steps that are looked into first, evenly over the run."""
 
@@ -36,15 +34,13 @@ def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS) -> list[
         return _of_samples(folder, groups)
     found: list[dict[str, Any]] = []
     texts = Texts(config, folder)
+    by_token = {column.name for column in config.columns.columns if column.per == "token"}
     for step in reversed(evenly(kept, STEPS)):  # the newest are looked at most
-        for group in _of_step(folder, config, step, texts):
-            size = sum(len(member.get("tokens", ())) for member in group["members"])
-            tokens, groups = tokens - size, groups - 1
-            if groups < 0:
+        for group, columns in _of_step(folder, step):
+            tokens -= sum(len(trajectory.tokens) - _begin(trajectory) for trajectory in group.trajectories)
+            if len(found) == groups:
                 return found[::-1]
-            if tokens < 0:  # no room for its tokens; for its texts there is
-                group["members"] = [{k: v for k, v in each.items() if k not in STRIPS} for each in group["members"]]
-            found.append(group)
+            found.append(_shown(group, columns, step, by_token, texts if texts.known and tokens >= 0 else None))
     return found[::-1]
 
 
@@ -73,55 +69,61 @@ class Texts:
         return self._tokenizer is not None
 
     def of(self, tokens: np.ndarray) -> list[str]:
-        """Of each."""
+        """Of each; only where there is a tokenizer."""
         return [self._text(token) for token in tokens.tolist()]
 
     def _text(self, token: int) -> str:
         if token not in self._known:
-            said = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer else f"[{token}]"
+            said = self._tokenizer.decode([token], skip_special_tokens=False)
             self._known[token] = said or (self._tokenizer.id_to_token(token) or f"[{token}]")
         return self._known[token]
 
 
-def _of_step(folder: Path, config: Config, step: int, texts: Texts) -> Iterator[dict[str, Any]]:
+def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:
+    """Groups of an archived step that can be read, with their columns."""
     batch = next((batch for batch, _ in archive.read(folder, step)), None)
     if batch is None or batch.step != step:
         return
-    by_token = {column.name for column in config.columns.columns if column.per == "token"}
     for taken in batch.groups:
         try:
-            group = archive.open_group(taken)
+            yield archive.open_group(taken), taken.columns
         except (ExperienceError, wire.WireError):
             continue
-        each = {name: values for name, values in taken.columns.items() if name not in by_token}
-        flat = list(rows(step, group, each))
-        ends = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
-        parts = {name: np.split(taken.columns[name], ends) for name in sorted(by_token & taken.columns.keys())}
-        members = []
-        for sample, (row, trajectory) in enumerate(zip(flat, group.trajectories, strict=True)):
-            own = {name: parts[name][sample] for name in parts}
-            members.append(_member(row, trajectory, step, own, texts))
-        yield _group(flat[0], members)
 
 
-def _member(
-    row: dict[str, Any], trajectory: Trajectory, step: int, columns: dict[str, np.ndarray], texts: Texts
+def _shown(
+    group: Group, columns: dict[str, np.ndarray], step: int, by_token: set[str], texts: Texts | None
 ) -> dict[str, Any]:
+    """Without ``texts`` its tokens are left out: the page shows the responses."""
+    flat = list(rows(step, group, {name: values for name, values in columns.items() if name not in by_token}))
+    members = [_plain(row) for row in flat]
+    ends = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
+    parts = {name: np.split(columns[name], ends) for name in sorted(by_token & columns.keys())}
+    for number, (member, trajectory) in enumerate(zip(members, group.trajectories, strict=True)):
+        if texts is not None:
+            member |= _tokens(trajectory, step, {name: each[number] for name, each in parts.items()}, texts)
+        if trajectory.failure:
+            member["failure"] = trajectory.failure
+    return _group(flat[0], members)
+
+
+def _begin(trajectory: Trajectory) -> int:
+    """Where what is shown of it begins: with the prompt's last token."""
     first = int(np.flatnonzero(trajectory.loss_mask)[0]) if trajectory.sampled else len(trajectory.tokens)
-    begin = max(0, first - 1)
+    return max(0, first - 1)
+
+
+def _tokens(trajectory: Trajectory, step: int, columns: dict[str, np.ndarray], texts: Texts) -> dict[str, Any]:
+    begin = _begin(trajectory)
     sampled = trajectory.loss_mask[begin:].astype(bool)
-    found = _plain(row) | {
+    found: dict[str, Any] = {
         "tokens": texts.of(trajectory.tokens[begin:]),
         "mask": sampled.astype(int).tolist(),
         "logprob": _rounded(trajectory.logprobs[begin:], sampled),
         "lag": np.where(sampled, step - trajectory.versions[begin:], -1).tolist(),
     }
-    if not texts.known:  # numbers tell nobody anything: the page shows the response
-        found = {key: value for key, value in found.items() if key not in STRIPS}
-    if trajectory.failure:
-        found["failure"] = trajectory.failure
-    for name, values in columns.items() if texts.known else ():
-        found.setdefault("by_token", {})[name] = _rounded(values[begin:], sampled)
+    if columns:
+        found["by_token"] = {name: _rounded(values[begin:], sampled) for name, values in columns.items()}
     return found
 
 
@@ -150,9 +152,3 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
         for name, value in row.items()
         if name not in SHARED and name != "tokens"
     } | {"sampled": row["tokens"]}
-
-
-def check(folder: Path) -> None:
-    """Raises `ConfigError` where ``folder`` is no run's."""
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"RUN: {folder} is not a run's folder: it has no config.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from rich.table import Table
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.start import start
-from penstock.pipeline.tools.merge import adapter_config
+from penstock.pipeline.tools.merge import adapter_of
+from penstock.services.modeling.adapter_files import AdapterShape
 from penstock.services.runtime.user_folders import find_folder
 
 NOTHING_LEARNED = "trainer.algorithm={advantage: {type: reinforce_plus_plus}}"
@@ -25,8 +27,8 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     if not config.prompts.eval or not config.prompts.eval_size:
         raise ConfigError("prompts.eval: there is nothing to evaluate on; name a data source, e.g. {type: sort}")
     path = str(find_folder(checkpoint) or checkpoint)
-    about = adapter_config(Path(path))
-    model = json.dumps({"type": "pretrained", "path": about["base"] if about else path, "dtype": config.model.dtype})
+    about = adapter_of(Path(path))
+    model = json.dumps({"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype})
     own = [f"model={model}", f"trainer.lora={json.dumps(_adapter(about, path))}", "trainer.steps=0"]
     own += [NOTHING_LEARNED, "replay.filter=none", "replay.archive=none"]
     if config.run.name is None:
@@ -34,13 +36,12 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     return start(console, str(file), [*overrides, *own], None, False, print_evaluation)
 
 
-def _adapter(about: dict[str, Any] | None, path: str) -> dict[str, Any] | None:
+def _adapter(about: AdapterShape | None, path: str) -> dict[str, Any] | None:
     """`trainer.lora` that is as the adapter in ``path``: the trainer merges it into what it publishes."""
     if about is None:
         return None
-    variant = "dora" if about.get("use_dora") else "rslora" if about.get("use_rslora") else "lora"
-    targets = sorted(about.get("target_modules") or ())
-    return {"rank": about["r"], "alpha": about["lora_alpha"], "targets": targets, "variant": variant, "start": path}
+    said = {name: value for name, value in asdict(about).items() if name != "base" and value is not None}
+    return said | {"start": path}
 
 
 def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) -> None:

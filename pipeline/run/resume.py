@@ -9,7 +9,7 @@ from typing import Any
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin, read
 from penstock.pipeline.config.passwords import HIDDEN
-from penstock.pipeline.run.summary import read_lines, read_summary
+from penstock.pipeline.run.summary import check_run, read_lines, read_summary
 
 FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n", "trainer.lora")
 """What a resumed run must have as it began."""
@@ -23,8 +23,7 @@ def resumed(folder: Path, file: Path | None, overrides: list[str] | None) -> tup
     for each key. Without ``file`` it is the run's own; with it, the overrides of the runs's starts are kept. Raises
     `ConfigError`."""
     recorded = folder / "config.yaml"
-    if not recorded.is_file():
-        raise ConfigError(f"--resume: {folder} is not a run's folder: it has no config.yaml")
+    check_run(folder, "--resume")
     began = load(recorded)
     origin = (read(folder) or Origin(str(recorded.resolve()))).with_overrides(overrides)
     if file is None:

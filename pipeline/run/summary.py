@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from penstock.pipeline.config import ConfigError
 from penstock.pipeline.report.findings import findings
 from penstock.protocols.messages import LedgerReply
 
@@ -29,6 +31,12 @@ def read_lines(path: Path, every: int = 1) -> list[dict[str, Any]]:
     return rows
 
 
+def check_run(folder: Path, key: str = "RUN") -> None:
+    """Raises `ConfigError`, which names ``key``, where ``folder`` is no run's."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{key}: {folder} is not a run's folder: it has no config.yaml")
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """What the run in ``folder`` came to; None while it is not over."""
     path = folder / "summary.json"
@@ -37,7 +45,12 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """The run's steps from metrics.jsonl, one row a step, in order."""
-    rows = {row["step"]: row for row in read_lines(folder / "metrics.jsonl") if row["kind"] == "step"}
+    return steps_in(read_lines(folder / "metrics.jsonl"))
+
+
+def steps_in(metrics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those among the rows of a metrics.jsonl; of a step that stands there twice the last one."""
+    rows = {row["step"]: row for row in metrics if row["kind"] == "step"}
     return [rows[step] for step in sorted(rows)]
 
 

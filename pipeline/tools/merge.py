@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from penstock.pipeline.config import ConfigError
+from penstock.services.modeling.adapter_files import CONFIG, AdapterShape, read_shape
 
-CONFIG = "adapter_config.json"
 
-
-def adapter_config(checkpoint: Path) -> dict[str, Any] | None:
-    """What peft's file beside an adapter says; None where ``checkpoint`` is none. Raises `ConfigError`."""
-    path = checkpoint / CONFIG
-    if not path.is_file():
+def adapter_of(checkpoint: Path) -> AdapterShape | None:
+    """The adapter that ``checkpoint`` is; None where it is none. Raises `SetupError`."""
+    if not (checkpoint / CONFIG).is_file():
         return None
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found | {"base": found["base_model_name_or_path"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    found = read_shape(checkpoint, "CHECKPOINT")
+    if not found.base:
+        raise ConfigError(f"CHECKPOINT: {checkpoint / CONFIG} does not say what model it is for")
+    return found
 
 
 def merge(
@@ -33,7 +29,7 @@ def merge(
 
     For instance: penstock merge runs/first-try/checkpoints/step-000150 merged
     """
-    about = adapter_config(checkpoint)
+    about = adapter_of(checkpoint)
     if about is None:
         raise ConfigError(f"CHECKPOINT: {checkpoint} is no adapter: it has no {CONFIG}; a whole model needs no merging")
     if out.exists():
@@ -42,7 +38,7 @@ def merge(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = AutoModelForCausalLM.from_pretrained(about["base"], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(about.base, dtype=torch.float32)
     merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
     merged.save_pretrained(out)
     AutoTokenizer.from_pretrained(str(checkpoint)).save_pretrained(out)

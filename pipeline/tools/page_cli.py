@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from penstock.pipeline.page.rollouts import check
+from penstock.pipeline.run.summary import check_run
 
 
 def page(
@@ -28,7 +28,7 @@ def page(
     or: penstock page runs/first-try runs/second-try --out both.html
     """
     for folder in runs:
-        check(folder)
+        check_run(folder)
     if out is not None:
         from penstock.pipeline.page.build import write
 

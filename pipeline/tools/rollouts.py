@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.run.summary import check_run
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
 
@@ -18,8 +19,7 @@ def rollouts(run: str | Path, step: int | None = None) -> Iterator[dict[str, Any
         pandas.DataFrame(penstock.rollouts("runs/first-try"))
     """
     folder = Path(run)
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"RUN: {folder} is not a run's folder: it has no config.yaml")
+    check_run(folder)
     config = load(folder / "config.yaml")
     table = config.columns
     tokens = {column.name for column in table.columns if column.per == "token"}

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.shard_writer import ShardWriter
-from penstock.services.modeling import lora
+from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.parallel.fsdp import of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import INDEX, SINGLE
@@ -113,7 +113,7 @@ class Saver:
         shutil.rmtree(aside / "sharded", ignore_errors=True)  # what was joined
         adapted = self._learner.adapted
         if (single := aside / "model-00001-of-00001.safetensors").exists():  # as transformers and peft call it
-            single.rename(aside / (lora.FILE if adapted else SINGLE))
+            single.rename(aside / (FILE if adapted else SINGLE))
             (aside / INDEX).unlink(missing_ok=True)
         if adapted:
             adapted.write_config(aside)

@@ -17,14 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
-from penstock.services.modeling.parallel.fsdp import full
-from penstock.services.modeling.parallel.rows import rows_of
-from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.adapter_files import CONFIG, FILE
+from penstock.services.modeling.parallel.fsdp import full, like
 from penstock.services.runtime.errors import SetupError
 
 NAME = "default"
 """What peft calls the one adapter."""
-FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 """What peft's files put before a name."""
 
@@ -84,38 +82,29 @@ def file_name(name: str) -> str:
 
 
 @torch.no_grad()
-def begin(model: Any, adapter: Adapter, world: World) -> None:
+def begin(model: Any, adapter: Adapter) -> None:
     """Fills the adapter's parameters, each rank its own rows: from ``adapter.folder``, or so that nothing is added:
     B is 0, A random (by its name, as `torch.nn.Linear` begins), DoRA's lengths those of the matrix's rows."""
     layers = dict(model.named_modules())
     if adapter.folder is not None:
-        _read(model, adapter.folder, world)
+        _read(model, adapter.folder)
         return
     for name, parameter in model.named_parameters():
         if not is_adapters(name):
             continue
-        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        mine = _mine(parameter)
         if ".lora_B." in name:
             mine.zero_()
         elif ".lora_A." in name:
             random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             bound = 1 / math.sqrt(parameter.shape[1])
             whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=random)
-            mine.copy_(_rows(whole, world, parameter))
+            mine.copy_(_mine(like(parameter, whole)))
         else:
-            base = layers[name.split(".lora_")[0]].base_layer.weight
-            mine.copy_((base.to_local() if isinstance(base, DTensor) else base).float().norm(dim=1))
+            mine.copy_(_mine(layers[name.split(".lora_")[0]].base_layer.weight).float().norm(dim=1))
 
 
-def _rows(whole: torch.Tensor, world: World, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's, where ``parameter`` is cut."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    first, count = rows_of(whole.shape[0], world.rank, world.size)
-    return whole[first : first + count]
-
-
-def _read(model: Any, folder: Path, world: World) -> None:
+def _read(model: Any, folder: Path) -> None:
     try:
         with safe_open(folder / FILE, framework="pt") as file:
             names = set(file.keys())
@@ -135,8 +124,7 @@ def _read(model: Any, folder: Path, world: World) -> None:
                         f"trainer.lora.rank: {folder / FILE}: {file_name(name)} has shape {tuple(found.shape)}, "
                         f"this adapter's has {tuple(parameter.shape)}"
                     )
-                mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                mine.copy_(_rows(found, world, parameter))
+                _mine(parameter).copy_(_mine(like(parameter, found)))
     except (OSError, ValueError, SafetensorError) as error:
         raise SetupError(f"trainer.lora: cannot read {folder / FILE}: {error}") from error
 
@@ -168,6 +156,7 @@ class Merged:
 
 
 def _mine(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's rows, of the same memory."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 

@@ -55,12 +55,12 @@ def load_trainable(
             shard(model, world, dtype)
             _materialize(model, device)
             _fill(model, files, world, path)
-            return _begun(model, adapter, world)
+            return _begun(model, adapter)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), head=head)
     _adapt(model, adapter, path, dtype)
     shard(model, world, dtype)
-    return _begun(model.to(device), adapter, world)
+    return _begun(model.to(device), adapter)
 
 
 def _adapt(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
@@ -71,9 +71,9 @@ def _adapt(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
         lora.inject(model, adapter, path)
 
 
-def _begun(model: Any, adapter: Adapter | None, world: World) -> Any:
+def _begun(model: Any, adapter: Adapter | None) -> Any:
     if adapter is not None:
-        lora.begin(model, adapter, world)
+        lora.begin(model, adapter)
     return model
 
 

@@ -1,0 +1,40 @@
+"""An adapter's files, in peft's layout. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.services.runtime.errors import SetupError
+
+CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """What `CONFIG` says: in the words of `trainer.lora`, and the ``base`` that it was made for ("" where it is not
+    said; ``alpha`` None)."""
+
+    rank: int
+    alpha: int | None
+    targets: tuple[str, ...]
+    variant: str
+    base: str
+
+
+def read_shape(folder: Path, key: str) -> AdapterShape:
+    """Of the adapter in ``folder``, which the config's ``key`` names. Raises `SetupError`."""
+    path = folder / CONFIG
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return AdapterShape(
+            found["r"],
+            found.get("lora_alpha"),
+            tuple(sorted(found.get("target_modules") or ())),
+            "dora" if found.get("use_dora") else "rslora" if found.get("use_rslora") else "lora",
+            found.get("base_model_name_or_path") or "",
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SetupError(f"{key}: cannot read {path}: {type(error).__name__}: {error}") from error
