@@ -17,6 +17,7 @@ from penstock.pipeline.config import ConfigError, TinyModel, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 from penstock.pipeline.tools.doctor_cli import doctor
+from penstock.pipeline.tools.keys_cli import app as keys
 from penstock.pipeline.tools.merge import merge
 from penstock.pipeline.tools.page_cli import page
 from penstock.pipeline.tools.plan_cli import compose_env, plan_run
@@ -55,6 +56,7 @@ def command(
 
 
 app.add_typer(doctor, name="doctor")
+app.add_typer(keys, name="keys")
 app.command("page")(page)
 app.command("merge")(merge)
 app.command("plan")(plan_run)

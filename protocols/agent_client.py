@@ -83,7 +83,8 @@ class Reply:
 class _Line:
     """A connection to one gateway, with its answers as futures."""
 
-    def __init__(self, gateway: str | Path, keys: ClientKeys | None) -> None:
+    def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None) -> None:
+        keys = load_client(Path(keys)) if isinstance(keys, str | Path) else keys
         self.folder = None if "://" in str(gateway) else Path(gateway)
         address, found = _address(gateway)
         self._mailbox = Mailbox(address, incarnation_of(f"agent-{secrets.token_hex(4)}"), keys or found)
@@ -202,9 +203,10 @@ class AgentSession(_Asked):
         """The policy's answer to token ids."""
         return _reply(self._line.say(self._generate(tokens, max_tokens), TURN_S))
 
-    def finish(self, reward: float | None = None) -> None:
-        """Done. Without a ``reward`` the run's reward functions say how good it was."""
-        self._line.say(m.AgentFinish(session=self.id, reward=reward), SAY_S)
+    def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
+        """Done. Without a ``reward`` the run's reward functions say how good it was. The mean of each of ``metrics``
+        is in the step's metrics, as ``agent/NAME``."""
+        self._line.say(m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {})), SAY_S)
         self._end()
 
     def abandon(self, reason: str = "given up by its agent") -> None:
@@ -226,9 +228,9 @@ class AgentSession(_Asked):
 
 class AgentClient:
     """``gateway``: the folder of a run, or a gateway's address, ``tcp://host:port``; then, beyond the loopback, with
-    the run's ``keys``."""
+    ``keys``: the file that ``penstock keys add`` has written. Raises `KeysError` where it is none."""
 
-    def __init__(self, gateway: str | Path, keys: ClientKeys | None = None) -> None:
+    def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None = None) -> None:
         self._line = _Line(gateway, keys)
 
     def session(self, wait_s: float = 60.0) -> AgentSession:
@@ -292,9 +294,9 @@ class AsyncAgentSession(_Asked):
         """See `AgentSession.generate`."""
         return _reply(await self._line.say_async(self._generate(tokens, max_tokens), TURN_S))
 
-    async def finish(self, reward: float | None = None) -> None:
+    async def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """See `AgentSession.finish`."""
-        await self._line.say_async(m.AgentFinish(session=self.id, reward=reward), SAY_S)
+        await self._line.say_async(m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {})), SAY_S)
         self._end()
 
     async def abandon(self, reason: str = "given up by its agent") -> None:
@@ -317,7 +319,7 @@ class AsyncAgentSession(_Asked):
 class AsyncAgentClient:
     """As `AgentClient`, for asyncio."""
 
-    def __init__(self, gateway: str | Path, keys: ClientKeys | None = None) -> None:
+    def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None = None) -> None:
         self._line = _Line(gateway, keys)
 
     async def session(self, wait_s: float = 60.0) -> AsyncAgentSession:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -18,6 +19,8 @@ Purpose = Literal["train", "eval"]
 
 UNSAMPLED = -1
 """The version of a token that no policy sampled: a prompt's, or an environment's."""
+ALONE = -1
+"""The session of a trajectory that is no agent's."""
 
 
 FLOAT32_MAX = 3.4e38
@@ -172,6 +175,10 @@ class Trajectory:
     """What kept an environment from going on: this trajectory has no reward."""
     greedy: bool = False
     """Sampled greedily, as its group's baseline: never trained on."""
+    session: int = ALONE
+    """The place in the group of the agent's session that it is a branch of; `ALONE` where there is no agent."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What its agent has measured, by name."""
 
     def __post_init__(self) -> None:
         for name, dtype in (
@@ -232,6 +239,27 @@ class Group:
         return sum(trajectory.sampled for trajectory in self.trajectories)
 
 
+def sessions_of(group: Group) -> np.ndarray:
+    """int64 ``[trajectories]``: which of them are branches of the same agent's session; from 0, in their order."""
+    numbers: dict[tuple[int, int], int] = {}
+    return np.array(
+        [
+            numbers.setdefault((t.session, number if t.session == ALONE else 0), len(numbers))
+            for number, t in enumerate(group.trajectories)
+        ],
+        np.int64,
+    )
+
+
+def mean_by_session(values: np.ndarray, sessions: np.ndarray) -> np.ndarray:
+    """float64 ``[sessions]``: the mean over each one's branches that are not NaN; NaN where all are."""
+    there = np.isfinite(values)
+    size = int(sessions.max(initial=-1)) + 1
+    counts = np.bincount(sessions[there], minlength=size)
+    totals = np.bincount(sessions[there], values[there].astype(np.float64), minlength=size)
+    return np.where(counts > 0, totals / np.maximum(counts, 1), np.nan)
+
+
 class GroupSummary(BaseModel):
     """What may be known of a group without decoding it. Whoever decodes it compares."""
 
@@ -268,12 +296,20 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_text(name) and isinstance(number, float) and math.isfinite(number) for name, number in value.items()
+    )
+
+
 _LISTS: dict[str, Callable[[Any], bool]] = {
-    "texts": _is_text,
-    "finishes": lambda value: value in ("stop", "length"),
-    "turns": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "failures": _is_text,
+    "text": _is_text,
+    "finish": lambda value: value in ("stop", "length"),
+    "turns": lambda value: isinstance(value, list | tuple) and all(map(_is_text, value)),
+    "failure": _is_text,
     "greedy": lambda value: isinstance(value, bool),
+    "session": lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= ALONE,
+    "metrics": _are_numbers,
 }
 """What a packed group has for each trajectory, beside arrays; and what such a value is."""
 
@@ -289,11 +325,7 @@ def pack_group(group: Group) -> bytes:
             "lengths": np.array([len(t.tokens) for t in trajectories], np.int32),
             **columns,
             **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in (*_CANDIDATES, "rewards")},
-            "texts": [t.text for t in trajectories],
-            "finishes": [t.finish for t in trajectories],
-            "turns": [list(t.turns) for t in trajectories],
-            "failures": [t.failure for t in trajectories],
-            "greedy": [t.greedy for t in trajectories],
+            **{name: [getattr(t, name) for t in trajectories] for name in _LISTS},
         }
     )
 
@@ -357,9 +389,6 @@ def _cut(columns: dict[str, np.ndarray], part: slice, before: np.ndarray, words:
         object.__setattr__(trajectory, name, columns[name][part])
     ids = columns["candidate_ids"]
     object.__setattr__(trajectory, "candidate_ids", ids[before[part.start] : before[part.stop]] if ids.size else ids)
-    text, finish, turns, failure, greedy = words
-    for name, value in (
-        ("text", text), ("finish", finish), ("turns", tuple(turns)), ("failure", failure), ("greedy", greedy)
-    ):  # fmt: skip
-        object.__setattr__(trajectory, name, value)
+    for name, value in zip(_LISTS, words, strict=True):
+        object.__setattr__(trajectory, name, tuple(value) if isinstance(value, list) else value)
     return trajectory

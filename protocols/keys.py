@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from dataclasses import fields as fields_of
 from ipaddress import ip_address
@@ -51,7 +52,19 @@ def make(folder: Path) -> None:
     client, client_secret = (key.decode() for key in zmq.curve_keypair())
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _write(folder / "broker.json", asdict(BrokerKeys(broker, broker_secret, client)))
-    _write(folder / "client.json", asdict(ClientKeys(broker, client, client_secret)))
+    save_client(folder / "client.json", ClientKeys(broker, client, client_secret))
+
+
+def make_guest(folder: Path) -> ClientKeys:
+    """A pair of its own for who may come in at a gateway of the run whose keys lie in ``folder``, and nowhere else.
+    Raises `KeysError`."""
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return ClientKeys(load_client(folder / "client.json").client_public, public, secret)
+
+
+def save_client(path: Path, keys: ClientKeys) -> None:
+    """A file for `load_client`, readable by its owner alone. Raises `OSError` where there is one."""
+    _write(path, asdict(keys))
 
 
 def load_client(path: Path) -> ClientKeys:
@@ -95,11 +108,11 @@ def _read(path: Path, kind: type) -> dict[str, str]:
 
 
 class Door:
-    """Lets in whoever proves to have the run's client key."""
+    """Lets in whoever proves to have the run's client key, and guests whose public keys ``admits``."""
 
-    def __init__(self, client_public: str) -> None:
-        self._allowed = client_public
+    def __init__(self, client_public: str, admits: Callable[[str], bool]) -> None:
+        self._allowed, self._admits = client_public, admits
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """As pyzmq's authenticator asks."""
-        return key.decode() == self._allowed
+        return key.decode() == self._allowed or self._admits(key.decode())

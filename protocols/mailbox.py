@@ -1,4 +1,4 @@
-"""The only file that owns sockets: `Mailbox` for actors, `RouterServer` for the broker.
+"""The asking side of the wire: `Mailbox`, for actors. `router_server` has the other; nobody else owns sockets.
 
 An actor's DEALER socket lives in a thread of its own, so heartbeats go out while the actor computes; the actor talks to
 that thread through queues. Requests carry an id and a deadline and are sent again until answered, which is safe because
@@ -21,11 +21,9 @@ from typing import Any
 
 import structlog
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import recv_monitor_message
 
 from penstock.protocols import wire
-from penstock.protocols.keys import BrokerKeys, ClientKeys, Door, is_loopback
+from penstock.protocols.keys import ClientKeys
 from penstock.protocols.messages import (
     Fenced,
     HeartbeatAck,
@@ -39,10 +37,6 @@ from penstock.protocols.messages import (
 )
 
 log = structlog.get_logger()
-
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 RESEND_S = 5.0
 """A request without an answer is sent again after this."""
@@ -80,7 +74,7 @@ class _Request:
     resend_at: float
 
 
-def _set_limits(sock: zmq.Socket) -> None:
+def set_limits(sock: zmq.Socket) -> None:
     """Nothing is dropped for want of room, and no frame is larger than the wire allows."""
     options = {zmq.LINGER: 2000, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES}
     for option, value in options.items():
@@ -180,7 +174,7 @@ class Mailbox:
         context = zmq.Context()
         sock = context.socket(zmq.DEALER)
         sock.setsockopt(zmq.IDENTITY, self.identity.encode())
-        _set_limits(sock)
+        set_limits(sock)
         sock.setsockopt(zmq.RECONNECT_IVL, 100)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._keys:
@@ -290,107 +284,3 @@ class Mailbox:
             elif now >= request.resend_at:
                 request.resend_at = now + RESEND_S
                 sock.send_multipart(request.frames, copy=False)
-
-
-class RouterServer:
-    """The broker's side: one ROUTER socket, used from one thread.
-
-    Answers are queued and leave at `flush`, so the broker can make a whole turn's state durable before a word of it
-    is acknowledged. ``key`` is the config's, for errors.
-    """
-
-    def __init__(self, bind: str, keys: BrokerKeys | None = None, key: str = "broker.bind") -> None:
-        self._context = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
-        self._socket = self._context.socket(zmq.ROUTER)
-        _set_limits(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if keys:
-            self._authenticator = ThreadAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback("penstock", credentials_provider=Door(keys.client_public))
-            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.broker_secret.encode())
-            self._socket.setsockopt(zmq.ZAP_DOMAIN, b"penstock")
-        elif not is_loopback(bind):
-            self._context.destroy(linger=0)
-            raise AddressError(f"{key}: {bind} can be reached from other machines, and there are no keys")
-        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
-        try:
-            self._socket.bind(bind)
-        except zmq.ZMQError as error:
-            if self._authenticator:
-                self._authenticator.stop()
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._context.destroy(linger=0)
-            hint = "another process has this port; choose another, or port 0 for a free one"
-            raise AddressError(
-                f"{key}: cannot bind {bind}: {error.strerror}" + (f" ({hint})" if error.errno == zmq.EADDRINUSE else "")
-            ) from None
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        """What was bound, with the real port."""
-        self.refused = 0
-        """Malformed messages so far."""
-        self.strangers = 0
-        """Connections refused so far for want of a key."""
-        self._outgoing: list[tuple[str, list[bytes | memoryview]]] = []
-
-    def receive(self, timeout_s: float, limit: int = 256) -> list[tuple[str, int, Message]]:
-        """Up to ``limit`` messages as ``(identity, request id, message)``, waiting ``timeout_s`` for the first.
-        A malformed one is answered with `Refused` and costs only itself."""
-        received: list[tuple[str, int, Message]] = []
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            self.strangers += 1
-            log.warning("a peer was refused at the door: no key, or a wrong one", refused=self.strangers)
-        if not self._socket.poll(int(timeout_s * 1000)):
-            return received
-        while len(received) < limit:
-            try:
-                sender, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            identity = sender.bytes.decode("latin-1")  # any bytes, and back without loss
-            request_id = 0
-            try:
-                envelope = wire.decode([part.buffer for part in parts])
-                request_id = envelope.id
-                received.append((identity, request_id, from_envelope(envelope)))
-            except wire.ProtocolError as error:
-                self._refuse(identity, error, error.id, error.protocol)
-            except Exception as error:  # whatever a peer sends, it costs only itself
-                self._refuse(identity, error, request_id)
-        return received
-
-    def send(self, identity: str, message: Message, reply_to: int = 0) -> None:
-        """Queues ``message`` until the next `flush`."""
-        self._outgoing.append((identity, wire.encode(to_envelope(message, reply_to=reply_to))))
-
-    def _refuse(self, identity: str, error: Exception, reply_to: int, protocol: int = wire.PROTOCOL) -> None:
-        """In the peer's own protocol, which it can read; a refusal has looked the same in all of them."""
-        self.refused += 1
-        log.warning("a message was refused", sender=identity[:80], error=str(error))
-        refusal = Refused(code="bad_message", reason=str(error))
-        self._outgoing.append((identity, wire.encode(to_envelope(refusal, reply_to=reply_to), protocol)))
-
-    def flush(self) -> None:
-        """Sends everything queued. A peer that is gone misses its message and asks again."""
-        for identity, frames in self._outgoing:
-            try:
-                self._socket.send_multipart([identity.encode("latin-1"), *frames], copy=False)
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-        self._outgoing.clear()
-
-    def close(self) -> None:
-        """Sends what is queued, then closes."""
-        self.flush()
-        if self._authenticator:
-            self._authenticator.stop()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-        self._context.term()

@@ -23,7 +23,8 @@ from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import GroupSummary, as_bytes
-from penstock.protocols.mailbox import Mailbox, RouterServer
+from penstock.protocols.mailbox import Mailbox
+from penstock.protocols.router_server import RouterServer
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.broker.service import Broker
 from penstock.services.broker.state import BrokerSettings

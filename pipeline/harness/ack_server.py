@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.protocols.mailbox import RouterServer
 from penstock.protocols.messages import Ack
+from penstock.protocols.router_server import RouterServer
 
 
 @contextmanager

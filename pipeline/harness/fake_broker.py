@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from penstock.protocols import messages as m
-from penstock.protocols.mailbox import RouterServer
+from penstock.protocols.router_server import RouterServer
 
 
 class FakeBroker:

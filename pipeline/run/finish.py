@@ -34,6 +34,8 @@ def conclude(
         write([folder], folder / "report.html", REPORT_TOKENS, {folder: summary})
     except Exception as failed:  # a page that cannot be drawn is no reason to have no summary
         log.exception("no report", error=str(failed))
+    for gone in (folder / "gateways").glob("*.json"):  # of gateways that were killed: agents look there
+        gone.unlink(missing_ok=True)
     aside = folder / ".summary.json"
     aside.write_text(json.dumps(summary, indent=2) + "\n")
     aside.rename(folder / "summary.json")  # last, and in one piece: who finds it knows that the run is over

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from penstock.pipeline.config import ConfigError
 
-COLUMNS = ("session", "turns", "tokens", "waiting", "silent_s", "error")
+COLUMNS = ("session", "key", "turns", "tokens", "waiting", "silent_s", "error")
 ANSWER_S = 10.0
 
 

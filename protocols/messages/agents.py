@@ -149,6 +149,8 @@ class AgentFinish(Message):
 
     session: str
     reward: float | None = None
+    metrics: dict[str, float] = {}
+    """Whatever else the agent has measured, by name."""
 
 
 class AgentAbandon(Message):

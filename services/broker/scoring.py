@@ -7,7 +7,15 @@ import regex
 import structlog
 
 from penstock.protocols.columns import REWARD, Column, WeightedSum
-from penstock.protocols.experience import ExperienceError, Purpose, Trajectory, lengths_of, unpack_group
+from penstock.protocols.experience import (
+    ExperienceError,
+    Purpose,
+    Trajectory,
+    lengths_of,
+    mean_by_session,
+    sessions_of,
+    unpack_group,
+)
 from penstock.protocols.messages import Score
 from penstock.protocols.wire import WireError
 from penstock.services.broker.rules.evaluation import majority, pass_at
@@ -85,28 +93,37 @@ def _judge(state: BrokerState, score: Score, rewards: np.ndarray) -> None:
 
 
 def _finish_evaluation(state: BrokerState, number: int) -> None:
-    """Its reward is the mean over the trajectories that have one."""
+    """Its reward is the mean over the trajectories that have one; over sessions, of agents."""
     rewards = state.payloads.columns(("eval", number), [REWARD])[REWARD]
     usable = rewards[np.isfinite(rewards)]
     if not usable.size:
         state.drop_evaluation(number, "no trajectory has a reward")
         return
-    scores = _several(state, number, rewards) if len(rewards) > 1 else {}
+    scores: dict[str, float] = {}
+    if len(rewards) > 1:
+        scores, rewards = _several(state, number, rewards)
+        usable = rewards[np.isfinite(rewards)]
     state.payloads.forget(("eval", number))
     state.record_evaluation(state.evaluation.score(number, float(usable.mean()), scores))
 
 
-def _several(state: BrokerState, number: int, rewards: np.ndarray) -> dict[str, float]:
-    """What several answers to an evaluation prompt tell. One whose reward failed has not passed, and is worth 0."""
+def _several(state: BrokerState, number: int, rewards: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+    """What several answers to an evaluation prompt tell, and the reward of each: of an agent's session, where it has
+    branches, their mean, and its vote is the last one's. Who has no reward has not passed, and is worth 0."""
     how = state.asked_of(state.evaluation.replay.entries[number].draw)
-    found = pass_at(len(rewards), int((rewards >= how.passes).sum()))
     try:
         group = unpack_group(state.payloads.experience(("eval", number)).data)
     except (ExperienceError, WireError) as error:
         log.warning("an evaluation's answers cannot be read", group=number, error=str(error))
-        return found
-    answers = [_vote(trajectory, how.answer) for trajectory in group.trajectories]
-    return found | {f"maj@{len(answers)}": majority(answers, np.nan_to_num(rewards).tolist())}
+        return pass_at(len(rewards), int((rewards >= how.passes).sum())), rewards
+    sessions = sessions_of(group)
+    rewards = mean_by_session(rewards, sessions)
+    if len(rewards) == 1:
+        return {}, rewards
+    last = dict(zip(sessions.tolist(), group.trajectories, strict=True))
+    answers = [_vote(trajectory, how.answer) for trajectory in last.values()]
+    found = pass_at(len(rewards), int((rewards >= how.passes).sum()))
+    return found | {f"maj@{len(answers)}": majority(answers, np.nan_to_num(rewards).tolist())}, rewards
 
 
 def _vote(trajectory: Trajectory, pattern: str | None) -> str | None:

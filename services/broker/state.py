@@ -15,7 +15,7 @@ from penstock.protocols import messages as m
 from penstock.protocols.columns import REWARD, Column, ColumnTable
 from penstock.protocols.experience import ExperienceError, Purpose, Sampling, as_bytes
 from penstock.protocols.keys import BrokerKeys
-from penstock.protocols.mailbox import RouterServer
+from penstock.protocols.router_server import RouterServer
 from penstock.protocols.wire import WireError
 from penstock.services.broker.archive import Archive, open_group
 from penstock.services.broker.config import (

@@ -21,8 +21,10 @@ from penstock.protocols import wire
 from penstock.protocols.experience import FLOAT32_MAX, Group, as_bytes
 from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note
+from penstock.services.gateway.access import WHO
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.measured import checked
 from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.records import restore, session_id
 from penstock.services.gateway.replies import Replies
@@ -35,7 +37,7 @@ log = structlog.get_logger()
 
 NOTE_S = 60.0
 BUSY_S = 2.0
-LOST = "session_lost"
+LOST, LEAVING = "session_lost", "gateway_leaves"
 ENDED = 10_000
 """Finished sessions that are remembered."""
 SETTLING_S = 20.0
@@ -64,13 +66,14 @@ class Desk:
         self._works: dict[Key, Work] = {}
         self._free: deque[tuple[Work, Session]] = deque()
         self._held: dict[str, Held] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, str] = OrderedDict()
         self._more = asyncio.Event()
         self._took: list[tuple[float, float]] = []
         """Of the turns since the last look: seconds that they took, and of these in the engine."""
         self._settled_at = time.monotonic() + SETTLING_S
         self.over = ""
         """Why no session is given out any more."""
+        self._leaves_alone = False
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -90,7 +93,7 @@ class Desk:
         restore(work.lease, work.sessions, self.replies)
         for session in work.sessions:
             if session.opened and not session.ended:
-                held = Held(session_id(work.lease, session), work, session, session.life)
+                held = Held(session_id(work.lease, session), work, session, session.life, session.owner)
                 held.heard = time.monotonic() if session.beats else None
                 held.answered |= {turn.asked: turn for turn in session.turns.values()}
                 self._held[held.id] = held
@@ -99,9 +102,9 @@ class Desk:
         self._more.set()
         self._complete(work)
 
-    def end(self, reason: str) -> None:
-        """The run is over: whoever waits or asks is told."""
-        self.over = reason
+    def end(self, reason: str, alone: bool = False) -> None:
+        """The run is over, or this gateway ``alone`` leaves it: whoever waits or asks is told."""
+        self.over, self._leaves_alone = reason, alone
         self._more.set()
         for held in self._held.values():
             for task in held.pending.values():
@@ -134,6 +137,7 @@ class Desk:
         return [
             {
                 "session": held.id,
+                "key": held.owner,
                 "turns": len(held.session.turns),
                 "tokens": sum(len(t.given) + len(t.answer.tokens) for t in held.session.turns.values()),
                 "waiting": len(held.pending),
@@ -141,6 +145,7 @@ class Desk:
                 "error": held.error,
             }
             for held in self._held.values()
+            if WHO.get().sees(held.owner)
         ]
 
     def gauges(self) -> dict[str, float]:
@@ -158,15 +163,16 @@ class Desk:
     async def open(self, wait_s: float, beats: bool = False) -> Held:
         """The next session that no agent has; of a client that ``beats``, it is lost when that stops. Raises
         `AgentError` where there is none within ``wait_s``."""
-        deadline = time.monotonic() + wait_s
+        deadline, who = time.monotonic() + wait_s, WHO.get()
         while True:
+            who.check_sessions(sum(held.owner == who.name for held in self._held.values()))
             while self._free:
                 work, session = self._free.popleft()
                 if self._works.get(work.key) is not work:
                     continue
-                held = Held(session_id(work.lease, session), work, session, session.life)
+                held = Held(session_id(work.lease, session), work, session, session.life, who.name)
                 held.heard = time.monotonic() if beats else None
-                opened = {"life": session.life, "opened": True, "beats": beats}
+                opened = {"life": session.life, "opened": True, "beats": beats, "owner": who.name}
                 try:
                     await self._note(work, f"session.{session.place}", opened)
                 except AgentError as error:
@@ -200,7 +206,7 @@ class Desk:
         while id not in self._held and time.monotonic() < self._settled_at and not self.over:
             await asyncio.sleep(0.05)
         held = self._held.get(id)
-        if held is None:
+        if held is None or not WHO.get().sees(held.owner):
             self._check_over()
             raise AgentError(404, "unknown_session", f"there is no session {id!r} here: it has ended, or was given on")
         held.touched = time.monotonic()
@@ -255,17 +261,17 @@ class Desk:
         asked = json.dumps([said, max_tokens, list(stop)])
         return await self._once(held, asked, again, parent, given, said, "", max_tokens, stop)
 
-    async def finish(self, id: str, reward: float | None) -> None:
+    async def finish(self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None) -> None:
         """The agent is done; without a ``reward`` the reward functions say how good it was. Said again, it is true."""
-        if id in self._ended:
+        if self._ended.get(id) == WHO.get().name:
             return
         held = await self.find(id)
         if reward is not None and not abs(reward) <= FLOAT32_MAX:
             raise AgentError(422, "invalid_request", f"reward: {reward} is no finite number")
         if reward is None and self._needs_reward:
             raise AgentError(422, "no_reward", "reward: this run has no other reward than what agents say; give one")
-        await self._settle(held, {"reward": reward or 0.0})
-        self._ended[held.id] = None
+        await self._settle(held, {"reward": reward or 0.0, "metrics": checked(metrics or {})})
+        self._ended[held.id] = WHO.get().name
         while len(self._ended) > ENDED:
             self._ended.popitem(last=False)
 
@@ -290,6 +296,7 @@ class Desk:
             if self._waiting >= self.config.waiting:
                 full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
                 raise AgentError(429, "busy", full, BUSY_S)
+            WHO.get().take_turn()
             task = asyncio.ensure_future(self._timed(self._policy.ask(held, asked, *rest)))
             held.pending[asked] = task
             task.add_done_callback(lambda done: self._done(held, asked, done))
@@ -339,9 +346,11 @@ class Desk:
         for task in held.pending.values():  # nobody will hear it
             task.cancel()
         unheard = [turn.number for turn in session.turns.values() if not turn.wanted]
-        how = {"failure": "", **how, "life": session.life, "opened": True, "ended": True, "unheard": unheard}
+        ended = {"life": session.life, "opened": True, "ended": True, "unheard": unheard}
+        how = {"failure": "", "metrics": {}} | how | ended
         await self._note(work, f"session.{session.place}", how)
         session.ended, session.reward, session.failure = True, how["reward"], how["failure"]
+        session.metrics = how["metrics"]
         self._held.pop(held.id, None)
         self._complete(work)
 
@@ -382,5 +391,7 @@ class Desk:
             del self._held[held.id]
 
     def _check_over(self) -> None:
+        if self.over and self._leaves_alone:
+            raise AgentError(503, LEAVING, f"this gateway ends: {self.over}; another has its sessions", BUSY_S)
         if self.over:
             raise AgentError(410, "run_over", f"the run is over: {self.over}")

@@ -10,7 +10,7 @@ import uvicorn
 
 from penstock.protocols.keys import is_loopback
 from penstock.services.gateway import ports
-from penstock.services.gateway.access import agents_key
+from penstock.services.gateway.access import Access
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.http import make_app
@@ -33,12 +33,10 @@ class Doors:
         host, port = ports.http_at(config, index)
         self._http = ports.listen("gateway.http", host, port)
         zmq_host, zmq_port = ports.bind_at(config, index)
-        self._zmq = ZmqDoor(
-            f"tcp://{zmq_host}:{zmq_port or '*'}", desk, context.keys.to_serve() if context.keys else None
-        )
-        exposed = not is_loopback(f"tcp://{host}:1")
-        key = agents_key(context.folder) if exposed else None
-        app = make_app(desk, model, key)
+        access = Access(context.folder, required=not is_loopback(f"tcp://{host}:1"))
+        keys = context.keys.to_serve() if context.keys else None
+        self._zmq = ZmqDoor(f"tcp://{zmq_host}:{zmq_port or '*'}", desk, keys, access)
+        app = make_app(desk, model, access)
         settings = uvicorn.Config(
             app, http=ImpatientProtocol, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off"
         )

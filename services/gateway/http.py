@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.protocols.experience import FLOAT32_MAX
+from penstock.services.gateway.access import WHO, Access
 from penstock.services.gateway.anthropic_routes import anthropic_routes
 from penstock.services.gateway.bodies import Bodies
 from penstock.services.gateway.desk import Desk
@@ -40,6 +40,8 @@ class Finished(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     reward: float | None = Field(None, ge=-FLOAT32_MAX, le=FLOAT32_MAX)
     """How good it was; without it the run's reward functions say so."""
+    metrics: dict[str, float] = {}
+    """Whatever else the agent has measured; a step's metrics have the mean of each as ``agent/NAME``."""
 
 
 class Abandoned(BaseModel):
@@ -73,11 +75,11 @@ def described(held: Held, base: str) -> dict[str, Any]:
     }
 
 
-def make_app(desk: Desk, model: str, key: str | None) -> FastAPI:
-    """The routes. ``key``: what agents must show as a bearer, or as Anthropic's ``x-api-key``; None: nothing."""
+def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
+    """The routes. Agents show keys as a bearer, or as Anthropic's ``x-api-key``."""
     app = FastAPI(
         title="Penstock gateway", responses=REFUSALS, docs_url=None, redoc_url=None,
-        dependencies=[Depends(_allowed(key))] if key else [],
+        dependencies=[Depends(_allowed(access))],
     )  # fmt: skip
     app.add_exception_handler(AgentError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -88,14 +90,13 @@ def make_app(desk: Desk, model: str, key: str | None) -> FastAPI:
     return app
 
 
-def _allowed(key: str) -> Callable[..., Awaitable[None]]:
+def _allowed(access: Access) -> Callable[..., Awaitable[None]]:
     async def allowed(
         bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
         api_key: Annotated[str | None, Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
     ) -> None:
         shown = api_key or (bearer.credentials if bearer else "")
-        if not hmac.compare_digest(shown.encode(), key.encode()):
-            raise AgentError(401, "wrong_key", "Authorization: give the key of the run's folder, keys/agents.key")
+        WHO.set(access.by_bearer(shown))
 
     return allowed
 
@@ -120,7 +121,7 @@ def _session_routes(desk: Desk) -> APIRouter:
     @routes.post("/v1/sessions/{session}/finish")
     async def finish(session: str, said: Finished) -> dict[str, str]:
         """The agent is done."""
-        await desk.finish(session, said.reward)
+        await desk.finish(session, said.reward, said.metrics)
         return {"session": session, "state": "finished"}
 
     @routes.post("/v1/sessions/{session}/abandon")

@@ -1,6 +1,6 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
-session.PLACE           {life, opened, beats}, and once it has ended {reward, failure, unheard} too
+session.PLACE           {life, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard} too
 note.PLACE.TURN         {asked, life, parent, given, said, told}: what was asked
 answer.PLACE.TURN       what the policy said to it
 """
@@ -34,8 +34,9 @@ def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None
             continue
         state = wire.unpack(kept.tobytes())
         session.life, session.opened, session.ended = state["life"], state["opened"], state.get("ended", False)
-        session.beats = state.get("beats", False)
+        session.beats, session.owner = state.get("beats", False), state.get("owner", "")
         session.reward, session.failure = state.get("reward", 0.0), state.get("failure", "")
+        session.metrics = state.get("metrics", {})
         session.unheard = set(state.get("unheard", ()))
     found = (TurnKey.of_note(lease.purpose, lease.number, name) for name in lease.records)
     for key in sorted(filter(None, found), key=lambda key: key.turn):

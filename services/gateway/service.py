@@ -53,6 +53,7 @@ class Gateway:
             config, text, max_length, self.actor.mailbox.ask_later, self._deliver, self._gone, needs_reward
         )
         self._doors = Doors(config, context, self._desk, model)
+        self._alone = False
         self._thread = threading.Thread(target=self._serve, name="doors", daemon=True)
 
     def run(self) -> str:
@@ -72,7 +73,7 @@ class Gateway:
                 self._loop.call_soon_threadsafe(self._desk.expire)
             if not self._thread.is_alive():
                 raise RuntimeError("the gateway's HTTP server has ended by itself")
-        self._loop.call_soon_threadsafe(self._desk.end, reason)
+        self._loop.call_soon_threadsafe(self._desk.end, reason, self._alone)
         self._outbox.drain(self._read_inbox, LINGER_S)
         self._doors.close()
         self._thread.join(5)
@@ -89,6 +90,7 @@ class Gateway:
         except queue.Empty:
             return None
         if isinstance(event, Stop):
+            self._alone = event is self.actor.own_stop
             return event.reason
         if isinstance(event, FencedError):
             raise event

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,8 @@ class Session:
     """How often it was begun anew."""
     opened: bool = False
     """An agent has it."""
+    owner: str = ""
+    """The name of the key by which it was opened."""
     beats: bool = False
     """By a client that says that it is alive."""
     turns: dict[int, Turn] = field(default_factory=dict)
@@ -97,6 +99,8 @@ class Session:
     reward: float = 0.0
     failure: str = ""
     """Why it has no reward."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What its agent has measured."""
 
     def begin_anew(self) -> None:
         """Another agent takes it, from the start."""
@@ -163,10 +167,12 @@ class Session:
             rewards[-1] = self.reward
             words = tuple(decode(turn.answer.tokens.tolist()) for turn in path)
             text = decode(tokens[len(path[0].given) :].tolist())
-            found.append(join(parts, text, leaf.answer.finish, rewards, words, self.failure, greedy))
+            made = join(parts, text, leaf.answer.finish, rewards, words, self.failure, greedy)
+            found.append(replace(made, session=self.place, metrics=self.metrics))
         if not found:
             failure = self.failure or "its agent has had no turn"
-            found.append(join([prompt], "", "length", np.zeros(len(prompt), np.float32), (), failure, greedy))
+            made = join([prompt], "", "length", np.zeros(len(prompt), np.float32), (), failure, greedy)
+            found.append(replace(made, session=self.place, metrics=self.metrics))
         return found
 
     def _leaves(self) -> list[Turn]:

@@ -38,6 +38,8 @@ class Held:
     work: Work
     session: Session
     life: int
+    owner: str = ""
+    """The name of the key that its agent came in by; empty: none was needed, or the owner's."""
     touched: float = field(default_factory=time.monotonic)
     """When its agent last asked for something; and when the client that has it was last heard, None where nobody has
     said that he would be."""

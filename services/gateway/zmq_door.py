@@ -13,8 +13,9 @@ import structlog
 from penstock.protocols import messages as m
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import BrokerKeys
-from penstock.protocols.mailbox import RouterServer
-from penstock.services.gateway.desk import Desk
+from penstock.protocols.router_server import RouterServer
+from penstock.services.gateway.access import OWNER, WHO, Access
+from penstock.services.gateway.desk import LEAVING, Desk
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.session import Turn
 
@@ -30,9 +31,9 @@ Request = tuple[str, int]
 class ZmqDoor:
     """A thread with the socket; what is asked is answered in the desk's loop."""
 
-    def __init__(self, bind: str, desk: Desk, keys: BrokerKeys | None) -> None:
-        self._desk = desk
-        self._router = RouterServer(bind, keys, "gateway.bind")
+    def __init__(self, bind: str, desk: Desk, keys: BrokerKeys | None, access: Access) -> None:
+        self._desk, self._access = desk, access
+        self._router = RouterServer(bind, keys, "gateway.bind", access.admits)
         self.address = self._router.address
         self._answers: queue.SimpleQueue[tuple[Request, m.Message]] = queue.SimpleQueue()
         self._known: OrderedDict[Request, m.Message | None] = OrderedDict()
@@ -56,12 +57,13 @@ class ZmqDoor:
         while not self._closing.is_set():
             for identity, number, message in self._router.receive(POLL_S):
                 request = identity, number
+                guest = self._router.guests.get(identity, "")
                 if isinstance(message, m.AgentBeat):
                     loop.call_soon_threadsafe(self._desk.heard, message.sessions)
                     continue
                 if request not in self._known:
                     self._remember(request, None)
-                    asyncio.run_coroutine_threadsafe(self._answer(request, message), loop)
+                    asyncio.run_coroutine_threadsafe(self._answer(request, message, guest), loop)
                 elif (answer := self._known[request]) is not None:
                     self._router.send(identity, answer, number)
             while not self._answers.empty():
@@ -76,10 +78,13 @@ class ZmqDoor:
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
 
-    async def _answer(self, request: Request, message: m.Message) -> None:
+    async def _answer(self, request: Request, message: m.Message, guest: str) -> None:
         try:
+            WHO.set(self._access.by_curve(guest) if guest else OWNER)
             answer = await self._do(message)
         except AgentError as error:
+            if error.code == LEAVING:  # not heard, it is asked of the next one
+                return
             answer = m.AgentRefused(
                 status=error.status, code=error.code, reason=str(error), retry_s=error.retry_s or 0.0
             )
@@ -104,7 +109,7 @@ class ZmqDoor:
             tokens = np.frombuffer(message.tokens.tobytes(), np.int32)
             return _reply(await desk.generate(held, tokens, message.max_tokens, request=message.request))
         if isinstance(message, m.AgentFinish):
-            await desk.finish(message.session, message.reward)
+            await desk.finish(message.session, message.reward, message.metrics)
             return m.Ack()
         if isinstance(message, m.AgentAbandon):
             await desk.abandon(await desk.find(message.session), message.reason)

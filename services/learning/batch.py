@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from penstock.protocols.columns import REWARD, ColumnError, ColumnTable
-from penstock.protocols.experience import ExperienceError, Group, Trajectory, unpack_group
+from penstock.protocols.experience import ExperienceError, Group, Trajectory, sessions_of, unpack_group
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.wire import WireError
 
@@ -28,6 +28,8 @@ class TrainingBatch:
     trajectories: list[Trajectory]
     groups: np.ndarray
     """int64 ``[trajectories]``: the number of its group."""
+    sessions: np.ndarray
+    """int64 ``[trajectories]``, from 0: branches of one agent's session have the same; any other has its own."""
     values: dict[str, np.ndarray]
     """Columns with a value for each trajectory: ``[trajectories]``."""
     token_values: dict[str, list[np.ndarray]]
@@ -85,6 +87,7 @@ def open_batch(batch: Batch, table: ColumnTable) -> TrainingBatch:
     step = TrainingBatch(
         trajectories,
         np.array([taken.number for taken, group in groups for _ in group.trajectories], np.int64),
+        _sessions([group for _, group in groups]),
         {name: _joined(name, groups) for name in table.names if per[name] == "trajectory"},
         {name: _split(name, groups) for name in table.names if per[name] == "token"},
         len(batch.groups) - len(groups),
@@ -123,6 +126,7 @@ def _without_greedy(step: TrainingBatch) -> TrainingBatch:
         step,
         trajectories=[step.trajectories[i] for i in kept],
         groups=step.groups[kept],
+        sessions=np.unique(step.sessions[kept], return_inverse=True)[1],
         values=values,
         token_values={name: [parts[i] for i in kept] for name, parts in step.token_values.items()},
         placed=None if step.placed is None else [step.placed[i] for i in kept],
@@ -144,6 +148,14 @@ def _open_group(taken: TakenGroup, table: ColumnTable) -> Group:
     for name, column in table.by_name.items():
         column.check(taken.columns[name], len(group.trajectories), tokens)
     return group
+
+
+def _sessions(groups: list[Group]) -> np.ndarray:
+    parts, begun = [np.zeros(0, np.int64)], 0
+    for group in groups:
+        parts.append(sessions_of(group) + begun)
+        begun = int(parts[-1][-1]) + 1
+    return np.concatenate(parts)
 
 
 def _joined(name: str, groups: list[tuple[TakenGroup, Group]]) -> np.ndarray:

@@ -99,6 +99,8 @@ class Actor:
         self.hellos = 0
         self.held: set[tuple[Held, int]] = set()
         """Groups and turns that it was given, in the inbox or at work, until `put_down`."""
+        self.own_stop: Stop | None = None
+        """Its process was told to leave, and not by the broker: the run may go on."""
         self.error: str | None = None
         """Why it ends, where that is not the run's end."""
         self.introduction: Callable[[], list[Message]] = list
@@ -120,7 +122,8 @@ class Actor:
 
     def stop(self, reason: str) -> None:
         """Asks the actor's loop to end; safe from any thread and from a signal handler."""
-        self.mailbox.post(Stop(reason=reason))
+        self.own_stop = Stop(reason=reason)
+        self.mailbox.post(self.own_stop)
 
     def next(self) -> object:
         """The next event of the inbox, however long that takes."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from penstock.protocols.columns import GREEDY, PICKED, POLICY, REFERENCE, REWARD, SAMPLED, SQUARES, WEIGHTS
-from penstock.protocols.experience import UNSAMPLED, Trajectory
+from penstock.protocols.experience import UNSAMPLED, Trajectory, mean_by_session
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import token_rewards
@@ -149,11 +149,14 @@ class Learner(ModelLearner):
         if step.greedy is not None:
             columns[GREEDY] = torch.from_numpy(step.greedy[rewarded])
         columns[SAMPLED] = step.padded([t.logprobs for t in step.trajectories], rewarded)
-        groups, mask = torch.from_numpy(step.groups[rewarded]), rewards.mask.bool()
+        groups, sessions = torch.from_numpy(step.groups[rewarded]), torch.from_numpy(step.sessions[rewarded])
+        mask = rewards.mask.bool()
         if self.algorithm.weighs_policy:
             columns |= self._policy_columns(step, rewarded, mask, columns[SAMPLED])
         found = torch.zeros((len(step.trajectories), mask.shape[1]))
-        found[rewarded] = self.algorithm.advantages(rewards.scores, mask, groups, columns, rewards.tokens).float()
+        found[rewarded] = self.algorithm.advantages(
+            rewards.scores, mask, groups, columns, rewards.tokens, sessions
+        ).float()
         return found, rewards.metrics
 
     def _policy_columns(
@@ -198,7 +201,8 @@ class Learner(ModelLearner):
     def _describe(self, step: TrainingBatch) -> dict[str, float]:
         lags = step.lags(self.version)
         lengths = np.array([t.sampled for t in step.trajectories])
-        rewards = step.rewards[step.rewarded]
+        rewards = mean_by_session(step.rewards, step.sessions)
+        rewards = rewards[np.isfinite(rewards)]
         finished = [t.finish == "stop" for t in step.trajectories]
         compared = [step.rewards[step.groups == number] for number in np.unique(step.groups)] if self._compares else []
         return {
@@ -239,14 +243,18 @@ def _means(step: TrainingBatch) -> dict[str, float]:
 
 
 def _turns(step: TrainingBatch) -> dict[str, float]:
-    """What only steps with greedy baselines, or an environment, have."""
+    """What only steps with greedy baselines, an environment or agents have."""
     found = {}
     if step.greedy is not None and np.isfinite(step.greedy).any():
         found["reward_greedy"] = float(np.nanmean(step.greedy))
     turns = [len(t.turns) for t in step.trajectories]
     if any(turns):
         found["turns"] = float(np.mean(turns))
-    return found
+    measured: dict[str, dict[int, float]] = {}
+    for session, trajectory in zip(step.sessions.tolist(), step.trajectories, strict=True):
+        for name, value in trajectory.metrics.items():
+            measured.setdefault(name, {})[session] = value
+    return found | {f"agent/{name}": float(np.mean([*values.values()])) for name, values in measured.items()}
 
 
 def _share(rows: Rows, totals: Totals) -> float:

@@ -123,7 +123,13 @@ def synchronous(config: Config, folder: Path) -> list[str]:
             references += columns
         groups = np.repeat(np.array(numbers), sampling.n)
         learner.train(
-            TrainingBatch(trajectories, groups, {"reward": np.array(rewards, np.float32)}, {"reference": references})
+            TrainingBatch(
+                trajectories,
+                groups,
+                np.arange(len(groups)),
+                {"reward": np.array(rewards, np.float32)},
+                {"reference": references},
+            )
         )
         source = ShardExporter(dict(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu), gmac)
         found.append(source.digest())

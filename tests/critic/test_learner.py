@@ -80,7 +80,9 @@ def test_a_trajectory_without_reward_has_no_part_in_it(policy: Path) -> None:
     step = a_step(2)
     step.values["reward"][:4] = np.nan
     learner, other = critic_of(policy), critic_of(policy)
-    rest = TrainingBatch(step.trajectories[4:], step.groups[4:], {"reward": step.values["reward"][4:]}, {})
+    rest = TrainingBatch(
+        step.trajectories[4:], step.groups[4:], step.sessions[4:], {"reward": step.values["reward"][4:]}, {}
+    )
     one, two = learner.train(valued(learner, step)), other.train(valued(other, rest))
     assert one["critic_loss"] == pytest.approx(two["critic_loss"], rel=1e-5)
     assert one["critic_grad_norm"] == pytest.approx(two["critic_grad_norm"], rel=1e-4)

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.gateway.house import CALLS, House
-from tests.gateway.test_doors import opened, served
+from tests.gateway.test_doors import opened, owners, served
 
 CHECKS: list[CheckFunction] = [
     status_code_conformance, content_type_conformance, response_schema_conformance, negative_data_rejection,
@@ -54,7 +54,7 @@ def statuses(operation: Any, session: str) -> Counter[int]:
     return found
 
 
-def test_the_served_document_is_true(tokenizers: dict[bool, Path], model: Any) -> None:
+def test_the_served_document_is_true(tokenizers: dict[bool, Path], model: Any, tmp_path: Path) -> None:
     house = House(tokenizers[True], model, tool_calls=CALLS, attempts=1000)
     house.desk.start(house.lease(0, n=8, new=2))
     house.desk._settled_at = 0.0  # nobody is waited for
@@ -71,7 +71,7 @@ def test_the_served_document_is_true(tokenizers: dict[bool, Path], model: Any) -
             session = await opened(url, http)
         return await asyncio.to_thread(play, url, session["session"])
 
-    found = served(house, agent, key="right")
+    found = served(house, agent, owners(tmp_path, "right"))
     assert len(found) == 11
     for label, codes in found.items():
         assert not codes[500], (label, codes)

@@ -21,6 +21,7 @@ from penstock.pipeline import cli
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient, RunOver
 from penstock.protocols.experience import Group
 from penstock.services.gateway import bodies
+from penstock.services.gateway.access import Access
 from penstock.services.gateway.http import make_app
 from penstock.services.gateway.patience import ImpatientProtocol
 from penstock.services.gateway.zmq_door import ZmqDoor
@@ -37,11 +38,21 @@ def house(tokenizers: dict[bool, Path], model: Any) -> House:
     return made
 
 
-def served(house: House, agent: Callable[[str], Awaitable[Any]], key: str | None = None) -> Any:
+def owners(folder: Path, key: str) -> Access:
+    """Of a run in ``folder`` whose owner has this ``key``, which is asked for."""
+    (folder / "keys").mkdir(exist_ok=True)
+    (folder / "keys" / "agents.key").write_text(key + "\n")
+    return Access(folder, required=True)
+
+
+NO_KEYS = Access(Path("nowhere"), required=False)
+
+
+def served(house: House, agent: Callable[[str], Awaitable[Any]], access: Access = NO_KEYS) -> Any:
     """What ``agent``, given the gateway's URL, returns."""
 
     async def main() -> Any:
-        app = make_app(house.desk, "policy", key)
+        app = make_app(house.desk, "policy", access)
         server = uvicorn.Server(uvicorn.Config(app, http=ImpatientProtocol, port=0, log_config=None, lifespan="off"))
         serving = asyncio.ensure_future(server.serve())
         while not server.started:
@@ -316,7 +327,7 @@ async def _endless() -> AsyncIterator[bytes]:
         yield b" " * (1 << 20)
 
 
-def test_bad_requests_cost_themselves(house: House) -> None:
+def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
     async def agent(url: str) -> None:
         async with httpx.AsyncClient(headers={"authorization": "Bearer right"}) as http:
             session = await opened(url, http)
@@ -367,12 +378,10 @@ def test_bad_requests_cost_themselves(house: House) -> None:
             over = await http.post(f"{url}/v1/sessions", json={"wait_s": 9})
             assert over.status_code == 410 and over.json()["error"]["code"] == "run_over"
 
-    served(house, agent, key="right")
+    served(house, agent, owners(tmp_path, "right"))
 
 
 def test_sessions_are_listed(house: House, tmp_path: Path) -> None:
-    (tmp_path / "keys").mkdir()
-    (tmp_path / "keys" / "agents.key").write_text("right\n")
     (tmp_path / "gateways").mkdir()
     runner = CliRunner()
 
@@ -387,12 +396,12 @@ def test_sessions_are_listed(house: House, tmp_path: Path) -> None:
         shown = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path)])
         assert "1 sessions" in shown.output and session["session"] in shown.output
 
-    served(house, agent, key="right")
+    served(house, agent, owners(tmp_path, "right"))
 
 
 def test_the_zeromq_client(house: House) -> None:
     async def agent() -> list[Any]:
-        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, None)
+        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, None, NO_KEYS)
         door.start(asyncio.get_running_loop(), "http://here")
         heard = []
         try:

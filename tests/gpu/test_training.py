@@ -45,7 +45,9 @@ def some_steps(count: int, vocabulary: int, groups: int) -> list[TrainingBatch]:
                 logprobs = np.where(mask == 1, -10.0, 0.0).astype(np.float32)
                 trajectories.append(Trajectory(tokens, mask, logprobs, versions, text="", finish="length"))
         rewards = random.random(8 * groups).astype(np.float32)
-        steps.append(TrainingBatch(trajectories, np.repeat(np.arange(groups), 8), {"reward": rewards}, {}))
+        steps.append(
+            TrainingBatch(trajectories, np.repeat(np.arange(groups), 8), np.arange(groups * 8), {"reward": rewards}, {})
+        )
     return steps
 
 

@@ -12,8 +12,9 @@ import zmq
 from penstock.pipeline.harness.ack_server import ack_server
 from penstock.protocols import keys
 from penstock.protocols.keys import ClientKeys, KeysError
-from penstock.protocols.mailbox import AddressError, DeadlineError, Mailbox, RouterServer
+from penstock.protocols.mailbox import AddressError, DeadlineError, Mailbox
 from penstock.protocols.messages import Ack, Take
+from penstock.protocols.router_server import RouterServer
 
 
 @pytest.fixture

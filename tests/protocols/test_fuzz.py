@@ -14,7 +14,7 @@ import zmq
 from penstock.pipeline.harness.ack_server import ack_server
 from penstock.protocols import wire
 from penstock.protocols.experience import ExperienceError, GroupSummary, as_bytes, pack_group, unpack_group
-from penstock.protocols.mailbox import Mailbox, RouterServer
+from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import (
     Ack,
     Commit,
@@ -29,6 +29,7 @@ from penstock.protocols.messages import (
     from_envelope,
     to_envelope,
 )
+from penstock.protocols.router_server import RouterServer
 from tests.conftest import make_group
 
 DECODED, LIVE = 200_000, 20_000

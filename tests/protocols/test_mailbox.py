@@ -12,8 +12,9 @@ import zmq
 
 from penstock.protocols import mailbox as mb
 from penstock.protocols import wire
-from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError, RouterServer
+from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError
 from penstock.protocols.messages import Ack, Credit, Fenced, Heartbeat, Refused, Stop, Take
+from penstock.protocols.router_server import RouterServer
 
 
 class Answering:

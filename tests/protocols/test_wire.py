@@ -115,7 +115,7 @@ def test_groups_survive_packing(seed: int, n: int, candidates: bool) -> None:
     [
         ("versions", np.zeros(3, np.int32), "one value for each"),
         ("lengths", np.array([0], np.int32), "at least one"),
-        ("texts", ["a", "b"], "do not agree"),
+        ("text", ["a", "b"], "do not agree"),
         ("prompt", {"index": "x"}, "prompt"),
         ("logprobs", None, "one value for each"),
     ],

@@ -20,4 +20,4 @@ def a_step(seed: int) -> TrainingBatch:
     groups = [make_group(random, number) for number in range(3)]
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = random.random(12).astype(np.float32)
-    return TrainingBatch(trajectories, np.repeat(np.arange(3), 4), {"reward": rewards}, {})
+    return TrainingBatch(trajectories, np.repeat(np.arange(3), 4), np.arange(12), {"reward": rewards}, {})

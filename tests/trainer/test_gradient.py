@@ -47,7 +47,9 @@ def make_step(model: Any) -> TrainingBatch:
     rewards[5] = np.nan
     reference = [np.minimum(t.logprobs + random.normal(0, 0.4, len(t.tokens)), 0) * t.loss_mask for t in near]
     reference = [values.astype(np.float32) for values in reference]
-    return TrainingBatch(near, np.repeat(np.arange(GROUPS), N), {"reward": rewards}, {"reference": reference})
+    return TrainingBatch(
+        near, np.repeat(np.arange(GROUPS), N), np.arange(len(near)), {"reward": rewards}, {"reference": reference}
+    )
 
 
 def plain_gradient(model: Any, step: TrainingBatch, ratio: str, correction: bool, kl: float) -> dict[str, torch.Tensor]:

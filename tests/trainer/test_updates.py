@@ -32,7 +32,7 @@ def weights(of: Learner) -> torch.Tensor:
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=9), epochs=st.integers(1, 3), parts=st.integers(1, 4))
 def test_every_epoch_has_every_group_once_and_whole(sizes: list[int], epochs: int, parts: int) -> None:
     numbers = np.repeat(np.arange(len(sizes)) + 40, sizes)
-    step = TrainingBatch([None] * len(numbers), numbers, {}, {})  # type: ignore[list-item]
+    step = TrainingBatch([None] * len(numbers), numbers, numbers, {}, {})  # type: ignore[list-item]
     found = list(mini_batches(step, epochs, parts))
     assert len(found) == epochs * parts
     for epoch in range(epochs):

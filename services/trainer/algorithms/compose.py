@@ -16,6 +16,7 @@ from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token
 from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithm_config import AlgorithmConfig, CustomFunction
+from penstock.services.trainer.algorithms.advantages.branches import by_session
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.weights import mean_terms
@@ -58,6 +59,7 @@ class Algorithm:
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
         self._advantage = _resolve(config.advantage, "advantage")
+        self._own_advantage = isinstance(config.advantage, CustomFunction)
         self._loss = _resolve(config.loss, "loss")
         none = config.correction.type == "none"
         self._correction = None if none else _resolve(config.correction, "correction")
@@ -89,13 +91,17 @@ class Algorithm:
         groups: torch.Tensor,
         columns: Mapping[str, torch.Tensor],
         tokens: torch.Tensor | None = None,
+        sessions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """An advantage a token, ``[rows, length]``, 0 where ``mask`` (bool, so shaped) is not set; from each row's
         reward, its group's number and its `group_columns`. ``tokens`` ``[rows, length]`` says where in a row its reward
-        lies; None: on the last token."""
+        lies; None: on the last token. ``sessions`` ``[rows]``: rows with the same number are branches of one session,
+        which a built-in advantage of whole rows compares as one; None: each row is its own."""
         mask = mask.to(scores.dtype)
         if self._config.advantage.by_token:
             scores = on_last_token(scores, mask) if tokens is None else tokens
+        elif sessions is not None and len(torch.unique(sessions)) < len(scores) and not self._own_advantage:
+            return by_session(self._advantage, columns, scores, mask, groups, sessions)
         return self._advantage(columns, scores, mask, groups)
 
     def pick(

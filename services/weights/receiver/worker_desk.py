@@ -22,7 +22,8 @@ import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.keys import ClientKeys
-from penstock.protocols.mailbox import Mailbox, RouterServer
+from penstock.protocols.mailbox import Mailbox
+from penstock.protocols.router_server import RouterServer
 from penstock.protocols.versions import CollectiveRoute
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.receiver import Prepared

@@ -12,8 +12,9 @@ import torch
 
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import ClientKeys
-from penstock.protocols.mailbox import Mailbox, RouterServer
+from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Bucket, Fetch, Message, Refused
+from penstock.protocols.router_server import RouterServer
 from penstock.protocols.versions import Layout
 from penstock.services.weights import delta
 

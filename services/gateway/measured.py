@@ -1,0 +1,24 @@
+"""What agents measure of their own sessions, beside the reward: a step's metrics have the mean as ``agent/NAME``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from penstock.services.gateway.errors import AgentError
+
+MOST = 32
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+
+
+def checked(metrics: Mapping[str, float]) -> dict[str, float]:
+    """As they are kept. Raises `AgentError`."""
+    if len(metrics) > MOST:
+        raise AgentError(422, "invalid_request", f"metrics: {len(metrics)} of them; a session has at most {MOST}")
+    for name, value in metrics.items():
+        if not NAME.fullmatch(name):
+            raise AgentError(422, "invalid_request", f"metrics: {name[:80]!r}: a name is like {NAME.pattern}")
+        if not math.isfinite(value):
+            raise AgentError(422, "invalid_request", f"metrics: {name}: {value} is no finite number")
+    return {name: float(value) for name, value in metrics.items()}

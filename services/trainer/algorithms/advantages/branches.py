@@ -1,0 +1,43 @@
+"""Advantages where an agent's session has several branches: it is compared with others once, however many it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from penstock.services.trainer.algorithms.advantages.group_stats import Groups
+
+Advantage = Callable[[Mapping[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def by_session(
+    advantage: Advantage,
+    columns: Mapping[str, torch.Tensor],
+    scores: torch.Tensor,
+    mask: torch.Tensor,
+    groups: torch.Tensor,
+    sessions: torch.Tensor,
+) -> torch.Tensor:
+    """``advantage`` of whole rows, taken of each session: of the mean of its branches' ``scores`` (and ``columns``
+    ``[rows]``), and of all of their tokens. Each branch has its session's. ``sessions`` ``[rows]``: any integer that is
+    the same within a session; the other shapes as for `grpo`.
+
+    >>> scores, groups = torch.tensor([0.0, 1.0, 1.0]), torch.tensor([7, 7, 7])
+    >>> two = by_session(lambda _, s, m, g: (s - s.mean())[:, None] * m, {}, scores, torch.ones(3, 1), groups,
+    ...     torch.tensor([0, 1, 1]))
+    >>> two[:, 0].tolist()
+    [-0.5, 0.5, 0.5]
+    """
+    among = Groups.of(sessions, scores.dtype)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return among.sum(values.to(scores.dtype)) / among.count
+
+    lengths = among.sum(mask.sum(-1)).clamp(min=1)
+    places = torch.arange(int(lengths.max()), device=mask.device)
+    whole = (places < lengths[:, None]).to(mask.dtype)
+    one_of = torch.zeros(len(among.count), dtype=torch.long).scatter_(0, among.member, torch.arange(len(scores)))
+    of_rows = {name: mean(values) for name, values in columns.items() if values.ndim == 1}
+    found = advantage(of_rows, mean(scores), whole, groups[one_of])
+    return found[among.member, :1] * mask

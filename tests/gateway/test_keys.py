@@ -1,0 +1,152 @@
+"""Keys for agents elsewhere: what each may take, whose sessions it sees, and that it can be taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from penstock.pipeline import cli
+from penstock.protocols import keys as curve
+from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
+from penstock.protocols.keys import load_client
+from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
+from penstock.protocols.messages import LedgerRequest
+from penstock.protocols.router_server import RouterServer
+from penstock.services.gateway import access
+from penstock.services.gateway.access import Access
+from penstock.services.gateway.zmq_door import ZmqDoor
+from tests.gateway.house import House
+from tests.gateway.test_doors import SAY, owners, served
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(access, "LOOK_S", 0.0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("run: {name: agent}\n")
+    curve.make(tmp_path / "run" / "keys")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def house(tokenizers: dict[bool, Path], model: Any) -> House:
+    made = House(tokenizers[True], model)
+    made.desk.start(made.lease(0, n=4))
+    made.desk._settled_at = 0.0
+    return made
+
+
+def keys(*arguments: str) -> str:
+    told = CliRunner().invoke(cli.app, ["keys", *arguments])
+    if told.exception and not isinstance(told.exception, SystemExit):
+        raise told.exception
+    return told.output
+
+
+def http_key(output: str) -> dict[str, str]:
+    return {"Authorization": "Bearer " + output.splitlines()[0].removeprefix("over HTTP: ")}
+
+
+def test_over_http_a_key_sees_its_own_sessions_and_takes_no_more_than_it_may(run: Path, house: House) -> None:
+    alice = http_key(keys("add", str(run), "alice", "--sessions", "1", "--turns-per-minute", "2"))
+    bob = http_key(keys("add", str(run), "bob", "--days", "3"))
+    listed = keys("list", str(run))
+    assert "alice" in listed and "bob" in listed
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url) as http:
+
+            async def asked(key: dict[str, str], path: str, body: dict[str, Any]) -> httpx.Response:
+                return await http.post(path, json=body, headers=key)
+
+            opened = (await asked(alice, "/v1/sessions", {"wait_s": 0})).json()
+            more = await asked(alice, "/v1/sessions", {"wait_s": 0})
+            assert more.status_code == 429 and more.json()["error"]["code"] == "quota"
+            assert float(more.headers["retry-after"]) > 0
+            chat = f"/s/{opened['session']}/v1/chat/completions"
+            assert [(await asked(alice, chat, {"messages": SAY})).status_code for _ in range(3)] == [200, 200, 429]
+            assert (await asked(bob, chat, {"messages": SAY})).status_code == 404, "not his"
+            assert (await asked(bob, f"/v1/sessions/{opened['session']}/finish", {"reward": 1.0})).status_code == 404
+            own = {"x-api-key": "right"}
+            assert (await asked(own, chat, {"messages": SAY})).status_code == 200, "the owner's are all"
+            (row,) = (await http.get("/v1/sessions", headers=own)).json()
+            assert row["key"] == "alice" and not (await http.get("/v1/sessions", headers=bob)).json()
+            keys("revoke", str(run), "alice")
+            assert (await asked(alice, chat, {"messages": SAY})).status_code == 401
+            assert (await asked({}, chat, {"messages": SAY})).status_code == 401
+
+    served(house, agent, owners(run, "right"))
+
+
+def test_over_zeromq_a_key_opens_gateways_alone_until_it_is_taken_away(
+    run: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys("add", str(run), "alice", "--sessions", "1", "--out", "alice.json")
+    assert Path("alice.json").stat().st_mode & 0o777 == 0o600
+
+    async def agent() -> None:
+        served_keys = load_client(run / "keys" / "client.json").to_serve()
+        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, served_keys, Access(run, required=True))
+        door.start(asyncio.get_running_loop(), "http://here")
+        try:
+            async with AsyncAgentClient(door.address, keys="alice.json") as client:
+                session = await client.session()
+                await session.chat(SAY)
+                with pytest.raises(AgentRefusedError, match="holds 1 sessions at most"):
+                    await client.session(wait_s=0)
+                own = load_client(run / "keys" / "client.json").to_reach()
+                async with AsyncAgentClient(door.address, keys=own) as owner:
+                    other = await owner.session()
+                    assert house.desk.rows()[1]["session"] == other.id and house.desk.rows()[0]["key"] == "alice"
+                keys("revoke", str(run), "alice")
+                with pytest.raises(AgentRefusedError, match="taken away"):
+                    await session.chat(SAY)
+        finally:
+            await asyncio.to_thread(door.close)
+
+    house.run(agent)
+
+
+def test_a_named_key_does_not_open_the_broker(run: Path) -> None:
+    keys("add", str(run), "alice", "--out", "alice.json")
+    broker = RouterServer("tcp://127.0.0.1:*", curve.load_broker(run / "keys" / "broker.json"))
+    guest = load_client(Path("alice.json"))
+    known = load_client(run / "keys" / "client.json")
+    for tried in (guest, curve.ClientKeys(known.broker_public, guest.client_public, guest.client_secret)):
+        mailbox = Mailbox(broker.address, incarnation_of("guest"), tried)
+        asked = mailbox.ask_later(LedgerRequest(), 1.0)
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            assert not broker.receive(0.05)
+        with pytest.raises(DeadlineError):
+            asked.result(5)
+        mailbox.close()
+    broker.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["add", "RUN", "no/name"], "NAME: 'no/name'"),
+        (["add", "nowhere", "alice"], "RUN: nowhere is no run's folder"),
+        (["add", "RUN", "alice", "--sessions", "0"], "--sessions"),
+        (["add", "RUN", "alice", "--out", "there/alice.json"], "--out: cannot write"),
+        (["revoke", "RUN", "bob"], "no key 'bob'"),
+    ],
+)
+def test_what_is_wrong_with_a_key_is_told(run: Path, arguments: list[str], match: str) -> None:
+    told = CliRunner().invoke(cli.app, ["keys", *(str(run) if a == "RUN" else a for a in arguments)])
+    assert match in told.output + str(told.exception) and not list((run / "keys" / "agents").glob("*"))
+
+
+def test_a_file_that_is_no_key_costs_itself_alone(run: Path) -> None:
+    shown = http_key(keys("add", str(run), "alice"))["Authorization"].removeprefix("Bearer ")
+    (run / "keys" / "agents" / "broken.json").write_text("{")
+    assert Access(run, required=True).by_bearer(shown).name == "alice"
