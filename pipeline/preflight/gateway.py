@@ -10,7 +10,7 @@ from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway import ports
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import user_code
-from penstock.services.turns.tool_calls import Call, parser
+from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, by_text
 
 KEY = "gateway.tool_calls"
 
@@ -21,7 +21,9 @@ def look(config: Config, report: Report) -> None:
     if not gateway.count:
         return
     with report.collect():
-        if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
+        if missing := [
+            name for name in ("fastapi", "jsonschema_rs", "uvicorn") if importlib.util.find_spec(name) is None
+        ]:
             raise SetupError(f"gateway.count: {' and '.join(missing)} is missing; pip install 'penstock[agents]'")
         _try_parser(gateway.tool_calls)
         try:
@@ -33,8 +35,14 @@ def look(config: Config, report: Report) -> None:
 
 
 def _try_parser(name: str) -> None:
-    """On words that need not hold a call."""
-    find = parser(name, KEY)
+    """On words that need not hold a call. A library's is looked for when a gateway starts: it needs the tokenizer."""
+    if name == TEMPLATE:
+        return
+    if name.startswith(VLLM):
+        if importlib.util.find_spec("vllm") is None:
+            raise SetupError(f"{KEY}: {name} needs vLLM where the gateway runs: pip install 'penstock[vllm]'")
+        return
+    find = by_text(name, KEY)
     with user_code(KEY, name):
         found = find("sort ba")
     whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str) and isinstance(found[1], list)

@@ -53,9 +53,12 @@ def add(
             raise ConfigError(f"--out: cannot write {file}: {error.strerror}; choose another file") from None
     expires = datetime.now(UTC) + timedelta(days=days) if days else None
     key = NamedKey(
-        sha256=digest(shown), curve_public=guest.client_public if guest else "", sessions=sessions, turns_per_minute=turns_per_minute,
+        sha256=digest(shown),
+        curve_public=guest.client_public if guest else "",
+        sessions=sessions,
+        turns_per_minute=turns_per_minute,
         expires=expires,
-    )  # fmt: skip
+    )
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_whole(kept, key.model_dump_json() + "\n", mode=0o600)
     console = Console()

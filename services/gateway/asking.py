@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-
-from penstock.services.gateway.errors import AgentError
 
 TEXT = {"text", "input_text", "output_text", "refusal"}
 UNREAD = {"thinking", "redacted_thinking", "reasoning"}
@@ -97,11 +95,3 @@ def plain(messages: Sequence[Told]) -> list[dict[str, Any]]:
     """As chat templates want them; a developer's are a system's."""
     said = [message.model_dump(exclude_none=True) for message in messages]
     return [{**each, "role": "system" if each["role"] == "developer" else each["role"]} for each in said]
-
-
-def unconstrained(key: str, wanted: Mapping[str, Any] | None) -> None:
-    """Raises `AgentError` where answers of a certain form are asked for: what is trained on is drawn without."""
-    if wanted and wanted.get("type", "text") != "text":
-        raise AgentError(
-            400, "unsupported", f"{key}: answers are drawn as they come, not held to a schema; ask for a tool's call"
-        )

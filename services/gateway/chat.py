@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from pydantic import Field
 
-from penstock.services.gateway.asking import Several, Told, Tool, plain, unconstrained
+from penstock.services.gateway.asking import Several, Told, Tool, plain
+from penstock.services.gateway.formats import Fits, wanted_form
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 
@@ -33,9 +35,13 @@ class ChatRequest(Several):
         return self.max_completion_tokens or self.max_tokens
 
     def said(self) -> list[dict[str, Any]]:
-        """The messages. Raises `AgentError`."""
-        unconstrained("response_format", self.response_format)
+        """The messages."""
         return plain(self.messages)
+
+    @cached_property
+    def form(self) -> Fits | None:
+        """Whether an answer has the form that is asked for. Raises `AgentError`."""
+        return wanted_form("response_format", self.response_format)
 
     def functions(self) -> list[dict[str, Any]] | None:
         """The tools, as chat templates want them."""
@@ -59,7 +65,7 @@ def completion(session: str, model: str, turns: Sequence[Turn], replies: Replies
         **_about(session, model, turns, "chat.completion"),
         "choices": choices,
         "usage": usage(turns),
-        "penstock": about(session, turns),
+        "penstock": about(session, turns, asked.form),
     }
 
 
@@ -93,10 +99,11 @@ def usage(turns: Sequence[Turn]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
 
 
-def about(session: str, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Which turns of which versions these are."""
+def about(session: str, turns: Sequence[Turn], fits: Fits | None = None) -> dict[str, Any]:
+    """Which turns of which versions these are; and whether each answer has the form that was asked for."""
     versions = [int(v) for turn in turns for v in (turn.answer.versions.min(), turn.answer.versions.max())]
-    return {"session": session, "turns": [t.number for t in turns], "versions": [min(versions), max(versions)]}
+    found = {"session": session, "turns": [t.number for t in turns], "versions": [min(versions), max(versions)]}
+    return found if fits is None else {**found, "fits": [fits(turn.message["content"]) for turn in turns]}
 
 
 def dumps(value: Any) -> str:

@@ -36,6 +36,7 @@ class GatewayConfig(Section):
     max_turns: int = Field(64, ge=1, le=4096)
     """Turns of the policy in one session; more are refused."""
     tool_calls: str = "hermes"
-    """How the policy asks for tools, e.g. ``none``: not at all; ``hermes``: by ``<tool_call>``, as Qwen's; or a
-    ``module:function`` of your own that takes what it said and returns the text that is left, and the calls. See
+    """How the policy asks for tools, e.g. ``none``: not at all; ``hermes``: by ``<tool_call>``, as Qwen's;
+    ``template``: as the tokenizer's ``response_template`` says; ``vllm:llama3_json``: by vLLM's parser of that name;
+    or a ``module:function`` of your own that takes what it said and returns the text that is left, and the calls. See
     docs/agents.md."""

@@ -31,7 +31,6 @@ from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.gateway.work import Held, Key, Work
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import parser
 
 log = structlog.get_logger()
 
@@ -61,7 +60,7 @@ class Desk:
         self.config, self._text = config, text
         self._ask, self._deliver, self._gone, self._needs_reward = ask, deliver, gone, needs_reward
         self._tasks: set[asyncio.Task[None]] = set()
-        self.replies = Replies(text, parser(config.tool_calls, "gateway.tool_calls"))
+        self.replies = Replies(text, config.tool_calls)
         self._policy = Policy(config, text, self.replies, max_length, ask)
         self._works: dict[Key, Work] = {}
         self._free: deque[tuple[Work, Session]] = deque()

@@ -36,6 +36,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
+        _ = asked.form  # what is wrong with it is told before anybody draws
 
         return await answered(
             request,
@@ -65,7 +66,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     ) -> JSONResponse | StreamingResponse:
         """Responses."""
         held = await desk.find(session)
-        said = asked.said(held.id, held.session)
+        said, _ = asked.said(held.id, held.session), asked.form
         return await answered(
             request,
             asked.stream,

@@ -6,21 +6,28 @@ import json
 from typing import Any
 
 from penstock.protocols.messages import Lease
+from penstock.services.turns import library_parsers
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import Parser
+from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, Parser, Said, by_text
+
+KEY = "gateway.tool_calls"
 
 
 class Replies:
     """Makes an assistant's message, as OpenAI's chat completions have it, of a turn's tokens."""
 
-    def __init__(self, text: Tokenizer, parser: Parser) -> None:
-        self._text, self._parser = text, parser
+    def __init__(self, text: Tokenizer, tool_calls: str) -> None:
+        self._text, self._parser = text, _parser(tool_calls, text)
 
     def message(self, lease: Lease, place: int, turn: int, answer: Answer, tools: str) -> dict[str, Any]:
-        """With the calls that the policy asks for, where it was told of ``tools``; their ids follow from the turn."""
-        content = self._text.decode([answer.tokens.tolist()])[0]
-        content, calls = self._parser(content) if tools else (content, [])
+        """With the calls that the policy asks for, where it was told of ``tools`` (JSON); their ids follow from the
+        turn."""
+        tokens = answer.tokens.tolist()
+        content = self._text.decode([tokens])[0]
+        calls: list[Call] = []
+        if tools:
+            content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools))
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = [
@@ -40,3 +47,13 @@ class Replies:
             {"token": text, "logprob": float(value), "bytes": list(text.encode()), "top_logprobs": []}
             for text, value in zip(texts, answer.logprobs, strict=True)
         ]
+
+
+def _parser(name: str, text: Tokenizer) -> Parser:
+    """The one that the config names. Raises `SetupError`."""
+    if name == TEMPLATE:
+        return library_parsers.of_template(text, KEY)
+    if name.startswith(VLLM):
+        return library_parsers.of_vllm(name.removeprefix(VLLM), text, KEY)
+    find = by_text(name, KEY)
+    return lambda said: find(said.text)

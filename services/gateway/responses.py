@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.services.gateway.asking import Told, Tool, plain, unconstrained
+from penstock.services.gateway.asking import Told, Tool, plain
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.errors import AgentError, what_is_wrong
+from penstock.services.gateway.formats import Fits, wanted_form
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn
 
@@ -46,9 +48,16 @@ class ResponsesRequest(BaseModel):
             found.append(made.model_dump(exclude_none=True))
         return found or None
 
+    @cached_property
+    def form(self) -> Fits | None:
+        """Whether an answer has the form that is asked for. Raises `AgentError`."""
+        wanted = (self.text or {}).get("format")
+        if wanted is not None and not isinstance(wanted, dict):
+            raise AgentError(422, "invalid_request", "text.format: not an object")
+        return wanted_form("text.format", wanted)
+
     def said(self, session_id: str, session: Session) -> list[dict[str, Any]]:
         """The conversation as chat completions have it. Raises `AgentError`."""
-        unconstrained("text.format", (self.text or {}).get("format"))
         before = _before(self.previous_response_id, session_id, session)
         if self.instructions is not None:
             rest = before[1:] if before and before[0].get("role") == "system" else before
@@ -110,7 +119,7 @@ def response(session: str, model: str, turn: Turn, replies: Replies, asked: Resp
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": turn.prompt_tokens + size,
         },
-        "penstock": about(session, [turn]),
+        "penstock": about(session, [turn], asked.form),
     }
 
 
@@ -180,7 +189,7 @@ def _head(session: str, model: str, turn: Turn, asked: ResponsesRequest) -> dict
         "parallel_tool_calls": True,
         "previous_response_id": asked.previous_response_id,
         "temperature": None,
-        "text": {"format": {"type": "text"}},
+        "text": asked.text or {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": asked.tools or [],
         "top_p": None,

@@ -82,6 +82,28 @@ class Tokenizer:
             return backend.decode_batch([list(row) for row in rows], skip_special_tokens=True)
         return [self._tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
+    def decode_marked(self, row: Sequence[int]) -> str:
+        """The text of a turn with its special tokens, but for the one that ends it."""
+        ended = bool(row) and row[-1] in self._tokenizer.all_special_ids
+        return self._tokenizer.decode(row[:-1] if ended else row, skip_special_tokens=False)
+
+    @property
+    def has_response_template(self) -> bool:
+        """It knows how what its model says is parsed."""
+        return getattr(self._tokenizer, "response_template", None) is not None
+
+    def parse_response(self, text: str, tools: list[dict[str, Any]] | None) -> Any:
+        """A turn as a message, by the tokenizer's ``response_template``."""
+        begun = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}], tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        return self._tokenizer.parse_response(text, prefix=begun, tools=tools)
+
+    @property
+    def plain(self) -> Any:
+        """The library's own object."""
+        return self._tokenizer
+
     def stop_ids(self, generation_config: Any) -> set[int]:
         """The ids that end a response: the tokenizer's end of sequence and the model's own list."""
         stops = getattr(generation_config, "eos_token_id", None)

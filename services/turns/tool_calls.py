@@ -22,7 +22,19 @@ class Call:
     arguments: dict[str, Any]
 
 
-Parser = Callable[[str], tuple[str, list[Call]]]
+@dataclass(frozen=True)
+class Said:
+    """One turn of the policy, where tools were told of."""
+
+    text: str
+    """Without special tokens."""
+    marked: str
+    """With them, but for the one that ends the turn."""
+    tools: str
+    """As JSON: a list, as chat completions have it."""
+
+
+Parser = Callable[[Said], tuple[str, list[Call]]]
 """From what the policy said to what is left for people, and the calls in it."""
 
 
@@ -50,9 +62,12 @@ def plain(text: str) -> tuple[str, list[Call]]:
     return text, []
 
 
-PARSERS: dict[str, Parser] = {"hermes": hermes, "none": plain}
+PARSERS = {"hermes": hermes, "none": plain}
+TEMPLATE, VLLM = "template", "vllm:"
+"""Names of libraries' parsers: the tokenizer's own; and what vLLM's begin with."""
 
 
-def parser(name: str, key: str) -> Parser:
-    """The one that the config's ``key`` names: one of `PARSERS`, or ``module:function``."""
+def by_text(name: str, key: str) -> Callable[[str], tuple[str, list[Call]]]:
+    """The one that the config's ``key`` names, of those that read text alone: one of `PARSERS`, or
+    ``module:function``."""
     return PARSERS[name] if name in PARSERS else load_plugin(name, key)

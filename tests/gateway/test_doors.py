@@ -342,7 +342,7 @@ def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
                 (f"{base}/chat/completions", {"messages": [{"role": "king", "content": "a"}]}, 422),
                 (f"{base}/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422),
                 (f"{base}/chat/completions", {"messages": SAY, "tools": [{"type": "function"}]}, 422),
-                (f"{base}/chat/completions", {"messages": SAY, "response_format": {"type": "json_object"}}, 400),
+                (f"{base}/chat/completions", {"messages": SAY, "response_format": {"type": "xml"}}, 400),
                 (f"{base}/completions", {"prompt": []}, 422),
                 (f"{base}/responses", {"input": []}, 422),
                 (f"{base}/responses", {"input": "a", "previous_response_id": "resp_7"}, 404),

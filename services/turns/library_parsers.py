@@ -1,0 +1,77 @@
+"""Parsers of libraries for how a model family asks for tools: the tokenizer's own template, and vLLM's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+from penstock.services.runtime.errors import SetupError
+from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tool_calls import Call, Parser, Said
+
+
+def of_template(text: Tokenizer, key: str) -> Parser:
+    """The tokenizer's ``response_template``, by which transformers parses what its model says:
+    https://huggingface.co/docs/transformers/main/chat_response_parsing. Raises `SetupError` where it has none."""
+    if not text.has_response_template:
+        raise SetupError(
+            f"{key}: template: the model's tokenizer has no response_template; name one of vLLM's parsers "
+            "(vllm:qwen3_xml), hermes, none, or a function of yours"
+        )
+
+    def parse(said: Said) -> tuple[str, list[Call]]:
+        found = text.parse_response(said.marked, json.loads(said.tools) if said.tools else None)
+        if not isinstance(found, dict):
+            return said.text, []
+        functions = [call.get("function", call) for call in found.get("tool_calls") or ()]
+        return found.get("content") or "", [_call(each.get("name"), each.get("arguments")) for each in functions]
+
+    return _careful(parse)
+
+
+def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
+    """vLLM's parser of this name: https://docs.vllm.ai/en/latest/features/tool_calling/. Raises `SetupError` where
+    vLLM is not installed, or has none."""
+    try:
+        parsers = importlib.import_module("vllm.tool_parsers").ToolParserManager
+        protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    except ImportError as error:
+        raise SetupError(f"{key}: vllm:{name}: vLLM is not installed where the gateway runs: {error}") from None
+    if name not in parsers.list_registered():
+        raise SetupError(f"{key}: vLLM has no parser {name!r}; it has {', '.join(parsers.list_registered())}")
+    made = parsers.get_tool_parser(name)
+    try:
+        made(text.plain)
+    except Exception as error:
+        raise SetupError(f"{key}: vLLM's parser {name!r} does not fit the model's tokenizer: {error}") from error
+
+    def parse(said: Said) -> tuple[str, list[Call]]:
+        tools = json.loads(said.tools) if said.tools else []
+        request = protocol.ChatCompletionRequest(messages=[], model="", tools=tools or None)
+        found = made(text.plain, request.tools).extract_tool_calls(said.marked, request)
+        if not found.tools_called:
+            return said.text, []
+        return found.content or "", [_call(each.function.name, each.function.arguments) for each in found.tool_calls]
+
+    return _careful(parse)
+
+
+def _careful(parse: Parser) -> Parser:
+    """Where a library's parser raises, all is text: what the policy writes may be anything."""
+
+    def careful(said: Said) -> tuple[str, list[Call]]:
+        try:
+            return parse(said)
+        except Exception:
+            return said.text, []
+
+    return careful
+
+
+def _call(name: Any, arguments: Any) -> Call:
+    """Raises `ValueError` where it is none."""
+    found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+    if not isinstance(name, str) or not isinstance(found, dict):
+        raise ValueError("not a call")
+    return Call(name, found)

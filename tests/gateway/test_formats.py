@@ -1,0 +1,151 @@
+"""Answers of a certain form: told whether they fit, never forced; and what a library's parser makes of calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.formats import wanted_form
+from penstock.services.gateway.replies import Replies
+from penstock.services.runtime.errors import SetupError
+from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tool_calls import Call, Said
+from tests.gateway.house import House
+from tests.gateway.test_doors import SAY, opened, served
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+
+def form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "point", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text", "fits"),
+    [
+        ({"type": "json_object"}, "{}", True),
+        ({"type": "json_object"}, "[]", False),
+        ({"type": "json_object"}, "not JSON", False),
+        (form(POINT), '{"x": 3}', True),
+        (form(POINT), '{"x": "3"}', False),
+        ({"type": "json_schema", "name": "point", "schema": POINT}, '{"x": 3}', True),
+        (form({"type": "string", "pattern": "^(a+)+$"}), json.dumps("a" * 60 + "!"), False),
+        (form({"type": "array"}), "[" * 100_000, False),
+    ],
+)
+def test_whether_an_answer_fits(wanted: dict[str, Any], text: str, fits: bool) -> None:
+    found = wanted_form("response_format", wanted)
+    assert found is not None and found(text) is fits
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code", "match"),
+    [
+        (form({"type": "nonsense"}), "invalid_schema", "nonsense"),
+        (form({"$ref": "http://127.0.0.1:9/secret"}), "invalid_schema", "not looked up"),
+        (form({"type": "string", "pattern": "("}), "invalid_schema", "regex"),
+        (form(None), "invalid_schema", "no schema"),
+        ({"type": "json_schema"}, "invalid_schema", "no schema"),
+        ({"type": "grammar"}, "unsupported", "json_schema are known"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused(wanted: dict[str, Any], code: str, match: str) -> None:
+    with pytest.raises(AgentError, match=match) as refused:
+        wanted_form("response_format", wanted)
+    assert refused.value.status == 400 and refused.value.code == code
+
+
+def test_openais_client_asks_for_forms_and_is_told_whether_answers_fit(
+    tokenizers: dict[bool, Path], model: Any
+) -> None:
+    class Point(BaseModel):
+        x: int
+
+    house = House(tokenizers[True], model)
+    house.desk.start(house.lease(0))
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            session = await opened(url, http)
+        async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
+            told = await client.chat.completions.create(model="p", messages=SAY, response_format=form(POINT))  # type: ignore[call-overload]
+            assert told.model_extra["penstock"]["fits"] == [False] and told.choices[0].message.content
+            about = {"format": {"type": "json_schema", "name": "p", "schema": POINT}}
+            answer = await client.responses.create(model="p", input="sort ba=", text=about)  # type: ignore[call-overload]
+            assert answer.model_extra["penstock"]["fits"] == [False]
+            with pytest.raises(
+                Exception, match="length limit|validation error|JSON"
+            ):  # the client's own, of what the policy said
+                await client.chat.completions.parse(model="p", messages=SAY, response_format=Point)
+            with pytest.raises(openai.BadRequestError, match="not a JSON schema"):
+                await client.chat.completions.create(
+                    model="p", messages=SAY, response_format=form({"type": "nonsense"})
+                )  # type: ignore[call-overload]
+
+    served(house, agent)
+
+
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = json.dumps([{"type": "function", "function": ADD}])
+CALL = {"name": "{content.name}", "arguments": "{content.arguments}"}
+SPOKEN = 'Well. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": CALL},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def parsed(tmp_path: Path) -> Callable[[str, str], tuple[str, list[Call]]]:
+    """By a parser of the config: what is left of a text, and the calls."""
+    tokenizer = make_tokenizer(set(ALPHABET))
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    tokenizer.response_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+
+    def parse(name: str, text: str) -> tuple[str, list[Call]]:
+        return Replies(Tokenizer(str(tmp_path)), name)._parser(Said(text, text, TOOLS))
+
+    return parse
+
+
+def test_the_tokenizers_own_template_finds_calls(parsed: Callable[[str, str], tuple[str, list[Call]]]) -> None:
+    text, calls = parsed("template", SPOKEN)
+    assert text.strip() == "Well." and calls == [Call("add", {"a": 1})]
+    assert parsed("template", "Well.") == ("Well.", [])
+    broken = SPOKEN.replace("{", "")
+    assert parsed("template", broken) == (broken, [])
+
+
+@pytest.mark.vllm
+def test_vllms_parsers_find_calls(parsed: Callable[[str, str], tuple[str, list[Call]]]) -> None:
+    pytest.importorskip("vllm")
+    for name in ("hermes", "qwen3_json"):
+        text, calls = parsed(f"vllm:{name}", SPOKEN)
+        assert text.strip() == "Well." and calls == [Call("add", {"a": 1})], name
+    assert parsed("vllm:pythonic", "[add(a=1)]") == ("", [Call("add", {"a": 1})])
+    assert parsed("vllm:pythonic", "Well.") == ("Well.", [])
+    with pytest.raises(SetupError, match="does not fit the model's tokenizer: .*python_tag"):
+        parsed("vllm:llama3_json", "")
+    with pytest.raises(SetupError, match="vLLM has no parser 'nonsense'; it has"):
+        parsed("vllm:nonsense", "")
+
+
+def test_a_tokenizer_without_a_template_says_so(tokenizers: dict[bool, Path]) -> None:
+    with pytest.raises(SetupError, match=r"gateway.tool_calls: template: .* no response_template"):
+        Replies(Tokenizer(str(tokenizers[True])), "template")
