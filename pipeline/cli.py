@@ -21,6 +21,7 @@ from penstock.pipeline.tools.keys_cli import app as keys
 from penstock.pipeline.tools.merge import merge
 from penstock.pipeline.tools.page_cli import page
 from penstock.pipeline.tools.plan_cli import compose_env, plan_run
+from penstock.pipeline.tools.play_cli import play
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
 
@@ -57,6 +58,7 @@ def command(
 
 app.add_typer(doctor, name="doctor")
 app.add_typer(keys, name="keys")
+app.command("play")(play)
 app.command("page")(page)
 app.command("merge")(merge)
 app.command("plan")(plan_run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     for override in overrides or []:
         _apply(data, override)
     return _with_folders(parse(data))
+
+
+def options_of(overrides: Sequence[str], what: str) -> dict[str, Any]:
+    """``dotted.key=value``, each behind ``what``, as a map of maps (values are YAML). Raises `ConfigError`."""
+    found: dict[str, Any] = {}
+    for override in overrides:
+        try:
+            _apply(found, override)
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}") from None
+    return found
 
 
 def read_sections(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from penstock.protocols.experience import Prompt
-from penstock.services.data.config import CustomData, DataConfig, HubData, ReasoningGymData, SortData
+from penstock.services.data.config import CustomData, DataConfig, HubData, NumbersData, ReasoningGymData, SortData
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -26,6 +26,10 @@ def open_source(config: DataConfig, held_out: bool = False, key: str = "prompts.
         from penstock.services.data.hub import HubSource
 
         return HubSource(config, key)
+    if isinstance(config, NumbersData):
+        from penstock.services.data.numbers import NumbersSource
+
+        return NumbersSource(config)
     if isinstance(config, ReasoningGymData):
         from penstock.services.data.reasoning_gym import ReasoningGymSource
 

@@ -84,4 +84,15 @@ class CustomData(Section):
     """What the function is called with, e.g. ``{folder: tasks}``."""
 
 
-DataConfig = Annotated[SortData | HubData | ReasoningGymData | CustomData, Field(discriminator="type")]
+class NumbersData(Section):
+    """Nothing but numbers: for agents that have tasks of their own, and take the row's number to choose one, so that a
+    group's sessions have the same. ``penstock play`` does."""
+
+    type: Literal["numbers"] = "numbers"
+    size: int = Field(10_000, ge=1)
+    """How many, e.g. ``500``: as many as the environment has tasks."""
+    first: int = Field(0, ge=0)
+    """The first one, e.g. ``500`` for tasks that are held out."""
+
+
+DataConfig = Annotated[SortData | HubData | ReasoningGymData | NumbersData | CustomData, Field(discriminator="type")]

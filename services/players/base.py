@@ -1,0 +1,57 @@
+"""What a player is: an environment that plays sessions, as many at once as it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentSession, Reply
+
+NO_ROOM = {"context_length_exceeded", "too_many_turns"}
+"""What ends a task that has gone on for too long."""
+
+
+class PlayError(RuntimeError):
+    """A session that this environment cannot play to its end: another may try. Says why."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came of a session."""
+
+    reward: float | None = None
+    """None: the run's reward functions judge."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Player(Protocol):
+    """An environment."""
+
+    async def open(self) -> None:
+        """Before the first session."""
+
+    async def play(self, session: AsyncAgentSession) -> Played:
+        """One session, from its task to its end. Raises `PlayError`; whatever else it raises costs the session too."""
+
+    async def close(self) -> None:
+        """Ends what it has begun."""
+
+
+async def said_to(
+    session: AsyncAgentSession, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> Reply | None:
+    """The policy's answer; None where the conversation has no room for one."""
+    try:
+        return await session.chat(messages, tools)
+    except AgentRefusedError as refused:
+        if refused.code in NO_ROOM:
+            return None
+        raise
+
+
+def task_messages(session: AsyncAgentSession) -> list[dict[str, Any]]:
+    """The run's task as a conversation."""
+    if session.task.messages is not None:
+        return [dict(message) for message in session.task.messages]
+    return [{"role": "user", "content": session.task.as_text()}]

@@ -1,0 +1,85 @@
+"""Environments of the user's own: classes as ``rollout.environment`` names them, in processes of their own here too."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from penstock.protocols.agent_client import AsyncAgentSession, Reply
+from penstock.services.environments.config import EnvironmentConfig
+from penstock.services.environments.pool import EnvironmentPool
+from penstock.services.players.base import Played, PlayError, said_to, task_messages
+
+
+class OwnPlayer:
+    """``config`` as in a run's config. The pool's worker processes have its deadlines: a call that hangs costs its
+    session."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._config, self._pool, self._numbers = config, EnvironmentPool(config), itertools.count()
+
+    async def open(self) -> None:
+        """See `Player.open`."""
+
+    async def play(self, session: AsyncAgentSession) -> Played:
+        """See `Player.play`. The reward is the sum of what the turns gave."""
+        number = next(self._numbers)
+        begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
+        try:
+            return await self._play(session, number, begun)
+        finally:
+            self._pool.end(number)
+
+    async def _play(self, session: AsyncAgentSession, number: int, begun: dict[str, Any]) -> Played:
+        first, tools, rewards = begun["prompt"], begun["tools"], 0.0
+        messages = task_messages(session) if first is None else _messages(first)
+        for turn in range(1, self._config.max_turns + 1):
+            reply = await said_to(session, messages, tools)
+            if reply is None:
+                return Played(rewards, {"turns": float(turn - 1)})
+            answer = as_said(reply)
+            found = await _asked(lambda answered, answer=answer: self._pool.step(number, answer, answered))  # type: ignore[misc]
+            rewards += found["reward"]
+            if found["done"]:
+                break
+            messages = [*messages, reply.message, *_messages(found["observation"])]
+        return Played(rewards, {"turns": float(turn)})
+
+    async def close(self) -> None:
+        """See `Player.close`."""
+        await asyncio.to_thread(self._pool.close)
+
+
+def as_said(reply: Reply) -> str:
+    """What a class is told: the text, and each call as Hermes writes them, whatever the model's own way is."""
+    calls = [
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        for name, arguments, _ in reply.calls
+    ]
+    return "\n".join([*([reply.text] if reply.text or not calls else []), *calls])
+
+
+def _messages(observation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+
+
+async def _asked(call: Callable[[Callable[[dict[str, Any] | None, str], None]], None]) -> dict[str, Any]:
+    """What a worker answers. Raises `PlayError`."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[dict[str, Any] | None, str]] = loop.create_future()
+
+    def settle(found: dict[str, Any] | None, error: str) -> None:
+        if not answer.done():
+            answer.set_result((found, error))
+
+    def heard(found: dict[str, Any] | None, error: str) -> None:  # in the pool's thread
+        loop.call_soon_threadsafe(settle, found, error)
+
+    call(heard)
+    found, error = await answer
+    if found is None:
+        raise PlayError(error)
+    return found

@@ -1,0 +1,88 @@
+"""A run's sessions, played one after the other, many at once, until the run is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient, AsyncAgentSession, RunOver
+from penstock.services.players.base import Player
+
+log = structlog.get_logger()
+
+WAIT_S = 300.0
+"""For a session; then it is asked for again."""
+PAUSE_S = 1.0
+"""After a session that could not be played."""
+
+
+@dataclass
+class Score:
+    """What has come of it so far."""
+
+    played: int = 0
+    given_up: int = 0
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+    """Rewards, where the environment gave one."""
+
+    def __str__(self) -> str:
+        mean = f", reward of the last {len(self.last)}: {sum(self.last) / len(self.last):.3f}" if self.last else ""
+        return f"{self.played} played, {self.given_up} given up{mean}"
+
+
+async def play_run(
+    gateway: str | Path,
+    keys: Path | None,
+    player: Player,
+    at_once: int,
+    told: Callable[[Score], None] = lambda score: None,
+) -> Score:
+    """Plays ``at_once`` sessions at a time; ``told`` hears of each that has ended."""
+    score = Score()
+    async with AsyncAgentClient(gateway, keys) as client:
+        await player.open()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(at_once):
+                    group.create_task(_work(client, player, score, told))
+        finally:
+            await player.close()
+    return score
+
+
+async def _work(client: AsyncAgentClient, player: Player, score: Score, told: Callable[[Score], None]) -> None:
+    while True:
+        try:
+            session = await client.session(wait_s=WAIT_S)
+            await _play(session, player, score)
+        except RunOver:
+            return
+        except AgentRefusedError as refused:  # no session for so long, a quota, or it was lost
+            log.warning("a session was refused", code=refused.code, reason=str(refused))
+            await asyncio.sleep(max(refused.retry_s, PAUSE_S))
+        told(score)
+
+
+async def _play(session: AsyncAgentSession, player: Player, score: Score) -> None:
+    try:
+        played = await player.play(session)
+    except AgentRefusedError:
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        await session.abandon(reason)
+        if not isinstance(error, Exception):  # the player is told to end
+            raise
+        score.given_up += 1
+        log.warning("a session is given up: another may try", session=session.id, reason=reason)
+        await asyncio.sleep(PAUSE_S)
+        return
+    await session.finish(reward=played.reward, metrics=played.metrics)
+    score.played += 1
+    if played.reward is not None:
+        score.last.append(played.reward)
