@@ -170,7 +170,8 @@ class _Asked:
         self.ended = False
         line.sessions.add(self.id)
 
-    def _end(self) -> None:
+    def forget(self) -> None:
+        """It is not said any more that somebody has this session: for one that the gateway knows no more."""
         self.ended = True
         self._line.sessions.discard(self.id)
 
@@ -207,11 +208,11 @@ class AgentSession(_Asked):
         """Done. Without a ``reward`` the run's reward functions say how good it was. The mean of each of ``metrics``
         is in the step's metrics, as ``agent/NAME``."""
         self._line.say(m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {})), SAY_S)
-        self._end()
+        self.forget()
 
     def abandon(self, reason: str = "given up by its agent") -> None:
         """Another agent may try, from the start."""
-        self._end()
+        self.forget()
         self._line.say(m.AgentAbandon(session=self.id, reason=reason[:1000]), SAY_S)
 
     def __enter__(self) -> AgentSession:
@@ -221,7 +222,7 @@ class AgentSession(_Asked):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, AgentRefusedError | DeadlineError):
-            self._end()
+            self.forget()
         elif not self.ended:
             self.abandon(f"{type(error).__name__}: {error}" if error else "left without finish()")
 
@@ -297,11 +298,11 @@ class AsyncAgentSession(_Asked):
     async def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """See `AgentSession.finish`."""
         await self._line.say_async(m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {})), SAY_S)
-        self._end()
+        self.forget()
 
     async def abandon(self, reason: str = "given up by its agent") -> None:
         """See `AgentSession.abandon`."""
-        self._end()
+        self.forget()
         await self._line.say_async(m.AgentAbandon(session=self.id, reason=reason[:1000]), SAY_S)
 
     async def __aenter__(self) -> AsyncAgentSession:
@@ -311,7 +312,7 @@ class AsyncAgentSession(_Asked):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, AgentRefusedError | DeadlineError):
-            self._end()
+            self.forget()
         elif not self.ended:
             await self.abandon(f"{type(error).__name__}: {error}" if error else "left without finish()")
 

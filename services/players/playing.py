@@ -17,6 +17,8 @@ log = structlog.get_logger()
 
 WAIT_S = 300.0
 """For a session; then it is asked for again."""
+LOST = {"session_lost", "unknown_session"}
+"""What is said of a session that this player has no more."""
 PAUSE_S = 1.0
 """After a session that could not be played."""
 
@@ -71,7 +73,12 @@ async def _work(client: AsyncAgentClient, player: Player, score: Score, told: Ca
 async def _play(session: AsyncAgentSession, player: Player, score: Score) -> None:
     try:
         played = await player.play(session)
-    except AgentRefusedError:
+    except AgentRefusedError as refused:
+        if isinstance(refused, RunOver) or refused.code in LOST:
+            session.forget()
+            raise
+        await session.abandon(str(refused))
+        score.given_up += 1
         raise
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"

@@ -1,0 +1,183 @@
+"""Environments as services: they lease sessions from a gateway, over the real door, and play them to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from penstock.pipeline import cli
+from penstock.protocols.agent_client import Reply
+from penstock.protocols.experience import Group
+from penstock.services.data import open_source
+from penstock.services.data.config import NumbersData
+from penstock.services.gateway.zmq_door import ZmqDoor
+from penstock.services.players import playing
+from penstock.services.players.own import as_said
+from penstock.services.players.playing import Score, play_run
+from penstock.services.players.registry import make_player
+from penstock.services.runtime.errors import SetupError
+from tests.gateway.conftest import model, tokenizers  # noqa: F401 - fixtures
+from tests.gateway.house import CALLS, House
+from tests.gateway.test_doors import NO_KEYS
+from tests.rollout.test_torch_engine import engine_for
+
+
+LENGTH = 128
+
+
+@pytest.fixture
+def house(tokenizers: dict[bool, Path], model: Any) -> House:  # noqa: F811
+    engine = engine_for(model, {1}, max_length=LENGTH)
+    return House(tokenizers[True], model, tool_calls=CALLS, attempts=2, engine=engine, max_length=LENGTH)
+
+
+def played(house: House, environment: str, options: Mapping[str, Any], groups: int = 4, at_once: int = 3) -> Score:
+    """What comes of ``groups`` of two sessions each, when ``environment`` plays them."""
+
+    async def run() -> Score:
+        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, None, NO_KEYS)
+        door.start(asyncio.get_running_loop(), "http://here")
+        for number in range(groups):
+            house.desk.start(house.lease(number, n=2))
+        player = make_player(environment, options, "none")
+        playing_it = asyncio.ensure_future(play_run(door.address, None, player, at_once))
+        while len(house.delivered) < groups and not playing_it.done():
+            await asyncio.sleep(0.02)
+        house.desk.end("all is played")
+        try:
+            return await playing_it
+        finally:
+            await asyncio.to_thread(door.close)
+
+    return house.run(run, 60)
+
+
+def made(house: House, number: int) -> Group:
+    found = house.delivered["train", number]
+    assert isinstance(found, Group), found
+    return found
+
+
+def test_a_class_of_ones_own_plays_and_what_raises_costs_its_session(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(playing, "PAUSE_S", 0.01)
+    score = played(house, "tests.players.envs:Twice", {"max_turns": 5, "options": {"worth": 0.25}})
+    assert score.played == 6 and score.given_up == 4 and set(score.last) == {0.5}
+    for number in range(3):
+        for trajectory in made(house, number).trajectories:
+            assert float(trajectory.rewards.sum()) == 0.5 and trajectory.metrics == {"turns": 2.0}
+            assert len(trajectory.turns) == 2 and not trajectory.failure
+    failed = made(house, 3).trajectories
+    assert all("no idea" in t.failure for t in failed), "given out gateway.attempts times, then without a reward"
+
+
+@pytest.mark.parametrize("turns", [3, 60])
+def test_a_task_without_end_ends_after_its_turns_or_where_there_is_no_room(house: House, turns: int) -> None:
+    played(house, "tests.players.envs:Endless", {"max_turns": turns}, groups=1)
+    for trajectory in made(house, 0).trajectories:
+        assert not trajectory.failure
+        had = trajectory.metrics["turns"]
+        assert had == 3 if turns == 3 else 2 < had < 30, had
+        assert float(trajectory.rewards.sum()) == had
+
+
+def test_reasoning_gym_asks_a_groups_sessions_the_same(house: House) -> None:
+    pytest.importorskip("reasoning_gym")
+    options = {"size": 3, "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+    score = played(house, "reasoning_gym:chain_sum", options, groups=4)
+    assert score.played == 8
+    asked = []
+    for number in range(4):
+        group = made(house, number)
+        first, second = (t.tokens[t.loss_mask == 0] for t in group.trajectories)
+        assert np.array_equal(first, second)
+        asked.append(first.tolist())
+    assert asked[0] == asked[3] and asked[0] != asked[1], "three tasks: the fourth row has the first one"
+
+
+def test_an_openenv_server_is_played(house: House) -> None:
+    server = pytest.importorskip("openenv.core.env_server.http_server")
+    import uvicorn
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class Said(Action):
+        message: str
+
+    class Heard(Observation):
+        words: str = ""
+
+    class Echo(Environment):  # type: ignore[type-arg]
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._steps = 0
+
+        def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Heard:
+            self._steps, self._seed = 0, seed
+            return Heard(words=f"sort {seed}=", done=False, reward=0.0)
+
+        def step(self, action: Said, timeout_s: float | None = None, **_: Any) -> Heard:  # type: ignore[override]
+            self._steps += 1
+            return Heard(words=f"heard {len(action.message)}", done=self._steps == 2, reward=0.5)
+
+        @property
+        def state(self) -> State:
+            return State(episode_id="", step_count=self._steps)
+
+    app = server.create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=8)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        served = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        thread = threading.Thread(target=served.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        until = time.monotonic() + 20
+        while not served.started and time.monotonic() < until:
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        score = played(house, f"openenv:{url}", {"action": "message", "observation": "words"})
+        served.should_exit = True
+        thread.join(10)
+    assert score.played == 8 and set(score.last) == {1.0}
+    first, second = made(house, 1).trajectories
+    begun = [int(np.flatnonzero(t.loss_mask)[0]) for t in (first, second)]
+    assert np.array_equal(first.tokens[: begun[0]], second.tokens[: begun[1]]), "seeded by the task"
+    assert "heard" in first.text
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "match"),
+    [
+        ("nothing", [], "neither module:Class nor one of tools"),
+        ("tests.players.envs:Twice", ["-o", "max_turn=3"], "max_turn: Extra inputs"),
+        ("tests.players.envs:Twice", ["-o", "max_turns"], "--option: override 'max_turns' is not of the form"),
+        ("reasoning_gym:nonsense", [], "nonsense"),
+        ("openenv:http://127.0.0.1:9", ["-o", "max_turns=0"], "max_turns|openenv is not installed"),
+    ],
+)
+def test_what_cannot_be_made_is_told(environment: str, options: list[str], match: str) -> None:
+    told = CliRunner().invoke(cli.app, ["play", "tcp://127.0.0.1:9", environment, *options])
+    assert isinstance(told.exception, SetupError | ValueError) and re.search(match, str(told.exception)), told.exception
+
+
+def test_calls_are_told_to_a_class_as_hermes_writes_them() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    none = np.zeros(0, np.int32)
+    reply = Reply(0, {"content": "Well.", "tool_calls": [call]}, "stop", none, none, none, 0.0)
+    assert as_said(reply) == 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_prompts_that_are_numbers() -> None:
+    source = open_source(NumbersData(size=3, first=5))
+    assert [prompt.index for prompt in source] == [5, 6, 7] and len(source) == 3
