@@ -97,6 +97,14 @@ class _Line:
     def ask(self, message: m.Message, deadline_s: float) -> Future[m.Message]:
         return self._mailbox.ask_later(message, deadline_s)
 
+    async def answer(self, asked: Future[m.Message]) -> m.Message:
+        """For asyncio. Raises `RunOver` where nobody is left to answer."""
+        waited = asyncio.wrap_future(asked)
+        waited.add_done_callback(_heeded)
+        while not (await asyncio.wait([waited], timeout=LOOK_S))[0]:
+            self.check_over()
+        return waited.result()
+
     def request(self) -> str:
         """A name for a request, which no other has."""
         return f"{self._name}-{next(self._numbers)}"
@@ -116,10 +124,7 @@ class _Line:
 
     async def say_async(self, message: m.Message, deadline_s: float) -> Any:
         """The same, for asyncio."""
-        asked = asyncio.wrap_future(self.ask(message, deadline_s))
-        while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
-            self.check_over()
-        return _checked(asked.result())
+        return _checked(await self.answer(self.ask(message, deadline_s)))
 
     def close(self) -> None:
         self._mailbox.close()
@@ -274,8 +279,16 @@ def _opened(line: _Line, asked: Future[m.Message], deadline: float) -> m.AgentOp
 
 async def _answered(asked: Future[m.Message]) -> Future[m.Message]:
     """``asked``, once it has its answer or never will."""
-    await asyncio.wait([asyncio.wrap_future(asked)])
+    waited = asyncio.wrap_future(asked)
+    waited.add_done_callback(_heeded)
+    await asyncio.wait([waited])
     return asked
+
+
+def _heeded(done: asyncio.Future[Any]) -> None:
+    """What comes when nobody waits any more, at the end of a client, is nobody's error."""
+    if not done.cancelled():
+        done.exception()
 
 
 class AsyncAgentSession(_Asked):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from urllib.parse import urlsplit
 
 import structlog
 import uvicorn
@@ -29,7 +30,7 @@ class Doors:
         self._advertise = config.advertise
         self._desk, self._file = desk, context.folder / "gateways" / f"{context.name}.json"
         number = context.name.rpartition("-")[2]
-        index = int(number) if number.isdigit() else 0
+        index = int(number) if number.isdigit() and len(number) < 4 else 0  # a container's name may be all digits
         host, port = ports.http_at(config, index)
         self._http = ports.listen("gateway.http", host, port)
         zmq_host, zmq_port = ports.bind_at(config, index)
@@ -45,7 +46,11 @@ class Doors:
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Says where they are, in the run's folder."""
         host, port = self._http.getsockname()[:2]
-        where = {"http": self._advertise or f"http://{host}:{port}", "zmq": self._zmq.address}
+        zmq = urlsplit(self._zmq.address)
+        where = {
+            "http": self._advertise or f"http://{ports.reached_at(host)}:{port}",
+            "zmq": f"tcp://{ports.reached_at(zmq.hostname or '')}:{zmq.port}",
+        }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._file, json.dumps(where) + "\n")
         log.info("gateway open", **where)

@@ -34,6 +34,7 @@ def test_both_profiles_have_every_service() -> None:
         assert found == {f"{name}{suffix}" for name in ("prepare", "redis", *ACTORS) if name not in OWN}
         for name, own in OWN.items():  # where a config has one
             assert SERVICES[f"{name}{suffix}"]["profiles"] == [f"{own}{suffix}"]
+        assert SERVICES[f"player{suffix}"]["profiles"] == [f"players{suffix}"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -56,6 +57,7 @@ def test_networks_are_as_the_docs_say(name: str) -> None:
         "reference": {"control"},
         "critic": {"control"},
         "gateway": {"control"},
+        "player": {"control"},
         "prepare": {"control"},
     }
     service = SERVICES[name]
@@ -82,6 +84,9 @@ def test_every_command_is_one_of_ours(name: str) -> None:
     group = typer.main.get_command(app)
     assert hasattr(group, "commands")
     context = group.commands[sub].make_context(sub, arguments, resilient_parsing=False)
+    if sub == "play":
+        assert context.params["run"] == "/penstock/runs/compose" and context.params["environment"] == "tools"
+        return
     assert Path(str(context.params.get("file") or context.params["config"])).name in (
         "quickstart.yaml",
         "grpo-0.5b.yaml",

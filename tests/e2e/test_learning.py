@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from statistics import mean
 
@@ -44,6 +46,22 @@ def test_ppo_with_a_critic_lifts_the_reward(tmp_path: Path) -> None:
 
 def test_a_task_of_two_turns_with_a_tool_is_learned(tmp_path: Path) -> None:
     summary = Run(tmp_path, [], ROOT / "examples" / "own-environment" / "config.yaml").wait(500)
+    check_promises(summary)
+    assert summary["reward_first"] <= 0.1 and summary["reward_last"] >= 0.85
+
+
+def test_an_environment_as_a_service_is_learned(tmp_path: Path) -> None:
+    free = ["gateway.http=127.0.0.1:0", "gateway.bind=tcp://127.0.0.1:0", "gateway.tool_calls=none"]
+    run = Run(tmp_path, free, ROOT / "configs" / "agent.yaml")
+    play = [sys.executable, "-m", "penstock.pipeline.cli", "play", str(run.folder), "my_env:Hidden"]
+    played = subprocess.Popen(
+        [*play, "-o", "max_turns=2", "--sessions", "128"], cwd=ROOT / "examples" / "own-environment"
+    )
+    try:
+        summary = run.wait(500)
+        assert played.wait(60) == 0, "it ends with the run"
+    finally:
+        played.kill()
     check_promises(summary)
     assert summary["reward_first"] <= 0.1 and summary["reward_last"] >= 0.85
 

@@ -31,7 +31,6 @@ from tests.gateway.house import CALLS, House
 from tests.gateway.test_doors import NO_KEYS
 from tests.rollout.test_torch_engine import engine_for
 
-
 LENGTH = 128
 
 
