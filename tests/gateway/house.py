@@ -103,7 +103,7 @@ class House:
                 self.engines_own.append(unpack_answer(said.answer.tobytes()))
                 if not future.cancelled():
                     future.set_result(m.TurnAnswer(answer=said.answer))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0 if self.engine.pending() else 0.001)
 
     def run(self, agent: Callable[[], Awaitable[Any]], seconds: float = 60) -> Any:
         """What ``agent`` returns."""
