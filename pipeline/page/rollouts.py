@@ -14,7 +14,7 @@ from penstock.pipeline.page.data import evenly
 from penstock.pipeline.run.folder import model_path
 from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import wire
-from penstock.protocols.experience import ExperienceError, Group, Trajectory
+from penstock.protocols.experience import ALONE, ExperienceError, Group, Trajectory
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
 
@@ -100,8 +100,13 @@ def _shown(
     ends = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
     parts = {name: np.split(columns[name], ends) for name in sorted(by_token & columns.keys())}
     for number, (member, trajectory) in enumerate(zip(members, group.trajectories, strict=True)):
+        begin = _begin(trajectory)
+        if (stem := _stem(group, number)) is not None:
+            member["parent"], member["shared"] = stem
+            begin = stem[1]
         if texts is not None:
-            member |= _tokens(trajectory, step, {name: each[number] for name, each in parts.items()}, texts)
+            columns_of = {name: each[number] for name, each in parts.items()}
+            member |= _tokens(trajectory, begin, step, columns_of, texts)
         if trajectory.failure:
             member["failure"] = trajectory.failure
     return _group(flat[0], members)
@@ -113,8 +118,24 @@ def _begin(trajectory: Trajectory) -> int:
     return max(0, first - 1)
 
 
-def _tokens(trajectory: Trajectory, step: int, columns: dict[str, np.ndarray], texts: Texts) -> dict[str, Any]:
-    begin = _begin(trajectory)
+def _stem(group: Group, number: int) -> tuple[int, int] | None:
+    """Of a branch of an agent's session: the earlier one that it goes on from, and how many tokens they share."""
+    own = group.trajectories[number]
+    best: tuple[int, int] | None = None
+    for earlier, other in enumerate(group.trajectories[:number]):
+        if own.session == ALONE or other.session != own.session:
+            continue
+        size = min(len(own.tokens), len(other.tokens))
+        differ = np.flatnonzero(own.tokens[:size] != other.tokens[:size])
+        shared = int(differ[0]) if differ.size else size
+        if best is None or shared > best[1]:
+            best = earlier, shared
+    return best
+
+
+def _tokens(
+    trajectory: Trajectory, begin: int, step: int, columns: dict[str, np.ndarray], texts: Texts
+) -> dict[str, Any]:
     sampled = trajectory.loss_mask[begin:].astype(bool)
     found: dict[str, Any] = {
         "tokens": texts.of(trajectory.tokens[begin:]),

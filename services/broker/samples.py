@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.protocols.experience import Group
+from penstock.protocols.experience import ALONE, Group
 
 
 def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
@@ -28,6 +28,9 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
             "version_min": int(versions.min()) if versions.size else None,
             "version_max": int(versions.max()) if versions.size else None,
         }
+        if trajectory.session != ALONE:
+            row |= {"session": trajectory.session}
+            row |= {f"agent/{name}": value for name, value in trajectory.metrics.items()}
         yield row | {name: _number(values[sample]) for name, values in columns.items()}
 
 

@@ -176,6 +176,42 @@ def big(groups: int, tokens: int) -> dict[str, Any]:
     return about | {"steps": steps, "beats": {"time": [], "actors": {}, "queues": {}}, "loads": {}, "groups": found}
 
 
+def test_a_sessions_tree_is_walked(browser: Browser, tmp_path: Path) -> None:
+    data = big(1, 2)
+    root = {
+        "response": "abcd", "sampled": 3, "finish": "stop", "version_min": 3, "version_max": 4, "session": 0,
+        "reward": 1.0, "agent/calls": 2.0,
+    }  # fmt: skip
+
+    def said(text: str, mask: list[int]) -> dict[str, Any]:
+        return {"tokens": list(text), "mask": mask, "logprob": [-0.5] * len(mask), "lag": [1] * len(mask)}
+
+    data["groups"][0]["members"] = [
+        root | said("=abXc", [0, 1, 1, 0, 1]) | {"sample": 0},
+        root | said("Yd", [0, 1]) | {"sample": 1, "parent": 0, "shared": 4},
+        root | said("Ze", [0, 1]) | {"sample": 2, "parent": 1, "shared": 5},
+        root | said("=f", [0, 1]) | {"sample": 3, "session": 1},
+    ]
+    (tmp_path / "page.html").write_text(make_page({"runs": [data], "live": False}))
+    looked = Looked(browser, (tmp_path / "page.html").as_uri())
+    page = looked.page
+    page.evaluate("open('rollouts')")
+    expect(page.locator(".members > .member")).to_have_count(2)
+    expect(page.locator(".members > .member").first).to_contain_text("session 0")
+    expect(page.locator(".members > .member").first).to_contain_text("calls 2")
+    branches = page.locator(".branch > summary")
+    expect(branches).to_have_text(["branches off after 4 tokens", "branches off after 5 tokens"])
+    blocks = page.locator(".members > .member").first.locator("> .text .turn")
+    expect(blocks).to_have_text(["ab", "X", "c"])
+    branches.first.focus()
+    page.keyboard.press("Enter")
+    expect(branches.nth(1)).to_be_hidden()
+    page.keyboard.press("Enter")
+    expect(branches.nth(1)).to_be_visible()
+    looked.accessible()
+    looked.close()
+
+
 def test_ten_thousand_groups_and_a_million_tokens_are_no_burden(browser: Browser, tmp_path: Path) -> None:
     """What each thing took is printed; the bounds are generous, since two cores do other work too."""
     path = tmp_path / "big.html"

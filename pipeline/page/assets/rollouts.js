@@ -125,7 +125,19 @@ class Rollouts {
     this.detail.replaceChildren(make("h2", {}, `Step ${group.step}, group ${group.group}`),
       make("div", {class: "text given"}, group.prompt), make("p", {class: "about"}, truth ? `truth: ${truth}` : ""),
       make("div", {class: "filters"}, make("span", {class: "about"}, "colour by"), ...buttons),
-      make("div", {class: "members"}, ...group.members.map((member) => this.member(group, member))));
+      make("div", {class: "members"}, ...group.members.filter((member) => member.parent == null)
+        .map((member) => this.tree(group, member))));
+  }
+
+  // An agent's session: its first conversation, and below it the branches that go on from it.
+  tree(group, member) {
+    const box = this.member(group, member);
+    if (member.session != null) box.querySelector("h3").prepend(`session ${member.session}, `);
+    for (const branch of group.members.filter((other) => other.parent === member.sample)) {
+      const words = branch.shared ? `branches off after ${number(branch.shared)} tokens` : "begins another conversation";
+      box.append(make("details", {class: "branch", open: true}, make("summary", {}, words), this.tree(group, branch)));
+    }
+    return box;
   }
 
   member(group, member) {
@@ -148,14 +160,20 @@ class Rollouts {
     const found = {logprob: (i) => logprob[i], reference: (i) => reference?.[i], lag: (i) => lag[i],
       surprise: (i) => (reference?.[i] == null ? null : logprob[i] - reference[i]), none: () => null}[this.colouring];
     const parts = document.createDocumentFragment();
+    const several = member.mask.join("").replace(/^0+/, "").includes("01");  // more than one turn: each a block
+    let block = parts;
     member.tokens.forEach((token, i) => {
-      if (i === 0 && !member.mask[0]) return;  // the prompt's last
+      if (i === 0 && !member.mask[0] && member.parent == null) return;  // the prompt's last
+      if ((several || member.parent != null) && (block === parts || member.mask[i] !== member.mask[i - 1])) {
+        block = make("div", {class: member.mask[i] ? "turn said" : "turn heard", title: member.mask[i] ? "the policy" : "read by it"});
+        parts.append(block);
+      }
       const span = document.createElement("span");
       span.textContent = token;
       if (!member.mask[i]) span.className = "given";
       else span.style.background = shade(this.colouring, found(i));
       span.dataset.i = i;
-      parts.append(span);
+      block.append(span);
     });
     box.append(parts);
     box.addEventListener("mousemove", (event) => {
