@@ -25,12 +25,13 @@ ARG TORCH=""
 RUN --mount=type=bind,from=wheels,target=/wheels \
     if [ -n "$TORCH" ]; then pip install --find-links /wheels $TORCH; fi
 
-# What pyproject.toml asks for, without our own code.
+# What pyproject.toml asks for, without our own code; nothing is left of what stands in for it.
 ARG EXTRAS=data
 COPY pyproject.toml setup.py LICENSE /src/
 RUN --mount=type=bind,from=wheels,target=/wheels \
     cd /src && touch README.md && for folder in penstock protocols services pipeline; do mkdir $folder && touch $folder/__init__.py; done \
-    && pip install --find-links /wheels ".[$EXTRAS]" && pip uninstall -q -y penstock
+    && pip install --find-links /wheels ".[$EXTRAS]" && pip uninstall -q -y penstock \
+    && rm -rf build *.egg-info penstock protocols services pipeline
 
 COPY README.md /src/
 COPY penstock /src/penstock
