@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -65,6 +65,8 @@ class Desk:
         self._works: dict[Key, Work] = {}
         self._free: deque[tuple[Work, Session]] = deque()
         self._held: dict[str, Held] = {}
+        self._opening = Counter[str]()
+        """By the key's name: sessions that are about to be held."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._more = asyncio.Event()
         self._took: list[tuple[float, float]] = []
@@ -127,25 +129,12 @@ class Desk:
     def heard(self, sessions: Sequence[str]) -> None:
         """The client that has these is alive."""
         for id in sessions:
-            if held := self._held.get(id):
+            if (held := self._held.get(id)) and WHO.get().sees(held.owner):
                 held.heard = time.monotonic()
 
     def rows(self) -> list[dict[str, Any]]:
         """Live sessions, for people."""
-        now = time.monotonic()
-        return [
-            {
-                "session": held.id,
-                "key": held.owner,
-                "turns": len(held.session.turns),
-                "tokens": sum(len(t.given) + len(t.answer.tokens) for t in held.session.turns.values()),
-                "waiting": len(held.pending),
-                "silent_s": round(now - held.touched, 1),
-                "error": held.error,
-            }
-            for held in self._held.values()
-            if WHO.get().sees(held.owner)
-        ]
+        return [held.row() for held in self._held.values() if WHO.get().sees(held.owner)]
 
     def gauges(self) -> dict[str, float]:
         """For the dashboard."""
@@ -164,7 +153,7 @@ class Desk:
         `AgentError` where there is none within ``wait_s``."""
         deadline, who = time.monotonic() + wait_s, WHO.get()
         while True:
-            who.check_sessions(sum(held.owner == who.name for held in self._held.values()))
+            who.check_sessions(self._opening[who.name] + sum(h.owner == who.name for h in self._held.values()))
             while self._free:
                 work, session = self._free.popleft()
                 if self._works.get(work.key) is not work:
@@ -172,6 +161,7 @@ class Desk:
                 held = Held(session_id(work.lease, session), work, session, session.life, who.name)
                 held.heard = time.monotonic() if beats else None
                 opened = {"life": session.life, "opened": True, "beats": beats, "owner": who.name}
+                self._opening[who.name] += 1
                 try:
                     await self._note(work, f"session.{session.place}", opened)
                 except AgentError as error:
@@ -179,6 +169,8 @@ class Desk:
                         continue
                     self._free.append((work, session))
                     raise
+                finally:
+                    self._opening[who.name] -= 1
                 session.opened = True
                 self._held[held.id] = held
                 return held

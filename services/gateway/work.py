@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -50,3 +51,16 @@ class Held:
     """The last answer to each, for who asks again because it has not heard."""
     error: str = ""
     """The last thing that went wrong."""
+
+    def row(self) -> dict[str, Any]:
+        """For people."""
+        turns = self.session.turns.values()
+        return {
+            "session": self.id,
+            "key": self.owner,
+            "turns": len(turns),
+            "tokens": sum(len(turn.given) + len(turn.answer.tokens) for turn in turns),
+            "waiting": len(self.pending),
+            "silent_s": round(time.monotonic() - self.touched, 1),
+            "error": self.error,
+        }

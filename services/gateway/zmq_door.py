@@ -14,7 +14,7 @@ from penstock.protocols import messages as m
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
-from penstock.services.gateway.access import OWNER, WHO, Access
+from penstock.services.gateway.access import OWNER, WHO, Access, Visitor
 from penstock.services.gateway.desk import LEAVING, Desk
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.session import Turn
@@ -24,8 +24,8 @@ log = structlog.get_logger()
 POLL_S = 0.005
 REMEMBERED = 4096
 """Answers that are kept for who asks again."""
-Request = tuple[str, int]
-"""Who asked, and by which number: asked again, it is the same."""
+Request = tuple[str, int, str]
+"""Who asked, by which number, and with which guest's key: asked again, it is the same."""
 
 
 class ZmqDoor:
@@ -56,14 +56,14 @@ class ZmqDoor:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._closing.is_set():
             for identity, number, message in self._router.receive(POLL_S):
-                request = identity, number
                 guest = self._router.guests.get(identity, "")
+                request = identity, number, guest
                 if isinstance(message, m.AgentBeat):
-                    loop.call_soon_threadsafe(self._desk.heard, message.sessions)
+                    loop.call_soon_threadsafe(self._heard, message.sessions, guest)
                     continue
                 if request not in self._known:
                     self._remember(request, None)
-                    asyncio.run_coroutine_threadsafe(self._answer(request, message, guest), loop)
+                    asyncio.run_coroutine_threadsafe(self._answer(request, message), loop)
                 elif (answer := self._known[request]) is not None:
                     self._router.send(identity, answer, number)
             while not self._answers.empty():
@@ -78,9 +78,19 @@ class ZmqDoor:
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
 
-    async def _answer(self, request: Request, message: m.Message, guest: str) -> None:
+    def _who(self, guest: str) -> Visitor:
+        return self._access.by_curve(guest) if guest else OWNER
+
+    def _heard(self, sessions: list[str], guest: str) -> None:
         try:
-            WHO.set(self._access.by_curve(guest) if guest else OWNER)
+            WHO.set(self._who(guest))
+        except AgentError:  # his key was taken away: nobody is alive there
+            return
+        self._desk.heard(sessions)
+
+    async def _answer(self, request: Request, message: m.Message) -> None:
+        try:
+            WHO.set(self._who(request[2]))
             answer = await self._do(message)
         except AgentError as error:
             if error.code == LEAVING:  # not heard, it is asked of the next one
