@@ -91,6 +91,14 @@ class Note(Message):
     data: Bytes
 
 
+class GiveBack(Message):
+    """gateway → broker: nobody is at this group here: another may have it, with all that is kept of it. Answered by
+    `Ack` once that is durable."""
+
+    purpose: Purpose
+    number: int
+
+
 class AgentOpen(Message):
     """agent → gateway: the next task of the run that no agent has. Answered by `AgentOpened`."""
 

@@ -11,6 +11,7 @@ import structlog
 from penstock.protocols import messages as m
 from penstock.protocols.experience import ExperienceError, as_bytes
 from penstock.services.broker.membership import Member
+from penstock.services.broker.rules.leases import Leases
 from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.turns import Turn
 from penstock.services.broker.scheduler import Room, Scheduler
@@ -123,11 +124,19 @@ class AgentDesk:
         self._state.records.keep((note.purpose, note.number), note.name, note.data.tobytes())
         self._state.router.send(member.identity, m.Ack(), request)
 
-    def _held(self, member: Member, purpose: str, number: int) -> None:
-        """Raises `LedgerError` unless this gateway holds the group."""
+    def on_give_back(self, member: Member, request: int, given: m.GiveBack) -> None:
+        """The group is for another gateway."""
+        leases = self._held(member, given.purpose, given.number)
+        leases.give_back(given.number)
+        self._state.turns.end((given.purpose, given.number))
+        self._state.router.send(member.identity, m.Ack(), request)
+
+    def _held(self, member: Member, purpose: str, number: int) -> Leases:
+        """Where this gateway holds it. Raises `LedgerError` unless this gateway holds the group."""
         leases = self._state.groups.leases if purpose == "train" else self._state.evaluation.leases
         if leases.holder(number) != member.identity:
             raise LedgerError(f"{purpose} group {number} is not leased to {member.identity} (any more)")
+        return leases
 
     def _answer(self, turn: Turn, answer: bytes, error: str = "") -> None:
         identity, request = turn.asked_by

@@ -32,6 +32,7 @@ SENDERS: dict[type[m.Message], str] = {
     m.Failed: GENERATOR,
     m.TurnRequest: "gateway",
     m.Note: "gateway",
+    m.GiveBack: "gateway",
     m.Generated: "rollout",
     m.Loaded: "rollout",
     m.LoadFailed: "rollout",
@@ -81,6 +82,7 @@ class Handlers:
             m.StopRun: self._on_stop_run,
             m.TurnRequest: desk.on_turn,
             m.Note: desk.on_note,
+            m.GiveBack: desk.on_give_back,
             m.Generated: desk.on_generated,
         }
 

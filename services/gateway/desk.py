@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +21,7 @@ from penstock.protocols import wire
 from penstock.protocols.experience import FLOAT32_MAX, Group, as_bytes
 from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note
-from penstock.services.gateway.access import WHO
+from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.measured import checked
@@ -29,16 +29,18 @@ from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.records import restore, session_id
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.gateway.turn_times import TurnTimes
 from penstock.services.gateway.work import Held, Key, Work
 from penstock.services.turns.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
-NOTE_S = 60.0
-BUSY_S = 2.0
+NOTE_S, BUSY_S = 60.0, 2.0
 LOST, LEAVING = "session_lost", "gateway_leaves"
 ENDED = 10_000
 """Finished sessions that are remembered."""
+UNASKED_S = 5.0
+"""Without an agent that asks for a session, groups that nobody is at are given back after so long."""
 SETTLING_S = 20.0
 """After its start, a gateway waits for sessions that it does not know."""
 
@@ -56,9 +58,14 @@ class Desk:
         deliver: Callable[[Lease, Group | str], None],
         gone: Callable[[Key], None],
         needs_reward: bool,
+        wants: Callable[[int], None] = lambda openers: None,
+        gave_back: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self.config, self._text = config, text
         self._ask, self._deliver, self._gone, self._needs_reward = ask, deliver, gone, needs_reward
+        self._wants, self._gave_back = wants, gave_back
+        self._openers, self._opened_at = 0, time.monotonic()
+        """Agents that wait for a session, and when one was last asked for."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.replies = Replies(text, config.tool_calls)
         self._policy = Policy(config, text, self.replies, max_length, ask)
@@ -69,8 +76,7 @@ class Desk:
         """By the key's name: sessions that are about to be held."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._more = asyncio.Event()
-        self._took: list[tuple[float, float]] = []
-        """Of the turns since the last look: seconds that they took, and of these in the engine."""
+        self._times = TurnTimes()
         self._settled_at = time.monotonic() + SETTLING_S
         self.over = ""
         """Why no session is given out any more."""
@@ -122,9 +128,11 @@ class Desk:
             else:
                 continue
             held.touched, held.heard = now, None
-            task = asyncio.ensure_future(self._again(held, reason))
+            task = asyncio.ensure_future(self.abandon(held, reason))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        if not self._openers and self._opened_at < now - UNASKED_S:
+            self._give_back()
 
     def heard(self, sessions: Sequence[str]) -> None:
         """The client that has these is alive."""
@@ -138,9 +146,7 @@ class Desk:
 
     def gauges(self) -> dict[str, float]:
         """For the dashboard."""
-        took, self._took = self._took, []
-        means = [sum(each) / len(took) for each in zip(*took, strict=True)]
-        return dict(zip(("turn_s", "turn_engine_s"), means, strict=False)) | {
+        return self._times.means() | {
             "sessions": float(len(self._held)),
             "sessions_free": float(len(self._free)),
             "turns_waiting": float(self._waiting),
@@ -151,7 +157,13 @@ class Desk:
     async def open(self, wait_s: float, beats: bool = False) -> Held:
         """The next session that no agent has; of a client that ``beats``, it is lost when that stops. Raises
         `AgentError` where there is none within ``wait_s``."""
-        deadline, who = time.monotonic() + wait_s, WHO.get()
+        self._openers, self._opened_at = self._openers + 1, time.monotonic()
+        try:
+            return await self._open(time.monotonic() + wait_s, beats, WHO.get())
+        finally:
+            self._openers, self._opened_at = self._openers - 1, time.monotonic()
+
+    async def _open(self, deadline: float, beats: bool, who: Visitor) -> Held:
         while True:
             who.check_sessions(self._opening[who.name] + sum(h.owner == who.name for h in self._held.values()))
             while self._free:
@@ -175,6 +187,7 @@ class Desk:
                 self._held[held.id] = held
                 return held
             self._check_over()
+            self._wants(self._openers)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise AgentError(503, "no_session", "no task is free now; ask again", 1.0)
@@ -266,10 +279,6 @@ class Desk:
         while len(self._ended) > ENDED:
             self._ended.popitem(last=False)
 
-    async def abandon(self, held: Held, reason: str) -> None:
-        """The agent gives up: another may try."""
-        await self._again(held, reason)
-
     # --- inside ------------------------------------------------------------------------------------------------------
 
     @property
@@ -288,7 +297,7 @@ class Desk:
                 full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
                 raise AgentError(429, "busy", full, BUSY_S)
             WHO.get().take_turn()
-            task = asyncio.ensure_future(self._timed(self._policy.ask(held, asked, *rest)))
+            task = asyncio.ensure_future(self._times.timed(self._policy.ask(held, asked, *rest)))
             held.pending[asked] = task
             task.add_done_callback(lambda done: self._done(held, asked, done))
         try:
@@ -301,12 +310,6 @@ class Desk:
             self.forget(held.work.key)
             raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error
 
-    async def _timed(self, answer: Coroutine[Any, Any, Turn]) -> Turn:
-        began = time.monotonic()
-        turn = await answer
-        self._took.append((time.monotonic() - began, turn.answer.engine_s))
-        return turn
-
     def _done(self, held: Held, asked: str, task: asyncio.Task[Turn]) -> None:
         held.touched = time.monotonic()
         if held.pending.get(asked) is task:
@@ -318,8 +321,8 @@ class Desk:
         else:
             held.answered[asked] = task.result()
 
-    async def _again(self, held: Held, reason: str) -> None:
-        """Another agent gets it, or it has failed."""
+    async def abandon(self, held: Held, reason: str) -> None:
+        """The agent gives up, or is gone: another gets it, or it has failed."""
         if held.life + 1 >= self.config.attempts:
             await self._settle(held, {"reward": 0.0, "failure": f"given out {held.life + 1} times: {reason}"})
             return
@@ -372,6 +375,15 @@ class Desk:
         except RefusedError as error:
             self.forget(work.key)
             raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error
+
+    def _give_back(self) -> None:
+        """Groups that no agent is at are for gateways that have agents."""
+        busy = {held.work.key for held in self._held.values()}
+        for key, work in list(self._works.items()):
+            if key not in busy:
+                del self._works[key]
+                self._free = deque((other, session) for other, session in self._free if other is not work)
+                self._gave_back(key)
 
     def forget(self, key: Key) -> None:
         """The group is another gateway's, or gone."""

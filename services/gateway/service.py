@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from penstock.protocols.experience import Group
 from penstock.protocols.mailbox import FencedError
-from penstock.protocols.messages import HelloNeeded, Lease, Message, Stop
+from penstock.protocols.messages import GiveBack, HelloNeeded, Lease, Message, Stop
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.doors import Doors
@@ -27,6 +29,7 @@ log = structlog.get_logger()
 
 LINGER_S = 2.0
 """After the end: whoever asks is told that the run is over."""
+GIVE_BACK_S = 30.0
 LOOK_S = 1.0
 """Between two looks at sessions of silent agents."""
 
@@ -46,12 +49,16 @@ class Gateway:
         if config.sessions < group_size:
             raise SetupError(f"gateway.sessions={config.sessions} has no room for a group of {group_size}")
         self.actor = Actor("gateway", context)
-        self._outbox = Outbox(self.actor, lambda: config.sessions // group_size)
+        self._group_size, self._most = group_size, config.sessions // group_size
+        self._level = 0
+        """Groups that it takes at once: as many as its agents have asked for, for groups elsewhere shall not wait."""
+        self._outbox = Outbox(self.actor, lambda: self._level)
         text = Tokenizer(context.model_path)
         self._loop = asyncio.new_event_loop()
         self._desk = Desk(
-            config, text, max_length, self.actor.mailbox.ask_later, self._deliver, self._gone, needs_reward
-        )
+            config, text, max_length, self.actor.mailbox.ask_later, self._deliver, self._gone, needs_reward,
+            lambda openers: self.actor.mailbox.post(_Wanted(openers)), self._give_back,
+        )  # fmt: skip
         self._doors = Doors(config, context, self._desk, model)
         self._alone = False
         self._thread = threading.Thread(target=self._serve, name="doors", daemon=True)
@@ -102,6 +109,13 @@ class Gateway:
             self._outbox.forgotten()
         elif isinstance(event, _Closed):
             self._outbox.dismiss()
+        elif isinstance(event, _Wanted):
+            needed = len(self.actor.held) + math.ceil(event.openers / self._group_size)
+            self._level = max(self._level, min(needed, self._most))
+            self._outbox.give_credit()
+        elif isinstance(event, _GaveBack):
+            self._level -= 1
+            self._outbox.dismiss()
         elif isinstance(event, Message):
             log.warning("unexpected message", type=type(event).__name__)
         return None
@@ -118,6 +132,12 @@ class Gateway:
         self.actor.put_down(*key)
         self.actor.mailbox.post(_Closed())
 
+    def _give_back(self, key: Key) -> None:
+        """In the doors' loop: no agent is here for the group. Where the broker does not hear it, the lease runs out."""
+        self.actor.put_down(*key)
+        self.actor.mailbox.ask_later(GiveBack(purpose=key[0], number=key[1]), GIVE_BACK_S)
+        self.actor.mailbox.post(_GaveBack())
+
     def _deliver(self, lease: Lease, made: Group | str) -> None:
         """In the doors' loop."""
         self._outbox.say(answer_of(lease, made))
@@ -125,6 +145,17 @@ class Gateway:
 
 class _Closed:
     """A group that was leased needs no answer of ours."""
+
+
+class _GaveBack:
+    """A group is for another gateway, and nobody here needs one in its place."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """So many agents wait for a session."""
+
+    openers: int
 
 
 def make(context: ActorContext, config: Any, kind: str) -> Gateway:

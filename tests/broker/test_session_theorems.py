@@ -157,13 +157,6 @@ class ForgottenAndNotLookedAtAgain(Forgotten):
         return True
 
 
-class FirstTurnAlone(AgentWorld):
-    """Only a session's first turn is held to the gate: it goes on with whoever has room."""
-
-    def allows(self, number: int, version: int) -> bool:
-        return self.gateway.work.get(number, NO_TOKENS) != NO_TOKENS or super().allows(number, version)
-
-
 class NoChargeForTheWindow(AgentWorld):
     """The gate forgets that W - 1 later groups may be trained first."""
 
@@ -175,9 +168,7 @@ class NoChargeForTheWindow(AgentWorld):
         return Uncharged(batch, window, max_lag)
 
 
-@pytest.mark.parametrize(
-    "mutation", [AnybodyAnswers, ForgottenAndNotLookedAtAgain, FirstTurnAlone, NoChargeForTheWindow]
-)
+@pytest.mark.parametrize("mutation", [AnybodyAnswers, ForgottenAndNotLookedAtAgain, NoChargeForTheWindow])
 def test_every_look_is_needed(mutation: type[AgentWorld]) -> None:
     @settings(
         max_examples=3000,

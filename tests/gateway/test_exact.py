@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.protocols.experience import Group, Trajectory, pack_group, unpack_group
+from penstock.services.gateway import desk
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.session import Turn
@@ -166,3 +167,38 @@ def test_who_waits_for_an_answer_is_told_that_the_run_is_over(tokenizers: dict[b
         return "answered"
 
     assert house.run(play) == "run_over"
+
+
+def test_groups_that_no_agent_is_at_are_given_back_and_go_on_elsewhere(
+    tokenizers: dict[bool, Path], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "UNASKED_S", 0.05)
+    house = House(tokenizers[False], model)
+    gave_back: list[Any] = []
+
+    async def play() -> None:
+        first = house.desk
+        first._gave_back = gave_back.append
+        first.start(house.lease(0, n=2))
+        first.start(house.lease(1))
+        held = await first.open(1)
+        await first.chat(held, [{"role": "user", "content": "sort ba="}], None)
+        await asyncio.sleep(0.1)
+        first.expire()
+        assert gave_back == [("train", 1)], "an agent is at the other"
+        await first.finish(held.id, 1.0)
+        await asyncio.sleep(0.1)
+        first.expire()
+        assert gave_back == [("train", 1), ("train", 0)] and not first.rows()
+        with pytest.raises(AgentError, match="no task is free"):
+            await first.open(0)
+        other = house.open()
+        other.start(house.lease(0, n=2))
+        second = await other.open(1)
+        assert second.id == "train-0-1-0", "what was finished elsewhere is known"
+        await other.chat(second, [{"role": "user", "content": "sort ba="}], None)
+        await other.finish(second.id, 0.0)
+
+    house.run(play)
+    made = house.delivered["train", 0]
+    assert isinstance(made, Group) and [float(t.rewards.sum()) for t in made.trajectories] == [1.0, 0.0]

@@ -75,6 +75,11 @@ class Leases:
         lease.attempt += 1
         self._write(lease)
 
+    def give_back(self, number: int) -> None:
+        """Its holder has not begun, or does not go on: it waits, and the grant does not count."""
+        self.open[number].attempt -= 1
+        self.holds.free(number)
+
     def holder(self, number: int) -> str | None:
         """Who generates the group."""
         return self.holds.holder(number)
