@@ -38,6 +38,8 @@ def stall_reason(state: BrokerState) -> str:
         return f"group {oldest} waits for {waits}" + (f"; {failing}" if failing else "")
     if not state.members.of_kind("rollout"):
         return "no rollout is here"
+    if state.settings.agents and not any(gateway.room > 0 for gateway in state.members.of_kind("gateway")):
+        return f"group {oldest} waits for an agent: none asks a gateway for a session"
     versions = {r.name: r.version for r in state.members.of_kind("rollout")}
     return f"group {oldest} needs a rollout with version {state.groups.blocked_lease()}; there are {versions}"
 
