@@ -11,6 +11,7 @@ import ast
 import builtins
 import inspect
 import re
+import symtable
 import sys
 import textwrap
 from collections.abc import Callable
@@ -123,5 +124,11 @@ def _importable(value: Any) -> str | None:
 
 def _names(source: str) -> list[str]:
     """What the code reads that it does not define itself, as far as that can be seen."""
-    found = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    top = symtable.symtable(source, "<source>", "exec")
+    found = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced() and not symbol.is_assigned()}
+    scopes = list(top.get_children())
+    while scopes:
+        scope = scopes.pop()
+        found |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+        scopes += scope.get_children()
     return sorted(found - set(vars(builtins)))

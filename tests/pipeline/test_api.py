@@ -38,8 +38,13 @@ class Judge(Base):
         return self.best * len(LETTERS.findall(text))
 
 
-def near(response: str, truth: Any) -> bool:
-    return Counter(response) == Counter(truth) and math.isfinite(1.0)
+response = open(sys.argv[0])  # of this script alone: below it is a parameter's name
+WIDE = 1.0
+
+
+def near(response: str, truth: Any, scale: float = WIDE) -> bool:
+    found = [letter for letter in response]
+    return len(found) >= 0 and Counter(response) == Counter(truth) and math.isfinite(1.0)
 
 
 def reward(response: str, truth: Any, again: bool = False) -> float:
