@@ -50,8 +50,9 @@ class Gateway:
             raise SetupError(f"gateway.sessions={config.sessions} has no room for a group of {group_size}")
         self.actor = Actor("gateway", context)
         self._group_size, self._most = group_size, config.sessions // group_size
-        self._level = 0
-        """Groups that it takes at once: as many as its agents have asked for, for groups elsewhere shall not wait."""
+        self._level = self._most
+        """Groups that it takes at once. At first all that it has room for: some may have sessions that agents still
+        speak of. Those that no agent is at are given back, and then it is as many as agents ask for."""
         self._outbox = Outbox(self.actor, lambda: self._level)
         text = Tokenizer(context.model_path)
         self._loop = asyncio.new_event_loop()

@@ -151,6 +151,22 @@ def test_killed_processes_cost_agents_time_alone(tmp_path: Path) -> None:
     check_tokens(run, agents.heard, all_heard=False)
 
 
+@pytest.mark.slow
+def test_the_only_agent_goes_on_with_its_session_when_its_gateway_has_died(tmp_path: Path) -> None:
+    """Also where it thinks for longer than a new gateway waits for what it does not know."""
+    run = Run(tmp_path, [*TINY, *free_ports()], CONFIG)
+    with penstock.AgentClient(run.folder) as client, client.session(wait_s=120) as session:
+        asked = [{"role": "user", "content": session.task.text}]
+        first = session.chat(asked)
+        run.actors()["gateway-0"].kill()
+        time.sleep(25)  # SETTLING_S, and what it takes to start
+        second = session.chat([*asked, first.message, {"role": "user", "content": "ba="}])
+        assert second.turn == first.turn + 1
+        session.finish(reward=1.0)
+    run.process.terminate()
+    run.process.wait(60)
+
+
 def another_client(folder: Path) -> subprocess.Popen[bytes]:
     """A process of its own, with eight agents, to be killed."""
     program = (

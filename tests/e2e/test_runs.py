@@ -36,7 +36,8 @@ def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
     assert [row["step"] for row in steps_of(run.folder)] == list(range(6))
     page = page_of(run.folder / "report.html")
     assert page["summary"]["outcome"] == "complete" and page["steps"]["step"] == list(range(6))
-    assert page["groups"] and page["loads"]["version"] and set(page["beats"]["actors"]) >= {"trainer", "rollout-0"}
+    actors = set(page["beats"]["actors"])  # of a run so short one may have joined after the last look
+    assert page["groups"] and page["loads"]["version"] and "trainer" in actors and {"rollout-0", "rollout-1"} & actors
     assert (run.folder / "samples.jsonl").read_text() and list((run.folder / "tensorboard").iterdir())
     lines = (run.folder / "logs" / "trainer.jsonl").read_text().splitlines()
     assert all({"run", "actor", "event"} <= json.loads(line).keys() for line in lines)

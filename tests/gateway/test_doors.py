@@ -48,7 +48,7 @@ def owners(folder: Path, key: str) -> Access:
 NO_KEYS = Access(Path("nowhere"), required=False)
 
 
-def served(house: House, agent: Callable[[str], Awaitable[Any]], access: Access = NO_KEYS) -> Any:
+def served(house: House, agent: Callable[[str], Awaitable[Any]], access: Access = NO_KEYS, seconds: float = 60) -> Any:
     """What ``agent``, given the gateway's URL, returns."""
 
     async def main() -> Any:
@@ -64,7 +64,7 @@ def served(house: House, agent: Callable[[str], Awaitable[Any]], access: Access 
             server.should_exit = True
             await serving
 
-    return house.run(main)
+    return house.run(main, seconds)
 
 
 async def opened(url: str, client: httpx.AsyncClient) -> dict[str, Any]:
