@@ -97,14 +97,6 @@ class _Line:
     def ask(self, message: m.Message, deadline_s: float) -> Future[m.Message]:
         return self._mailbox.ask_later(message, deadline_s)
 
-    async def answer(self, asked: Future[m.Message]) -> m.Message:
-        """For asyncio. Raises `RunOver` where nobody is left to answer."""
-        waited = asyncio.wrap_future(asked)
-        waited.add_done_callback(_heeded)
-        while not (await asyncio.wait([waited], timeout=LOOK_S))[0]:
-            self.check_over()
-        return waited.result()
-
     def request(self) -> str:
         """A name for a request, which no other has."""
         return f"{self._name}-{next(self._numbers)}"
@@ -124,7 +116,10 @@ class _Line:
 
     async def say_async(self, message: m.Message, deadline_s: float) -> Any:
         """The same, for asyncio."""
-        return _checked(await self.answer(self.ask(message, deadline_s)))
+        asked = _for_asyncio(self.ask(message, deadline_s))
+        while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+            self.check_over()
+        return _checked(asked.result())
 
     def close(self) -> None:
         self._mailbox.close()
@@ -190,6 +185,9 @@ class _Asked:
         given = as_bytes(np.asarray(tokens, np.int32).tobytes())
         return m.AgentGenerate(session=self.id, request=self._line.request(), tokens=given, max_tokens=max_tokens)
 
+    def _finish(self, reward: float | None, metrics: Mapping[str, float] | None) -> m.AgentFinish:
+        return m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {}))
+
 
 class AgentSession(_Asked):
     """One task in an agent's hands. Left without `finish`, it is given to another agent."""
@@ -212,7 +210,7 @@ class AgentSession(_Asked):
     def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Done. Without a ``reward`` the run's reward functions say how good it was. The mean of each of ``metrics``
         is in the step's metrics, as ``agent/NAME``."""
-        self._line.say(m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {})), SAY_S)
+        self._line.say(self._finish(reward, metrics), SAY_S)
         self.forget()
 
     def abandon(self, reason: str = "given up by its agent") -> None:
@@ -279,10 +277,14 @@ def _opened(line: _Line, asked: Future[m.Message], deadline: float) -> m.AgentOp
 
 async def _answered(asked: Future[m.Message]) -> Future[m.Message]:
     """``asked``, once it has its answer or never will."""
+    await asyncio.wait([_for_asyncio(asked)])
+    return asked
+
+
+def _for_asyncio(asked: Future[m.Message]) -> asyncio.Future[m.Message]:
     waited = asyncio.wrap_future(asked)
     waited.add_done_callback(_heeded)
-    await asyncio.wait([waited])
-    return asked
+    return waited
 
 
 def _heeded(done: asyncio.Future[Any]) -> None:
@@ -310,7 +312,7 @@ class AsyncAgentSession(_Asked):
 
     async def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """See `AgentSession.finish`."""
-        await self._line.say_async(m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {})), SAY_S)
+        await self._line.say_async(self._finish(reward, metrics), SAY_S)
         self.forget()
 
     async def abandon(self, reason: str = "given up by its agent") -> None:

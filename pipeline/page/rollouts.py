@@ -100,12 +100,11 @@ def _shown(
     ends = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
     parts = {name: np.split(columns[name], ends) for name in sorted(by_token & columns.keys())}
     for number, (member, trajectory) in enumerate(zip(members, group.trajectories, strict=True)):
-        begin = _begin(trajectory)
         if (stem := _stem(group, number)) is not None:
             member["parent"], member["shared"] = stem
-            begin = stem[1]
         if texts is not None:
             columns_of = {name: each[number] for name, each in parts.items()}
+            begin = _begin(trajectory) if stem is None else stem[1]
             member |= _tokens(trajectory, begin, step, columns_of, texts)
         if trajectory.failure:
             member["failure"] = trajectory.failure

@@ -35,3 +35,7 @@ class ReasoningGymSource(PromptSource):
         question = entry["question"] + self._config.suffix
         truth = {"task": self._config.task, "entry": entry}
         return make_prompt(index, question, truth, self._config.chat, self._config.system)
+
+    def score(self, answer: str, prompt: Prompt) -> float:
+        """The task set's own score of an answer to one of its prompts."""
+        return float(self._tasks.score_answer(answer=answer.strip(), entry=prompt.truth["entry"]))

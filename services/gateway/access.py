@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.services.gateway.errors import AgentError
 from penstock.services.runtime.files import write_whole
@@ -112,8 +112,8 @@ class Access:
 
     def by_bearer(self, shown: str) -> Visitor:
         """Who shows this over HTTP. Raises `AgentError`."""
-        found = next((v for v in self._known() if v.key and hmac.compare_digest(v.key.sha256, digest(shown))), None)
-        if found is not None:
+        mine = digest(shown)
+        if (found := self._find(lambda key: hmac.compare_digest(key.sha256, mine))) is not None:
             return found
         if self._owner is not None and not hmac.compare_digest(shown.encode(), self._owner.encode()):
             raise AgentError(
@@ -124,29 +124,28 @@ class Access:
 
     def by_curve(self, public: str) -> Visitor:
         """Who has proved to hold this key's secret. Raises `AgentError`."""
-        found = next((v for v in self._known() if v.key and v.key.curve_public == public), None)
-        if found is None:
+        if (found := self._find(lambda key: key.curve_public == public)) is None:
             raise AgentError(401, "wrong_key", "the key is not known any more: it was taken away, or has expired")
         return found
 
     def admits(self, public: str) -> bool:
         """As `by_curve`, at the door."""
-        return any(v.key and v.key.curve_public == public for v in self._known())
+        return self._find(lambda key: key.curve_public == public) is not None
 
-    def _known(self) -> list[Visitor]:
+    def _find(self, fits: Callable[[NamedKey], bool]) -> Visitor | None:
         if time.monotonic() - self._looked_at > LOOK_S:
             self._looked_at = time.monotonic()
             self._look()
-        return [visitor for visitor in self._visitors.values() if visitor.key and visitor.key.valid]
+        return next((v for v in self._visitors.values() if v.key and v.key.valid and fits(v.key)), None)
 
     def _look(self) -> None:
         found = {}
         for file in sorted(self._folder.glob("*.json")):
             try:
-                key = NamedKey.model_validate(json.loads(file.read_text()))
+                key = NamedKey.model_validate_json(file.read_text())
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError, ValidationError) as error:
+            except (OSError, ValueError) as error:
                 log.warning("a key cannot be read: nobody comes in by it", file=str(file), error=str(error))
                 continue
             found[file.stem] = self._visitors.get(file.stem) or Visitor(file.stem)

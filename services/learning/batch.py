@@ -154,7 +154,7 @@ def _sessions(groups: list[Group]) -> np.ndarray:
     parts, begun = [np.zeros(0, np.int64)], 0
     for group in groups:
         parts.append(sessions_of(group) + begun)
-        begun = int(parts[-1][-1]) + 1
+        begun = int(parts[-1].max()) + 1
     return np.concatenate(parts)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentSession, Reply
+from penstock.protocols.experience import Prompt
 
 NO_ROOM = {"context_length_exceeded", "too_many_turns"}
 """What ends a task that has gone on for too long."""
@@ -50,8 +51,8 @@ async def said_to(
         raise
 
 
-def task_messages(session: AsyncAgentSession) -> list[dict[str, Any]]:
-    """The run's task as a conversation."""
-    if session.task.messages is not None:
-        return [dict(message) for message in session.task.messages]
-    return [{"role": "user", "content": session.task.as_text()}]
+def as_messages(task: Prompt) -> list[dict[str, Any]]:
+    """A task as a conversation."""
+    if task.messages is not None:
+        return [dict(message) for message in task.messages]
+    return [{"role": "user", "content": task.as_text()}]

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import Field
 
-from penstock.protocols.agent_client import AsyncAgentSession
+from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentSession
 from penstock.services.data import need
-from penstock.services.players.base import Played, PlayError, said_to, task_messages
+from penstock.services.players.base import Played, PlayError, as_messages, said_to
 from penstock.services.runtime.settings import Section
 
 CLOSE_S = 10.0
@@ -53,6 +53,8 @@ class OpenEnvPlayer:
         try:
             await client.connect()
             return await self._play(session, client)
+        except (AgentRefusedError, PlayError):  # both are RuntimeErrors, and neither is the environment's
+            raise
         except (OSError, RuntimeError, TimeoutError) as error:
             raise PlayError(f"{self._config.url}: {type(error).__name__}: {error}") from error
         finally:
@@ -61,7 +63,7 @@ class OpenEnvPlayer:
     async def _play(self, session: AsyncAgentSession, client: Any) -> Played:
         begun = await client.reset(seed=session.task.index)
         tools = None if self._config.action else await _tools(client)
-        messages = [*(task_messages(session) if self._config.task_first else []), self._read(begun.observation)]
+        messages = [*(as_messages(session.task) if self._config.task_first else []), self._read(begun.observation)]
         reward, turns, done = float(begun.reward or 0.0), 0, bool(begun.done)
         while not done and turns < self._config.max_turns:
             reply = await said_to(session, messages, tools)

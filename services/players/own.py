@@ -11,7 +11,7 @@ from typing import Any
 from penstock.protocols.agent_client import AsyncAgentSession, Reply
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
-from penstock.services.players.base import Played, PlayError, said_to, task_messages
+from penstock.services.players.base import Played, PlayError, as_messages, said_to
 
 
 class OwnPlayer:
@@ -35,7 +35,7 @@ class OwnPlayer:
 
     async def _play(self, session: AsyncAgentSession, number: int, begun: dict[str, Any]) -> Played:
         first, tools, rewards = begun["prompt"], begun["tools"], 0.0
-        messages = task_messages(session) if first is None else _messages(first)
+        messages = as_messages(session.task) if first is None else _messages(first)
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
             if reply is None:

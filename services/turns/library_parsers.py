@@ -6,9 +6,13 @@ import importlib
 import json
 from typing import Any
 
+import structlog
+
 from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.turns.tool_calls import Call, Parser, Said
+
+log = structlog.get_logger()
 
 
 def of_template(text: Tokenizer, key: str) -> Parser:
@@ -63,7 +67,10 @@ def _careful(parse: Parser) -> Parser:
     def careful(said: Said) -> tuple[str, list[Call]]:
         try:
             return parse(said)
-        except Exception:
+        except Exception as error:
+            log.warning(
+                "a library's parser of calls raised: all is text", error=f"{type(error).__name__}: {error}"[:200]
+            )
             return said.text, []
 
     return careful

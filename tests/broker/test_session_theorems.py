@@ -3,16 +3,15 @@ proof that the test can fail."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.services.broker.rules.gate import Gate
-from penstock.services.broker.rules.ledger import LedgerError
 from tests.broker.machine import Holder, World
-from tests.broker.test_theorems import EXAMPLES, TRANSITIONS, transition, worlds
+from tests.broker.test_theorems import EXAMPLES, TRANSITIONS, Remembering, Uncharging, must_break, transition, worlds
 
 NO_TOKENS = 10**9
 """In the place of the oldest version of a group in which nothing was said yet."""
@@ -134,16 +133,8 @@ class AnybodyAnswers(AgentWorld):
         return True
 
 
-class Forgotten(AgentWorld):
-    """A rollout that was started again is thought to serve what it served before; it has the starting model."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.remembered: dict[str, int] = {}
-
-    def believed_version(self, holder: Holder) -> int:
-        self.remembered[holder.name] = max(self.remembered.get(holder.name, -1), holder.version)
-        return self.remembered[holder.name]
+class Forgotten(AgentWorld, Remembering):
+    """See `Remembering`; it has the starting model."""
 
     def kill_rollout(self, rollout: Holder) -> None:
         super().kill_rollout(rollout)
@@ -157,32 +148,13 @@ class ForgottenAndNotLookedAtAgain(Forgotten):
         return True
 
 
-class NoChargeForTheWindow(AgentWorld):
-    """The gate forgets that W - 1 later groups may be trained first."""
-
-    def make_gate(self, batch: int, window: int, max_lag: int) -> Gate:
-        class Uncharged(Gate):
-            def last_step(self, number: int) -> int:
-                return self.steps + (self.rank(number) - self.groups) // self.batch
-
-        return Uncharged(batch, window, max_lag)
+class NoChargeForTheWindow(Uncharging, AgentWorld):
+    """See `Uncharging`."""
 
 
 @pytest.mark.parametrize("mutation", [AnybodyAnswers, ForgottenAndNotLookedAtAgain, NoChargeForTheWindow])
 def test_every_look_is_needed(mutation: type[AgentWorld]) -> None:
-    @settings(
-        max_examples=3000,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(shape=worlds, random=st.randoms(use_true_random=True))
-    def broken(shape: Any, random: Any) -> None:
-        play(mutation, shape, random)
-
-    with pytest.raises((AssertionError, LedgerError), match="has lag|older than|version"):
-        broken()
+    must_break(partial(play, mutation), "has lag|older than|version")
 
 
 @settings(max_examples=EXAMPLES // 8, deadline=None, suppress_health_check=list(HealthCheck))
