@@ -148,8 +148,10 @@ def test_plain_calls_are_shared_by_the_workers() -> None:
     function = FunctionConfig(function=f"{HERE}:runs_python")
     pool = WorkerPool(function.program("reward.functions.0"), 3, 512)
     futures = [pool.submit(Call(offered("1"))) for _ in range(6)]
-    time.sleep(0.05)
-    assert pool.under_way >= 3
+    deadline, most = time.monotonic() + 20, 0
+    while most < 3 and time.monotonic() < deadline and not all(future.done() for future in futures):
+        most = max(most, pool.under_way)
+    assert most >= 3
     assert [future.result(30) for future in futures] == [1.0] * 6
     pool.close()
 
