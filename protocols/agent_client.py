@@ -32,6 +32,8 @@ TURN_S = 600.0
 SAY_S = 120.0
 BEAT_S = 3.0
 OPEN_S = 20.0
+GRACE_S = 10.0
+"""What an answer may be late by, beyond what the gateway was told to wait."""
 LOOK_S = 2.0
 """Between two looks at whether the run is over, while an answer is waited for."""
 START_S = 120.0
@@ -257,8 +259,8 @@ class AgentClient:
 
 def _open(line: _Line, deadline: float) -> Future[m.Message]:
     """Asks for a session. The gateway waits for one, but not longer than a line should be silent."""
-    left = max(0.0, deadline - time.monotonic())
-    return line.ask(m.AgentOpen(wait_s=min(left, OPEN_S)), OPEN_S + 10)
+    wait_s = min(max(0.0, deadline - time.monotonic()), OPEN_S)
+    return line.ask(m.AgentOpen(wait_s=wait_s), wait_s + GRACE_S)
 
 
 def _opened(line: _Line, asked: Future[m.Message], deadline: float) -> m.AgentOpened | None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import options_of
 from penstock.protocols.keys import KeysError
+from penstock.protocols.mailbox import DeadlineError
 from penstock.services.players.playing import Score, play_run
 from penstock.services.players.registry import make_player
 from penstock.services.runtime.user_folders import look_in
@@ -64,4 +65,7 @@ def play(
         score = asyncio.run(play_run(run, keys, player, sessions, told))
     except (KeysError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from None
+    except DeadlineError as error:
+        console.print(f"{error}. Has the run ended, or its gateway? Start this again once it is there", highlight=False)
+        raise typer.Exit(1) from None
     console.print(f"the run is over: {score}", highlight=False)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway import messages
+from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.openai_routes import Retried
 from penstock.services.gateway.waiting import STREAMED, answered
@@ -13,11 +14,11 @@ from penstock.services.gateway.waiting import STREAMED, answered
 
 def anthropic_routes(desk: Desk, model: str) -> APIRouter:
     """``model``: what the policy is called."""
-    routes = APIRouter(prefix="/s/{session}/v1/messages", tags=["Anthropic"])
+    routes = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
 
     @routes.post("", response_model=None, responses=STREAMED)
     async def create(
-        session: str, asked: messages.MessagesRequest, request: Request, retried: Retried = 0
+        session: Session, asked: messages.MessagesRequest, request: Request, retried: Retried = 0
     ) -> JSONResponse | StreamingResponse:
         """Messages."""
         held = await desk.find(session)
@@ -30,7 +31,7 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
         )
 
     @routes.post("/count_tokens")
-    async def count(session: str, asked: messages.CountRequest) -> dict[str, int]:
+    async def count(session: Session, asked: messages.CountRequest) -> dict[str, int]:
         """How many tokens a conversation begins with."""
         return {"input_tokens": desk.count(await desk.find(session), asked.said(), asked.functions())}
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.gateway.access import WHO, Access
+from penstock.services.gateway.address import in_path, let_in
 from penstock.services.gateway.anthropic_routes import anthropic_routes
 from penstock.services.gateway.bodies import Bodies
 from penstock.services.gateway.desk import Desk
@@ -85,18 +86,22 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _failed)
     app.add_middleware(Bodies)
-    for routes in (_session_routes(desk), openai_routes(desk, model), anthropic_routes(desk, model)):
+    app.include_router(_session_routes(desk))
+    for routes in (openai_routes(desk, model), anthropic_routes(desk, model)):
+        app.include_router(routes, prefix="/s/{session}", dependencies=[Depends(in_path)])
         app.include_router(routes)
     return app
 
 
 def _allowed(access: Access) -> Callable[..., Awaitable[None]]:
     async def allowed(
+        request: Request,
         bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
         api_key: Annotated[str | None, Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
     ) -> None:
         shown = api_key or (bearer.credentials if bearer else "")
-        WHO.set(access.by_bearer(shown))
+        who, request.state.session = let_in(access, shown)
+        WHO.set(who)
 
     return allowed
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway import chat, completions, responses
+from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.session import Turn
 from penstock.services.gateway.waiting import STREAMED, answered
@@ -22,17 +23,17 @@ Retried = Annotated[int, Header(alias="x-stainless-retry-count", ge=0)]
 
 def openai_routes(desk: Desk, model: str) -> APIRouter:
     """``model``: what the policy is called."""
-    routes, replies = APIRouter(prefix="/s/{session}/v1", tags=["OpenAI"]), desk.replies
+    routes, replies = APIRouter(prefix="/v1", tags=["OpenAI"]), desk.replies
 
     @routes.get("/models")
-    async def models(session: str) -> dict[str, Any]:
+    async def models(session: Session) -> dict[str, Any]:
         """The policy."""
         await desk.find(session)
         return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "penstock"}]}
 
     @routes.post("/chat/completions", response_model=None, responses=STREAMED)
     async def chat_completions(
-        session: str, asked: chat.ChatRequest, request: Request, retried: Retried = 0
+        session: Session, asked: chat.ChatRequest, request: Request, retried: Retried = 0
     ) -> JSONResponse | StreamingResponse:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
@@ -48,7 +49,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
 
     @routes.post("/completions", response_model=None, responses=STREAMED)
     async def text_completions(
-        session: str, asked: completions.CompletionRequest, request: Request, retried: Retried = 0
+        session: Session, asked: completions.CompletionRequest, request: Request, retried: Retried = 0
     ) -> JSONResponse | StreamingResponse:
         """Completions of text, or of token ids."""
         held = await desk.find(session)
@@ -62,7 +63,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
 
     @routes.post("/responses", response_model=None, responses=STREAMED)
     async def create_response(
-        session: str, asked: responses.ResponsesRequest, request: Request, retried: Retried = 0
+        session: Session, asked: responses.ResponsesRequest, request: Request, retried: Retried = 0
     ) -> JSONResponse | StreamingResponse:
         """Responses."""
         held = await desk.find(session)

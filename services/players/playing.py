@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient, AsyncAgentSession, RunOver
+from penstock.protocols.mailbox import DeadlineError
 from penstock.services.players.base import Player
 
 log = structlog.get_logger()
@@ -44,24 +45,39 @@ async def play_run(
     at_once: int,
     told: Callable[[Score], None] = lambda score: None,
 ) -> Score:
-    """Plays ``at_once`` sessions at a time; ``told`` hears of each that has ended."""
-    score = Score()
+    """Plays ``at_once`` sessions at a time; ``told`` hears of each that has ended. Raises `DeadlineError` where no
+    gateway has answered for `WAIT_S`."""
+    score, late = Score(), None
     async with AsyncAgentClient(gateway, keys) as client:
         await player.open()
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
                     group.create_task(_work(client, player, score, told))
+        except* DeadlineError as away:
+            late = away
         finally:
             await player.close()
+    if late is not None:
+        raise DeadlineError(f"no session for {WAIT_S:g} s: {_first(late)}; {score}")
     return score
+
+
+def _first(several: BaseExceptionGroup[DeadlineError]) -> BaseException:
+    one = several.exceptions[0]
+    return _first(one) if isinstance(one, BaseExceptionGroup) else one
 
 
 async def _work(client: AsyncAgentClient, player: Player, score: Score, told: Callable[[Score], None]) -> None:
     while True:
         try:
             session = await client.session(wait_s=WAIT_S)
-            await _play(session, player, score)
+            try:
+                await _play(session, player, score)
+            except DeadlineError as error:  # whether the gateway comes back shows when the next session is asked for
+                session.forget()
+                score.given_up += 1
+                log.warning("a session is given up", session=session.id, reason=str(error))
         except RunOver:
             return
         except AgentRefusedError as refused:  # no session for so long, a quota, or it was lost
@@ -73,6 +89,8 @@ async def _work(client: AsyncAgentClient, player: Player, score: Score, told: Ca
 async def _play(session: AsyncAgentSession, player: Player, score: Score) -> None:
     try:
         played = await player.play(session)
+    except DeadlineError:  # the gateway is away: abandoning would only wait again
+        raise
     except AgentRefusedError as refused:
         if isinstance(refused, RunOver) or refused.code in LOST:
             session.forget()

@@ -85,7 +85,9 @@ def test_openais_client(house: House) -> None:
             for reward in (1.0, 0.0):
                 session = await opened(url, http)
                 assert session["task"]["text"] == "sort ba="
-                async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
+                by_path = {"base_url": session["base_url"], "api_key": "none"}
+                by_key = {"base_url": f"{url}/v1", "api_key": session["session"]}
+                async with openai.AsyncOpenAI(**(by_path if reward else by_key)) as client:
                     assert [model.id async for model in await client.models.list()] == ["policy"]
                     first = await client.chat.completions.create(
                         model="policy", messages=SAY, tools=[TOOL], logprobs=True, max_tokens=4
@@ -148,10 +150,10 @@ def test_anthropics_client(house: House) -> None:
 
     async def agent(url: str) -> None:
         async with httpx.AsyncClient() as http:
-            for _ in range(2):
+            for by_key in (False, True):
                 session = await opened(url, http)
-                base = session["base_url"].removesuffix("/v1")
-                async with anthropic.AsyncAnthropic(base_url=base, api_key="none") as client:
+                base = url if by_key else session["base_url"].removesuffix("/v1")
+                async with anthropic.AsyncAnthropic(base_url=base, api_key=session["session"]) as client:
                     about: Any = {"model": "policy", "tools": [tool]}
                     counted = await client.messages.count_tokens(messages=say, **about)
                     first = await client.messages.create(messages=say, max_tokens=4, **about)
@@ -363,6 +365,12 @@ def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
                 (f"{own}/abandon", {"reason": "x" * 2000}, 422),
             ]
             house.desk._settled_at = 0.0
+            for key, status in {
+                "right": 404, "right:": 404, "right:train-9-9-9": 404, session["session"]: 401,
+                f"no:{session['session']}": 401, f"right:{session['session']}": 200,
+            }.items():  # fmt: skip
+                answer = await http.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})
+                assert answer.status_code == status and "right" not in answer.text, key
             for path, body, status in wrong:
                 answer = await http.post(path, json=body)
                 assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True), path

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.pipeline import cli
+from penstock.protocols import agent_client
 from penstock.protocols.agent_client import Reply
 from penstock.protocols.experience import Group
 from penstock.services.data import open_source
@@ -168,6 +169,14 @@ def test_an_openenv_server_is_played(house: House) -> None:
 def test_what_cannot_be_made_is_told(environment: str, options: list[str], match: str) -> None:
     told = CliRunner().invoke(cli.app, ["play", "tcp://127.0.0.1:9", environment, *options])
     assert isinstance(told.exception, SetupError | ValueError) and re.search(match, str(told.exception)), told.exception
+
+
+def test_a_gateway_that_does_not_answer_ends_it_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playing, "WAIT_S", 0.5)
+    monkeypatch.setattr(agent_client, "GRACE_S", 0.5)
+    told = CliRunner().invoke(cli.app, ["play", "tcp://127.0.0.1:9", "tests.players.envs:Twice", "--sessions", "3"])
+    assert told.exit_code == 1 and isinstance(told.exception, SystemExit)
+    assert "no session for 0.5 s" in told.output and "tcp://127.0.0.1:9" in told.output and "Start this" in told.output
 
 
 def test_calls_are_told_to_a_class_as_hermes_writes_them() -> None:
