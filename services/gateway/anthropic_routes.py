@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from penstock.services.gateway import messages
 from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
-from penstock.services.gateway.openai_routes import Retried
+from penstock.services.gateway.openai_routes import Asked
 from penstock.services.gateway.waiting import STREAMED, answered
 
 
@@ -18,14 +18,14 @@ def anthropic_routes(desk: Desk, model: str) -> APIRouter:
 
     @routes.post("", response_model=None, responses=STREAMED)
     async def create(
-        session: Session, asked: messages.MessagesRequest, request: Request, retried: Retried = 0
+        session: Session, asked: messages.MessagesRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Messages."""
         held = await desk.find(session)
         return await answered(
             request,
             asked.stream,
-            desk.chat(held, asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences, retried > 0),
+            desk.chat(held, asked.said(), asked.functions(), asked.max_tokens, asked.stop_sequences, again),
             lambda turn: messages.message(held.id, model, turn),
             lambda turn: messages.events(held.id, model, turn),
         )

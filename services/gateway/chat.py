@@ -58,7 +58,7 @@ def completion(session: str, model: str, turns: Sequence[Turn], replies: Replies
                 "index": index,
                 "message": message,
                 "finish_reason": finish_of(turn),
-                "logprobs": {"content": replies.logprobs(turn.answer), "refusal": None} if asked.logprobs else None,
+                "logprobs": _logprobs(turn, replies, asked),
             }
         )
     return {
@@ -69,22 +69,27 @@ def completion(session: str, model: str, turns: Sequence[Turn], replies: Replies
     }
 
 
-def chunks(session: str, model: str, turns: Sequence[Turn], asked: ChatRequest) -> Iterator[str]:
+def chunks(session: str, model: str, turns: Sequence[Turn], replies: Replies, asked: ChatRequest) -> Iterator[str]:
     """The answer as server-sent events."""
     head = _about(session, model, turns, "chat.completion.chunk")
 
-    def chunk(index: int, delta: dict[str, Any], finish: str | None = None) -> str:
-        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
+    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> str:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         return f"data: {dumps({**head, 'choices': [choice]})}\n\n"
 
     for index, turn in enumerate(turns):
-        yield chunk(index, {"role": "assistant", "content": turn.message["content"]})
+        said = {"role": "assistant", "content": turn.message["content"]}
+        yield chunk(index, said, logprobs=_logprobs(turn, replies, asked))
         for place, call in enumerate(turn.message.get("tool_calls", ())):
             yield chunk(index, {"tool_calls": [{"index": place, **call}]})
         yield chunk(index, {}, finish_of(turn))
     if (asked.stream_options or {}).get("include_usage"):
         yield f"data: {dumps({**head, 'choices': [], 'usage': usage(turns)})}\n\n"
     yield "data: [DONE]\n\n"
+
+
+def _logprobs(turn: Turn, replies: Replies, asked: ChatRequest) -> dict[str, Any] | None:
+    return {"content": replies.logprobs(turn.answer), "refusal": None} if asked.logprobs else None
 
 
 def finish_of(turn: Turn) -> str:

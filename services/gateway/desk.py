@@ -6,7 +6,6 @@ Everything here runs in one asyncio loop. What must survive this process is with
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from collections import Counter, OrderedDict, deque
@@ -26,6 +25,7 @@ from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.measured import checked
 from penstock.services.gateway.policy import Policy, told
+from penstock.services.gateway.questions import ONCE, Asking
 from penstock.services.gateway.records import restore, session_id
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
@@ -102,7 +102,8 @@ class Desk:
             if session.opened and not session.ended:
                 held = Held(session_id(work.lease, session), work, session, session.life, session.owner)
                 held.heard = time.monotonic() if session.beats else None
-                held.answered |= {turn.asked: turn for turn in session.turns.values()}
+                for turn in session.turns.values():
+                    held.questions.remember(turn)
                 self._held[held.id] = held
             elif not session.ended:
                 self._free.append((work, session))
@@ -114,8 +115,7 @@ class Desk:
         self.over, self._leaves_alone = reason, alone
         self._more.set()
         for held in self._held.values():
-            for task in held.pending.values():
-                task.cancel()
+            held.questions.cancel()
 
     def expire(self) -> None:
         """Sessions of silent agents are given to others."""
@@ -123,7 +123,7 @@ class Desk:
         for held in list(self._held.values()):
             if held.heard is not None and held.heard < now - self.config.lost_s:
                 reason = f"nothing was heard of its client for gateway.lost_s={self.config.lost_s:g} s"
-            elif held.touched < now - self.config.idle_s and not held.pending:
+            elif held.touched < now - self.config.idle_s and not held.questions.pending:
                 reason = f"its agent was silent for gateway.idle_s={self.config.idle_s:g} s"
             else:
                 continue
@@ -199,7 +199,7 @@ class Desk:
 
     def untaken(self, held: Held) -> None:
         """Its agent had gone before it heard of the session: it is free again, and has lost no life."""
-        if self._held.get(held.id) is held and not held.session.turns and not held.pending:
+        if self._held.get(held.id) is held and not held.session.turns and not held.questions.pending:
             del self._held[held.id]
             self._free.append((held.work, held.session))
             self._more.set()
@@ -223,15 +223,13 @@ class Desk:
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        again: bool = False,
-        request: str = "",
+        asked: Asking = ONCE,
     ) -> Turn:
-        """The policy's answer to a conversation. ``again``: it was asked for before, and the answer did not arrive; or
-        it is whenever ``request`` is the same."""
-        said, about = [canonical(message) for message in messages], told(tools)
-        parent, given = self._policy.spliced(held.session, said, tools, about)
-        asked = request or json.dumps([said, about, max_tokens, list(stop)], sort_keys=True)
-        return await self._once(held, asked, again or bool(request), parent, given, said, about, max_tokens, stop)
+        """The policy's answer to a conversation."""
+        said, known = [canonical(message) for message in messages], told(tools)
+        parent, given = self._policy.spliced(held.session, said, tools, known)
+        about = json.dumps([said, known, max_tokens, list(stop)], sort_keys=True)
+        return await self._once(held, asked, about, parent, given, said, known, max_tokens, stop)
 
     def count(
         self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
@@ -247,23 +245,22 @@ class Desk:
         tokens: np.ndarray,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        again: bool = False,
-        request: str = "",
+        asked: Asking = ONCE,
     ) -> Turn:
         """The policy's answer to tokens of the agent's own."""
         parent, given = held.session.parent_by_tokens(tokens)
         said = [{"tokens": tokens.tolist()}]
-        asked = request or json.dumps([said, max_tokens, list(stop)])
-        return await self._once(held, asked, again or bool(request), parent, given, said, "", max_tokens, stop)
+        about = json.dumps([said, max_tokens, list(stop)])
+        return await self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
 
     async def complete(
-        self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = (), again: bool = False
+        self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = (), asked: Asking = ONCE
     ) -> Turn:
         """The policy's next words after a text of the agent's own."""
         parent, given = self._policy.written_on(held.session, text)
         said = [{"text": text}]
-        asked = json.dumps([said, max_tokens, list(stop)])
-        return await self._once(held, asked, again, parent, given, said, "", max_tokens, stop)
+        about = json.dumps([said, max_tokens, list(stop)])
+        return await self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
 
     async def finish(self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None) -> None:
         """The agent is done; without a ``reward`` the reward functions say how good it was. Said again, it is true."""
@@ -284,42 +281,29 @@ class Desk:
     @property
     def _waiting(self) -> int:
         """Turns that agents wait for."""
-        return sum(len(held.pending) for held in self._held.values())
+        return sum(held.questions.pending for held in self._held.values())
 
-    async def _once(self, held: Held, asked: str, again: bool, *rest: Any) -> Turn:
+    async def _once(self, held: Held, asked: Asking, about: str, *rest: Any) -> Turn:
         """What is asked again has one answer."""
-        asked = hashlib.sha256(asked.encode()).hexdigest()
-        if again and asked in held.answered:
-            return held.answered[asked]
-        task = held.pending.get(asked) if again else None
-        if task is None:
+        digest = asked.digest(about)
+        question = held.questions.again(digest) if asked.again or asked.key else None
+        if question is None:
             if self._waiting >= self.config.waiting:
                 full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
                 raise AgentError(429, "busy", full, BUSY_S)
             WHO.get().take_turn()
-            task = asyncio.ensure_future(self._times.timed(self._policy.ask(held, asked, *rest)))
-            held.pending[asked] = task
-            task.add_done_callback(lambda done: self._done(held, asked, done))
+            question = held.questions.ask(digest, self._times.timed(self._policy.ask(held, digest, *rest)))
+            assert question.task is not None
+            question.task.add_done_callback(held.note)
         try:
-            return await asyncio.shield(task)
+            return await question.answer()
         except asyncio.CancelledError:
-            if task.cancelled():
+            if question.task and question.task.cancelled():
                 self._check_over()
             raise
         except RefusedError as error:
             self.forget(held.work.key)
             raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error
-
-    def _done(self, held: Held, asked: str, task: asyncio.Task[Turn]) -> None:
-        held.touched = time.monotonic()
-        if held.pending.get(asked) is task:
-            del held.pending[asked]
-        if task.cancelled():
-            return
-        if error := task.exception():
-            held.error = str(error)
-        else:
-            held.answered[asked] = task.result()
 
     async def abandon(self, held: Held, reason: str) -> None:
         """The agent gives up, or is gone: another gets it, or it has failed."""
@@ -337,8 +321,7 @@ class Desk:
     async def _settle(self, held: Held, how: dict[str, Any]) -> None:
         """The session has ended, durably."""
         work, session = held.work, held.session
-        for task in held.pending.values():  # nobody will hear it
-            task.cancel()
+        held.questions.cancel()
         unheard = [turn.number for turn in session.turns.values() if not turn.wanted]
         ended = {"life": session.life, "opened": True, "ended": True, "unheard": unheard}
         how = {"failure": "", "metrics": {}} | how | ended

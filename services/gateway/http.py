@@ -21,6 +21,7 @@ from penstock.services.gateway.bodies import Bodies
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import REFUSALS, AgentError, what_is_wrong
 from penstock.services.gateway.openai_routes import openai_routes
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.waiting import heard
 from penstock.services.gateway.work import Held
 
@@ -140,7 +141,7 @@ def _session_routes(desk: Desk) -> APIRouter:
         """The policy's answer to tokens."""
         held = await desk.find(session)
         tokens = np.array(asked.tokens, np.int32)
-        turn = await heard(request, desk.generate(held, tokens, asked.max_tokens, again=asked.again))
+        turn = await heard(request, desk.generate(held, tokens, asked.max_tokens, asked=Asking(asked.again)))
         answer = turn.answer
         return {
             "turn": turn.number,

@@ -7,18 +7,28 @@ from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from penstock.services.gateway import chat, completions, responses
 from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.session import Turn
 from penstock.services.gateway.waiting import STREAMED, answered
 from penstock.services.gateway.work import Held
 
-Retried = Annotated[int, Header(alias="x-stainless-retry-count", ge=0)]
-"""How often OpenAI's and Anthropic's own clients have asked this before."""
+
+async def _asking(
+    retried: Annotated[int, Header(alias="x-stainless-retry-count", ge=0)] = 0,
+    key: Annotated[str, Header(alias="Idempotency-Key", max_length=256)] = "",
+) -> Asking:
+    """OpenAI's and Anthropic's own clients say how often they have asked this before; others may name what they ask."""
+    return Asking(retried > 0, key)
+
+
+Asked = Annotated[Asking, Depends(_asking)]
+"""How a request is known that was made before."""
 
 
 def openai_routes(desk: Desk, model: str) -> APIRouter:
@@ -33,7 +43,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
 
     @routes.post("/chat/completions", response_model=None, responses=STREAMED)
     async def chat_completions(
-        session: Session, asked: chat.ChatRequest, request: Request, retried: Retried = 0
+        session: Session, asked: chat.ChatRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Chat completions."""
         held, said, tools = await desk.find(session), asked.said(), asked.functions()
@@ -42,28 +52,28 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         return await answered(
             request,
             asked.stream,
-            _several(asked.n, lambda: desk.chat(held, said, tools, asked.most, asked.stops, retried > 0)),
+            _several(asked.n, lambda each: desk.chat(held, said, tools, asked.most, asked.stops, each), again),
             lambda turns: chat.completion(held.id, model, turns, replies, asked),
-            lambda turns: chat.chunks(held.id, model, turns, asked),
+            lambda turns: chat.chunks(held.id, model, turns, replies, asked),
         )
 
     @routes.post("/completions", response_model=None, responses=STREAMED)
     async def text_completions(
-        session: Session, asked: completions.CompletionRequest, request: Request, retried: Retried = 0
+        session: Session, asked: completions.CompletionRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Completions of text, or of token ids."""
         held = await desk.find(session)
         return await answered(
             request,
             asked.stream,
-            _several(asked.n, lambda: _complete(desk, held, asked, retried > 0)),
+            _several(asked.n, lambda each: _complete(desk, held, asked, each), again),
             lambda turns: completions.completion(held.id, model, turns, replies, asked),
             lambda turns: completions.chunks(held.id, model, turns, replies, asked),
         )
 
     @routes.post("/responses", response_model=None, responses=STREAMED)
     async def create_response(
-        session: Session, asked: responses.ResponsesRequest, request: Request, retried: Retried = 0
+        session: Session, asked: responses.ResponsesRequest, request: Request, again: Asked
     ) -> JSONResponse | StreamingResponse:
         """Responses."""
         held = await desk.find(session)
@@ -71,7 +81,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         return await answered(
             request,
             asked.stream,
-            desk.chat(held, said, asked.functions(), asked.max_output_tokens, again=retried > 0),
+            desk.chat(held, said, asked.functions(), asked.max_output_tokens, asked=again),
             lambda turn: responses.response(held.id, model, turn, replies, asked),
             lambda turn: responses.events(held.id, model, turn, replies, asked),
         )
@@ -79,12 +89,17 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     return routes
 
 
-async def _several(count: int, ask: Callable[[], Coroutine[Any, Any, Turn]]) -> list[Turn]:
-    return list(await asyncio.gather(*(ask() for _ in range(count))))
+async def _several(count: int, ask: Callable[[Asking], Coroutine[Any, Any, Turn]], asked: Asking) -> list[Turn]:
+    tasks = [asyncio.ensure_future(ask(asked._replace(which=which))) for which in range(count)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:  # where one has failed, nobody hears the others
+            task.cancel()
 
 
-async def _complete(desk: Desk, held: Held, asked: completions.CompletionRequest, again: bool) -> Turn:
+async def _complete(desk: Desk, held: Held, asked: completions.CompletionRequest, each: Asking) -> Turn:
     if isinstance(asked.prompt, str):
-        return await desk.complete(held, asked.prompt, asked.max_tokens, asked.stops, again)
+        return await desk.complete(held, asked.prompt, asked.max_tokens, asked.stops, each)
     tokens = np.array(asked.prompt, np.int32)
-    return await desk.generate(held, tokens, asked.max_tokens, asked.stops, again)
+    return await desk.generate(held, tokens, asked.max_tokens, asked.stops, each)

@@ -81,7 +81,7 @@ class Policy:
     ) -> Turn:
         """The turn, once it is durable. Raises `AgentError`, or `RefusedError` where the group is not ours any more."""
         work, session = held.work, held.session
-        if len(session.turns) + len(held.pending) > self._config.max_turns:
+        if len(session.turns) + held.questions.pending > self._config.max_turns:
             raise AgentError(400, "too_many_turns", f"a session has at most gateway.max_turns={self._config.max_turns}")
         prompt = np.concatenate([session.tokens(parent), given]).astype(np.int32)
         sampling = self._sampling(work, session, len(prompt), max_tokens, stop)

@@ -109,7 +109,7 @@ class Session:
     def parent_of(self, said: Said, tools: str) -> Turn | None:
         """The turn with the longest conversation that ``said`` begins with, told of the same ``tools``."""
         best: Turn | None = None
-        for turn in self.turns.values():
+        for turn in self._known():
             size = len(turn.said)
             if turn.tools != tools or size >= len(said) or (best and len(best.said) >= size):
                 continue
@@ -120,7 +120,7 @@ class Session:
     def parent_by_tokens(self, tokens: np.ndarray) -> tuple[Turn | None, np.ndarray]:
         """As `parent_of`, of an agent that speaks in tokens; and what it has added."""
         best, size = None, 0
-        for turn in self.turns.values():
+        for turn in self._known():
             before = self.tokens(turn)
             if size < len(before) < len(tokens) and np.array_equal(tokens[: len(before)], before):
                 best, size = turn, len(before)
@@ -128,8 +128,12 @@ class Session:
 
     def parent_by_text(self, text: str) -> Turn | None:
         """As `parent_of`, of an agent that speaks in text, with no chat around it."""
-        fitting = [turn for turn in self.turns.values() if turn.text and text.startswith(turn.text)]
+        fitting = [turn for turn in self._known() if turn.text and text.startswith(turn.text)]
         return max(fitting, key=lambda turn: len(turn.text), default=None)
+
+    def _known(self) -> list[Turn]:
+        """Those first that agents have had: of two answers that read the same, they speak of these."""
+        return sorted(self.turns.values(), key=lambda turn: not turn.wanted)
 
     def path(self, turn: Turn | None) -> list[Turn]:
         """From the first turn of its conversation to this one."""

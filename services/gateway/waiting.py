@@ -28,21 +28,14 @@ Answer = TypeVar("Answer", Turn, list[Turn])
 
 
 async def heard(request: Request, answer: Coroutine[Any, Any, Answer]) -> Answer:
-    """The answer, unless whoever asked has gone: then nobody is trained on what nobody has heard."""
+    """The answer, unless whoever asked has gone: then it is not waited for any more."""
     task = asyncio.ensure_future(answer)
     while not task.done():
         await asyncio.wait({task}, timeout=LOOK_S)
         if not task.done() and await request.is_disconnected():
-            task.add_done_callback(_unheard)
+            task.cancel()
             raise AgentError(499, "gone", "the agent has gone")
     return task.result()
-
-
-def _unheard(done: asyncio.Future[Any]) -> None:
-    if not done.cancelled() and not done.exception():
-        found = done.result()
-        for turn in found if isinstance(found, list) else [found]:
-            turn.wanted = False
 
 
 async def answered(

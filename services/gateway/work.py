@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.protocols.experience import Purpose
 from penstock.protocols.messages import Lease
+from penstock.services.gateway.questions import Questions
 from penstock.services.gateway.session import Session, Turn
 
 Key = tuple[Purpose, int]
@@ -45,12 +46,15 @@ class Held:
     """When its agent last asked for something; and when the client that has it was last heard, None where nobody has
     said that he would be."""
     heard: float | None = None
-    pending: dict[str, asyncio.Task[Turn]] = field(default_factory=dict)
-    """By what was asked: answers under way."""
-    answered: dict[str, Turn] = field(default_factory=dict)
-    """The last answer to each, for who asks again because it has not heard."""
+    questions: Questions = field(default_factory=Questions)
     error: str = ""
     """The last thing that went wrong."""
+
+    def note(self, task: asyncio.Task[Turn]) -> None:
+        """A question has its answer, or never will."""
+        self.touched = time.monotonic()
+        if not task.cancelled() and (error := task.exception()):
+            self.error = str(error)
 
     def row(self) -> dict[str, Any]:
         """For people."""
@@ -60,7 +64,7 @@ class Held:
             "key": self.owner,
             "turns": len(turns),
             "tokens": sum(len(turn.given) + len(turn.answer.tokens) for turn in turns),
-            "waiting": len(self.pending),
+            "waiting": self.questions.pending,
             "silent_s": round(time.monotonic() - self.touched, 1),
             "error": self.error,
         }

@@ -17,6 +17,7 @@ from penstock.protocols.router_server import RouterServer
 from penstock.services.gateway.access import OWNER, WHO, Access, Visitor
 from penstock.services.gateway.desk import LEAVING, Desk
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.session import Turn
 
 log = structlog.get_logger()
@@ -112,12 +113,12 @@ class ZmqDoor:
             return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt)
         if isinstance(message, m.AgentChat):
             held = await desk.find(message.session)
-            asked = (message.messages, message.tools, message.max_tokens, message.stop)
-            return _reply(await desk.chat(held, *asked, request=message.request))
+            about = (message.messages, message.tools, message.max_tokens, message.stop)
+            return _reply(await desk.chat(held, *about, asked=Asking(key=message.request)))
         if isinstance(message, m.AgentGenerate):
             held = await desk.find(message.session)
             tokens = np.frombuffer(message.tokens.tobytes(), np.int32)
-            return _reply(await desk.generate(held, tokens, message.max_tokens, request=message.request))
+            return _reply(await desk.generate(held, tokens, message.max_tokens, asked=Asking(key=message.request)))
         if isinstance(message, m.AgentFinish):
             await desk.finish(message.session, message.reward, message.metrics)
             return m.Ack()

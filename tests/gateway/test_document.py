@@ -56,7 +56,7 @@ def statuses(operation: Any, session: str) -> Counter[int]:
 
 
 def test_the_served_document_is_true(tokenizers: dict[bool, Path], model: Any, tmp_path: Path) -> None:
-    house = House(tokenizers[True], model, tool_calls=CALLS, attempts=1000)
+    house = House(tokenizers[True], model, tool_calls=CALLS, attempts=1000, max_turns=4096)
     house.desk.start(house.lease(0, n=8, new=2))
     house.desk._settled_at = 0.0  # nobody is waited for
 

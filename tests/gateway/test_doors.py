@@ -99,13 +99,15 @@ def test_openais_client(house: House) -> None:
                     result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "ab"}
                     then = [*SAY, choice.message, result]
                     stream = await client.chat.completions.create(
-                        model="policy", messages=then, tools=[TOOL], stream=True,
+                        model="policy", messages=then, tools=[TOOL], stream=True, logprobs=True,
                         stream_options={"include_usage": True},
                     )  # fmt: skip
                     parts = [part async for part in stream]
                     called = [p for p in parts if p.choices and p.choices[0].delta.tool_calls]
                     assert called and json.loads(called[0].choices[0].delta.tool_calls[0].function.arguments)
                     assert parts[-1].usage and parts[-1].usage.prompt_tokens > first.usage.total_tokens
+                    said = [p.choices[0].logprobs.content for p in parts if p.choices and p.choices[0].logprobs]
+                    assert len(said) == 1 and len(said[0]) == parts[-1].usage.completion_tokens
                 done = await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": reward})
                 assert done.json()["state"] == "finished"
                 again = await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": reward})
@@ -133,13 +135,21 @@ def test_openais_client_asks_for_several_and_again(house: House) -> None:
                 for count in (0, 1)
             ]
             assert once.json()["choices"] == again.json()["choices"] and len(house.engines_own) == 4
+            path = f"{session['base_url']}/chat/completions"
+            repeated = await http.post(path, json=several, headers={"x-stainless-retry-count": "1"})
+            assert repeated.json()["penstock"]["turns"] == [3, 1, 2], "the latest of each; none is said twice"
+            named = [
+                (await http.post(path, json={"messages": SAY}, headers={"idempotency-key": key})).json()
+                for key in ("a", "b", "a")
+            ]
+            assert [each["penstock"]["turns"] for each in named] == [[4], [5], [4]] and len(house.engines_own) == 6
             await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})
             other = await opened(url, http)
             await http.post(f"{url}/v1/sessions/{other['session']}/finish", json={"reward": 0.5})
 
     served(house, agent)
     made = group(house)
-    assert len(made.trajectories) == 5, "four branches, and a session in which nothing was said"
+    assert len(made.trajectories) == 7, "six branches, and a session in which nothing was said"
     assert sum(t.sampled for t in made.trajectories) == sum(len(a.tokens) for a in house.engines_own)
     assert "no turn" in made.trajectories[-1].failure
 

@@ -15,6 +15,7 @@ from penstock.protocols.experience import Group, Trajectory, pack_group, unpack_
 from penstock.services.gateway import desk
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.session import Turn
 from penstock.services.gateway.work import Held
 from tests.gateway.house import CALLS, House
@@ -46,10 +47,10 @@ async def _wander(desk: Desk, held: Held, chance: random.Random) -> None:
         tools = chance.choice([None, TOOLS])
         turn = await desk.chat(held, messages, tools, chance.choice([None, 2]))
         if chance.random() < 0.2:
-            assert await desk.chat(held, messages, tools, None, again=True) is not None
+            assert await desk.chat(held, messages, tools, None, asked=Asking(again=True)) is not None
         if chance.random() < 0.2:
-            assert await desk.chat(held, messages, tools, again=True, request="r") is await desk.chat(
-                held, messages, tools, again=True, request="r"
+            assert await desk.chat(held, messages, tools, asked=Asking(key="r")) is await desk.chat(
+                held, messages, tools, asked=Asking(key="r")
             )
         heard.append(turn)
         answer = {"role": "tool", "tool_call_id": "x", "content": "ab"} if tools else {"role": "user", "content": "c"}

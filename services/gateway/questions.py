@@ -1,0 +1,104 @@
+"""What an agent has asked in a session, and who waits for the answers: what is asked again has one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from penstock.services.gateway.session import Turn
+
+
+class Asking(NamedTuple):
+    """How a request is known that was made before."""
+
+    again: bool = False
+    """It says that it was, and that the answer did not arrive."""
+    key: str = ""
+    """Its own name, the same whenever it is made."""
+    which: int = 0
+    """Of several answers to it."""
+
+    def digest(self, about: str) -> str:
+        """Of what it asks, ``about``, and of what else tells it from others."""
+        return hashlib.sha256(f"{self.which}\n{self.key}\n{about}".encode()).hexdigest()
+
+
+ONCE = Asking()
+
+
+@dataclass(eq=False)
+class Question:
+    """One answer of the policy, on its way or there."""
+
+    task: asyncio.Task[Turn] | None = None
+    turn: Turn | None = None
+    waiting: int = 0
+    """How many requests wait for it."""
+
+    @property
+    def unheard(self) -> bool:
+        """Nobody has had the answer."""
+        return self.turn is None or not self.turn.wanted
+
+    async def answer(self) -> Turn:
+        """For one more who waits. Raises what the task raises."""
+        self.waiting += 1
+        try:
+            turn = self.turn
+            if turn is None:
+                assert self.task is not None
+                turn = await asyncio.shield(self.task)
+            turn.wanted = True
+            return turn
+        finally:
+            self.waiting -= 1
+
+
+@dataclass(eq=False)
+class Questions:
+    """Of one session, by what was asked."""
+
+    _asked: dict[str, list[Question]] = field(default_factory=dict)
+
+    @property
+    def pending(self) -> int:
+        """Those without an answer yet."""
+        return sum(question.turn is None for several in self._asked.values() for question in several)
+
+    def remember(self, turn: Turn) -> None:
+        """It was asked, and answered, at a gateway before this one."""
+        self._asked.setdefault(turn.asked, []).append(Question(turn=turn))
+
+    def again(self, digest: str) -> Question | None:
+        """The one that was most probably meant by who asks again: whose answer nobody has had and for which the fewest
+        wait; of several, the latest."""
+        several = self._asked.get(digest, [])
+        return min(reversed(several), key=lambda question: (not question.unheard, question.waiting), default=None)
+
+    def ask(self, digest: str, answer: Coroutine[Any, Any, Turn]) -> Question:
+        """A new one. What nobody waits for any more when it is answered is not trained on, unless it is asked for
+        again."""
+        question = Question(asyncio.ensure_future(answer))
+        assert question.task is not None
+        several = self._asked.setdefault(digest, [])
+        several.append(question)
+
+        def done(task: asyncio.Task[Turn]) -> None:
+            if task.cancelled() or task.exception():
+                several.remove(question)
+            else:
+                question.turn = task.result()
+                question.turn.wanted = question.waiting > 0
+
+        question.task.add_done_callback(done)
+        return question
+
+    def cancel(self) -> None:
+        """Nobody will hear the answers."""
+        for several in self._asked.values():
+            for question in several:
+                if question.turn is None and question.task is not None:
+                    question.task.cancel()
