@@ -97,6 +97,8 @@ class Prompt(BaseModel):
     """A chat: maps with ``role`` and ``content``, rendered by the tokenizer's template."""
     truth: Any = None
     """Whatever the reward function compares with: text, numbers, lists and maps of them."""
+    source: str = ""
+    """Which of a mixture's sources it is from; empty: there is one."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Prompt:

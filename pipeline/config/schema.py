@@ -77,6 +77,9 @@ class PretrainedModel(Section):
     """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``."""
     dtype: Dtype = "bfloat16"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
+    what it may be told is the template's own."""
 
 
 class WarmStart(Section):
@@ -155,6 +158,11 @@ class Config(Section):
     """Redis, where everything lies that must survive a crash."""
     replay: ReplayConfig = ReplayConfig()
     """Finished groups: which are left out, which are kept on disk."""
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """What the tokenizer's chat template is told beside the messages."""
+        return self.model.chat_template_kwargs if isinstance(self.model, PretrainedModel) else {}
 
     @property
     def with_reference(self) -> bool:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
-from penstock.services.data.config import HubData
+from penstock.services.data.config import HubData, MixData
 from penstock.services.data.hub import FORMATS
 from penstock.services.runtime.user_folders import may_be_on_hub
 
@@ -30,6 +30,9 @@ def keys(config: Config) -> set[str]:
     found |= {key for key, path in others.items() if path and may_be_on_hub(path)}
     sources = {"prompts.train": config.prompts.train}
     sources |= {f"prompts.eval.{name}": source for name, source in config.prompts.eval.items()}
+    for key, mixed in list(sources.items()):
+        if isinstance(mixed, MixData):
+            sources |= {f"{key}.sources.{name}": source for name, source in mixed.sources.items()}
     for key, source in sources.items():
         if isinstance(source, HubData) and not source.files and source.path not in FORMATS.values():
             found.add(f"{key}.path")

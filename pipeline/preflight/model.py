@@ -57,7 +57,12 @@ def _encode(config: Config, report: Report) -> None:
 
     assert isinstance(config.model, PretrainedModel)
     text = load_config(config.model.path).get_text_config()
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, config.template)
+    if odd := tokenizer.unread():
+        raise SetupError(
+            f"model.chat_template_kwargs.{odd[0]}: the chat template of {config.model.path} does not look at "
+            "it; mend its name, or take it out"
+        )
     if report.row is None:
         return
     sizes, source = [], open_source(config.prompts.train)

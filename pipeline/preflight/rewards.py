@@ -76,6 +76,7 @@ def _offered(function: FunctionConfig, table: ColumnTable, row: Prompt, answer: 
         "response_tokens": len(answer),
         "turns": [answer],
         "truth": row.truth,
+        "source": row.source,
         "prompt": row.as_text(),
         "messages": row.messages or [{"role": "user", "content": row.as_text()}],
         "finish_reason": "stop",

@@ -57,7 +57,7 @@ def examine_engine(console: Console, config: Config, prompts: int) -> bool:
             progress.update(task, description=what)
 
         path = _model_path(config, Path(folder), say)
-        text = Tokenizer(path)
+        text = Tokenizer(path, config.template)
         say(f"starting the engine ({config.rollout.engine.type})")
         started = time.monotonic()
         try:

@@ -28,6 +28,8 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
             "version_min": int(versions.min()) if versions.size else None,
             "version_max": int(versions.max()) if versions.size else None,
         }
+        if group.prompt.source:
+            row |= {"source": group.prompt.source}
         if trajectory.session != ALONE:
             row |= {"session": trajectory.session}
             row |= {f"agent/{name}": value for name, value in trajectory.metrics.items()}

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from penstock.protocols.experience import Prompt
-from penstock.services.data.config import CustomData, DataConfig, HubData, NumbersData, ReasoningGymData, SortData
+from penstock.services.data.config import (
+    CustomData,
+    DataConfig,
+    HubData,
+    MixData,
+    NumbersData,
+    ReasoningGymData,
+    SortData,
+)
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 
@@ -34,6 +42,11 @@ def open_source(config: DataConfig, held_out: bool = False, key: str = "prompts.
         from penstock.services.data.reasoning_gym import ReasoningGymSource
 
         return ReasoningGymSource(config, key)
+    if isinstance(config, MixData):
+        from penstock.services.data.mixture import Mixture
+
+        parts = {name: open_source(part, held_out, f"{key}.sources.{name}") for name, part in config.sources.items()}
+        return Mixture(parts, config.weights, key)
     assert isinstance(config, CustomData)
     from penstock.services.data.custom import CustomSource
 

@@ -95,4 +95,28 @@ class NumbersData(Section):
     """The first one, e.g. ``500`` for tasks that are held out."""
 
 
-DataConfig = Annotated[SortData | HubData | ReasoningGymData | NumbersData | CustomData, Field(discriminator="type")]
+OneSource = Annotated[SortData | HubData | ReasoningGymData | NumbersData | CustomData, Field(discriminator="type")]
+
+
+class MixData(Section):
+    """Several sources as one. Reward functions may ask for `source`, the name of the one that a prompt is from; each
+    has a reward curve of its own, ``source/NAME``."""
+
+    type: Literal["mix"] = "mix"
+    sources: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], OneSource] = Field(min_length=1)
+    """The sources by name, e.g. ``{sums: {type: hub, path: json, files: [sums.jsonl]}, words: {type: sort}}``."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """What share of the prompts each source has, e.g. ``{sums: 3, words: 1}``: three quarters and one; the rows of a
+    source whose share is larger than its part of all rows come more often. Nothing: every row comes once."""
+
+    @model_validator(mode="after")
+    def _weighed(self) -> MixData:
+        if self.weights and self.weights.keys() != self.sources.keys():
+            odd = ", ".join(sorted(self.weights.keys() ^ self.sources.keys()))
+            raise ValueError(f"weights: each of sources has one, and nothing else has; look at {odd}")
+        return self
+
+
+DataConfig = Annotated[
+    SortData | HubData | ReasoningGymData | NumbersData | CustomData | MixData, Field(discriminator="type")
+]

@@ -7,6 +7,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class Gateway:
         max_length: int | None,
         group_size: int,
         needs_reward: bool,
+        template: Mapping[str, Any],
     ) -> None:
         if config.sessions < group_size:
             raise SetupError(f"gateway.sessions={config.sessions} has no room for a group of {group_size}")
@@ -54,7 +56,7 @@ class Gateway:
         """Groups that it takes at once. At first all that it has room for: some may have sessions that agents still
         speak of. Those that no agent is at are given back, and then it is as many as agents ask for."""
         self._outbox = Outbox(self.actor, lambda: self._level)
-        text = Tokenizer(context.model_path)
+        text = Tokenizer(context.model_path, template)
         self._loop = asyncio.new_event_loop()
         self._desk = Desk(
             config, text, max_length, self.actor.mailbox.ask_later, self._deliver, self._gone, needs_reward,
@@ -169,4 +171,5 @@ def make(context: ActorContext, config: Any, kind: str) -> Gateway:
         getattr(config.rollout.engine, "max_length", None),
         config.sampling.trajectories,
         "environment" in functions,
+        config.template,
     )

@@ -39,6 +39,8 @@ class TrainingBatch:
     placed: list[np.ndarray] | None = None
     """float64 ``[tokens]`` for each trajectory: where in it parts of its reward lie; None where all of it is on the
     last token."""
+    sources: tuple[str, ...] = ()
+    """Which source of a mixture each trajectory's prompt is from; empty: there is no mixture."""
     greedy: np.ndarray | None = None
     """float32 ``[trajectories]``: the reward of its group's greedy answer, which itself is none of them; NaN where that
     has none; None where groups have no such answer."""
@@ -91,6 +93,7 @@ def open_batch(batch: Batch, table: ColumnTable) -> TrainingBatch:
         {name: _joined(name, groups) for name in table.names if per[name] == "trajectory"},
         {name: _split(name, groups) for name in table.names if per[name] == "token"},
         len(batch.groups) - len(groups),
+        sources=_sources([group for _, group in groups]),
     )
     step = _without_greedy(_with_placed(step, {name: terms[name] for name in terms if per[name] == "token"}))
     lags = step.lags(batch.step)
@@ -130,6 +133,7 @@ def _without_greedy(step: TrainingBatch) -> TrainingBatch:
         values=values,
         token_values={name: [parts[i] for i in kept] for name, parts in step.token_values.items()},
         placed=None if step.placed is None else [step.placed[i] for i in kept],
+        sources=tuple(step.sources[i] for i in kept) if step.sources else (),
         greedy=greedy,
     )
 
@@ -156,6 +160,12 @@ def _sessions(groups: list[Group]) -> np.ndarray:
         parts.append(sessions_of(group) + begun)
         begun = int(parts[-1].max()) + 1
     return np.concatenate(parts)
+
+
+def _sources(groups: list[Group]) -> tuple[str, ...]:
+    if not any(group.prompt.source for group in groups):
+        return ()
+    return tuple(group.prompt.source for group in groups for _ in group.trajectories)
 
 
 def _joined(name: str, groups: list[tuple[TakenGroup, Group]]) -> np.ndarray:

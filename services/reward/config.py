@@ -22,8 +22,8 @@ HANDLER = "penstock.services.reward.function:RewardFunction"
 
 class FunctionConfig(Section):
     """One reward function, plain or async: it returns a number, and is given what it asks for by name, out of
-    ``response``, ``response_tokens``, ``turns``, ``truth``, ``prompt``, ``messages``, ``finish_reason``, ``group``,
-    ``sample``, ``step``, the columns below, and the options."""
+    ``response``, ``response_tokens``, ``turns``, ``truth``, ``source``, ``prompt``, ``messages``, ``finish_reason``,
+    ``group``, ``sample``, ``step``, the columns below, and the options."""
 
     function: str = "exact_match"
     """A name of the registry (code_tests, exact_match, judge, length, math_verify, number, overlong, reasoning_gym; see

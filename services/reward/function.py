@@ -11,7 +11,8 @@ from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.runtime.plugins import load_plugin
 
 OFFERED = (
-    "response", "response_tokens", "turns", "truth", "prompt", "messages", "finish_reason", "group", "sample", "step"
+    "response", "response_tokens", "turns", "truth", "source", "prompt", "messages", "finish_reason", "group", "sample",
+    "step",
 )  # fmt: skip
 """What a function may ask for by name, beside its options and the columns that its config names."""
 

@@ -129,6 +129,7 @@ def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
         "response_tokens": trajectory.sampled,
         "turns": list(trajectory.turns) or [trajectory.text],
         "truth": prompt.truth,
+        "source": prompt.source,
         "prompt": prompt.as_text(),
         "messages": prompt.messages or [{"role": "user", "content": prompt.as_text()}],
         "finish_reason": trajectory.finish,

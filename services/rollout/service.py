@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -55,6 +56,7 @@ class Rollout:
         dtype: str,
         group_size: int,
         deterministic: bool = False,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         torch.set_num_threads(context.threads)
         if deterministic:
@@ -62,7 +64,7 @@ class Rollout:
             engine = config.engine.model_copy(update={"max_sequences": config.sampling.n})  # a group at a time
             config = config.model_copy(update={"engine": engine})
         self.actor = Actor("rollout", context)
-        self._text = Tokenizer(model_path)
+        self._text = Tokenizer(model_path, template)
         self.engine = make_engine(config, model_path, dtype, self._text)
         self._receiver = self._make_receiver(weights, context)
         self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
@@ -227,6 +229,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         config.model.dtype,
         1 if config.gateway.count else config.sampling.trajectories,  # agents ask for one answer at a time
         config.run.deterministic,
+        config.template,
     )
 
 

@@ -219,6 +219,7 @@ class Learner(ModelLearner):
             "groups_unreadable": float(step.unreadable),
             **_means(step),
             **_turns(step),
+            **_by_source(step),
         }
 
 
@@ -255,6 +256,17 @@ def _turns(step: TrainingBatch) -> dict[str, float]:
         for name, value in trajectory.metrics.items():
             measured.setdefault(name, {})[session] = value
     return found | {f"agent/{name}": float(np.mean([*values.values()])) for name, values in measured.items()}
+
+
+def _by_source(step: TrainingBatch) -> dict[str, float]:
+    """Mean reward over the sessions of each source of a mixture."""
+    found = {}
+    for name in sorted(set(step.sources)):
+        mine = np.array([source == name for source in step.sources])
+        rewards = mean_by_session(step.rewards[mine], step.sessions[mine])
+        if np.isfinite(rewards).any():
+            found[f"source/{name}"] = float(np.nanmean(rewards))
+    return found
 
 
 def _share(rows: Rows, totals: Totals) -> float:

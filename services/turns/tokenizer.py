@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,11 @@ class TextError(ValueError):
 
 
 class Tokenizer:
-    """The tokenizer of a model, as a rollout uses it."""
+    """The tokenizer of a model, as a rollout uses it. ``template``: what its chat template is told beside messages."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, template: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = load_tokenizer(path)
+        self._template = dict(template or {})
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``; without one,
@@ -47,6 +49,11 @@ class Tokenizer:
         """It knows how a chat is told to the model."""
         return bool(self._tokenizer.chat_template)
 
+    def unread(self) -> list[str]:
+        """What the chat template is told, and does not look at."""
+        templates = str(self._tokenizer.chat_template or "")
+        return [name for name in self._template if not re.search(rf"\b{re.escape(name)}\b", templates)]
+
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
         """int32 ``[tokens]``, up to where the answer begins. Without a chat template the contents are joined by blank
         lines, and nobody is told of ``tools``."""
@@ -54,7 +61,7 @@ class Tokenizer:
             return self.encode_text(_contents(messages))
         ids = self._tokenizer.apply_chat_template(
             list(messages), tools=list(tools or ()) or None, add_generation_prompt=True, tokenize=True,
-            return_dict=False,
+            return_dict=False, **self._template,
         )  # fmt: skip
         return np.array(ids, np.int32)
 
@@ -67,7 +74,9 @@ class Tokenizer:
             text = _contents(messages)
         else:
             around = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
-            whole = self._tokenizer.apply_chat_template(around, add_generation_prompt=True, tokenize=False)
+            whole = self._tokenizer.apply_chat_template(
+                around, add_generation_prompt=True, tokenize=False, **self._template
+            )
             _, found, text = whole.partition(_ANSWER)
             if not found:
                 raise TextError("the chat template leaves out what the assistant said; it cannot be used in turns")
@@ -95,7 +104,11 @@ class Tokenizer:
     def parse_response(self, text: str, tools: list[dict[str, Any]] | None) -> Any:
         """A turn as a message, by the tokenizer's ``response_template``."""
         begun = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}], tools=tools, add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": "?"}],
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._template,
         )
         return self._tokenizer.parse_response(text, prefix=begun, tools=tools)
 

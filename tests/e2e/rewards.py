@@ -47,3 +47,8 @@ def parity(response: str, truth: Any, prompt: str) -> float:
 def plenty(response_tokens: int) -> float:
     """The longer the better, but less and less so."""
     return float((response_tokens / 12) ** 0.5)
+
+
+def by_source(response: str, truth: Any, source: str) -> float:
+    """What a prompt is worth depends on where it is from."""
+    return {"short": 1.0, "long": 0.25}[source] * float(len(response) > 0 or response == truth)

@@ -106,6 +106,25 @@ def test_misbehaving_rewards_cost_their_own_trajectories_and_are_named(tmp_path:
     assert 0 < sum(row["reward_missing"] for row in rows) <= summary["rewards_failed"]
 
 
+def test_a_mixture_of_sources_has_a_curve_for_each(tmp_path: Path) -> None:
+    parts = "{short: {type: sort, max_letters: 4}, long: {type: sort, min_letters: 6}}"
+    run = Run(
+        tmp_path,
+        [
+            *SHORT, "prompts.eval=null",
+            f"prompts.train={{type: mix, sources: {parts}, weights: {{short: 3, long: 1}}}}",
+            "reward.functions=[{function: 'tests.e2e.rewards:by_source'}]", "replay.samples=all",
+        ],
+    )  # fmt: skip
+    check_promises(run.wait())
+    for row in steps_of(run.folder):
+        assert row["source/short"] > row.get("source/long", 0.1) > 0
+    rows = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    short = [row["source"] == "short" for row in rows]
+    assert 0.6 < sum(short) / len(short) < 0.9
+    assert all(len(row["truth"]) == 4 for row in rows if row["source"] == "short")
+
+
 def test_a_reward_that_always_fails_ends_the_run_and_says_why(tmp_path: Path) -> None:
     run = Run(tmp_path, [*SHORT, "reward.functions=[{function: 'tests.e2e.rewards:breaks'}]"])
     assert run.process.wait(120) == 1
