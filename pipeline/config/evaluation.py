@@ -9,7 +9,19 @@ from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 
 def check_evaluation(config: Any) -> None:
     """Raises `ValueError` where it cannot."""
-    engine, sampling = config.rollout.engine, config.rollout.sampling
+    engine, sampling, prompts = config.rollout.engine, config.rollout.sampling, config.prompts
+    for learner in ("trainer", "critic"):
+        saving = getattr(config, learner).checkpoint
+        if saving.keep_best and not (prompts.eval and prompts.eval_size and prompts.eval_every):
+            raise ValueError(
+                f"{learner}.checkpoint.keep_best: nothing is evaluated while the run trains; set prompts.eval and "
+                f"prompts.eval_every={saving.every}"
+            )
+        if saving.keep_best and prompts.eval_every % saving.every:
+            raise ValueError(
+                f"{learner}.checkpoint.keep_best: prompts.eval_every={prompts.eval_every} is no multiple of "
+                f"{learner}.checkpoint.every={saving.every}: what is evaluated must have a checkpoint"
+            )
     for name, how in config.prompts.eval_sampling.items():
         key = f"prompts.eval_sampling.{name}"
         alone = config.run.deterministic and how.n > config.sampling.trajectories

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 SHOWN = (
-    "outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "lag_max_seen", "groups_trained",
+    "outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "eval_best",
+    "lag_max_seen", "groups_trained",
     "groups_lost", "groups_trained_twice", "groups_without_variance", "steps_skipped", "rewards_failed",
     "prompts_dropped", "train_s", "restarts",
 )  # fmt: skip

@@ -38,7 +38,8 @@ def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
             "generates others instead"
         )
     if state["phase"] == "done" and state["step"] < state["steps"]:
-        yield f"the prompts ended after {state['step']} of {state['steps']} steps (prompts.epochs, prompts.train)"
+        why = state.get("early") or "the prompts ended (prompts.epochs, prompts.train)"
+        yield f"the run ended after {state['step']} of {state['steps']} steps: {why}"
 
 
 def _rewards(state: dict[str, Any]) -> Iterator[str]:

@@ -87,6 +87,8 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "reward_last": sum(last) / len(last) if last else None,
         "eval_before": state["evaluations"].get("before"),
         "eval_after": state["evaluations"].get("after"),
+        "eval_best": best["score"] if (best := state.get("best")) else None,
+        "eval_best_step": best["step"] if best else None,
         "max_lag": max([state["max_lag"], *(row.get("max_lag", 0) for row in steps)]),
         "lag_max_seen": totals["lag_max"],
         "lagging_share": totals["tokens_lagging"] / max(1, totals["trained_tokens"]),

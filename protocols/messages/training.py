@@ -102,8 +102,15 @@ class Commit(Message):
 
 
 class Checkpointed(Message):
-    """learner → broker: a durable checkpoint of version ``version`` is at ``path``."""
+    """learner → broker: a durable checkpoint of version ``version`` is at ``path``. Answered by `Keep`."""
 
     version: int
     path: str
     final: bool = False
+
+
+class Keep(Message):
+    """broker → learner: checkpoints of these ``versions`` are, or may turn out to be, the one with the best
+    evaluation."""
+
+    versions: list[int]

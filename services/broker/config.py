@@ -77,6 +77,14 @@ class PromptsConfig(Section):
     ``{aime: {n: 16, temperature: 0.6}}``; greedily where nothing is said."""
     eval_every: int = Field(0, ge=0)
     """Evaluate also after every so many steps, e.g. ``50``, while training goes on; 0: not."""
+    best_by: str | None = None
+    """The evaluation set by whose mean reward a version is the best one, or no better, e.g. ``aime``; null: the mean
+    over the prompts of all sets."""
+    stop_after: int = Field(0, ge=0)
+    """End the run early once so many evaluations in a row were no better than the best before them, e.g. ``3`` with
+    `eval_every` 50: 150 steps in vain; 0: never."""
+    stop_margin: float = Field(0.0, ge=0)
+    """What counts as better for `stop_after`: more than this above the best, e.g. ``0.01``."""
     shuffle: bool = True
     """Draw the prompts in random order (by `run.seed`), another in each epoch; false: in the data's own order."""
     epochs: int | None = Field(None, ge=1)
@@ -96,6 +104,11 @@ class PromptsConfig(Section):
             if name not in self.eval:
                 there = ", ".join(self.eval) or "none"
                 raise ValueError(f"eval_sampling: there is no evaluation set {name!r}; the sets of eval are: {there}")
+        if self.best_by is not None and self.best_by not in self.eval:
+            there = ", ".join(self.eval) or "none"
+            raise ValueError(f"best_by: there is no evaluation set {self.best_by!r}; the sets of eval are: {there}")
+        if self.stop_after and not (self.eval and self.eval_size and self.eval_every):
+            raise ValueError("stop_after: nothing is evaluated while the run trains; set eval and eval_every, e.g. 50")
         return self
 
 

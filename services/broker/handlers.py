@@ -317,7 +317,7 @@ class Handlers:
         row |= {**queues(state), **progress.latency.read(), "groups_dropped": state.groups.drops}
         state.recorder.step(row | {"generated_tokens_total": progress.totals["generated_tokens"]})
         every, done = state.settings.prompts.eval_every, commit.step + 1
-        due = every and done % every == 0 and done < state.settings.steps
+        due = every and done % every == 0 and done < state.groups.steps
         if due and state.evaluation.size and state.evaluation.round is None:
             state.evaluation.start(f"step {done}", done, exact=None)
 
@@ -328,7 +328,7 @@ class Handlers:
         if checkpoint.final:
             progress.final_checkpoints[member.kind] = checkpoint.version
         log.info("checkpoint", learner=member.kind, version=checkpoint.version, path=checkpoint.path)
-        self._ack(member, request)
+        self._state.router.send(member.identity, m.Keep(versions=self._state.worth_keeping()), request)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

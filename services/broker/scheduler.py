@@ -230,7 +230,8 @@ class Scheduler:
             if step and (kind != "trainer" or not state.lacking(step)):
                 return state.batch(step, kind)
             if not step and state.groups.ended(waiting.step):
-                reason = "the run's last step is done" if waiting.step >= state.settings.steps else "the prompts ended"
+                last = waiting.step >= state.settings.steps
+                reason = "the run's last step is done" if last else state.progress.early or "the prompts ended"
                 return m.Exhausted(steps=waiting.step, reason=reason)
         if now - waiting.since > NOT_READY_AFTER_S:
             reason = f"step {waiting.step} waits: {stall_reason(state)}"

@@ -54,6 +54,7 @@ class Broker:
         state.evaluation.by_set |= row.get("evaluations_by_set", {})
         progress.tallies = {name: Tally(**said) for name, said in row.get("tallies", {}).items()}
         state.evaluation.steps |= row["evaluated"]
+        state.consider_end()
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
         progress.started_at = row["started_at"]
         progress.checkpoints |= row.get("checkpoints", {})

@@ -32,6 +32,7 @@ from penstock.services.broker.membership import Member, Members
 from penstock.services.broker.payloads import Payloads
 from penstock.services.broker.recorder import Recorder
 from penstock.services.broker.records import Records
+from penstock.services.broker.rules.course import Best, best_of
 from penstock.services.broker.rules.evaluation import Evaluation
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import DropKind, GroupTracker
@@ -104,6 +105,8 @@ class Progress:
     final_checkpoints: dict[str, int] = field(default_factory=dict)
     """Learner to the version of the checkpoint that ended the run for it."""
     stop_reason: str | None = None
+    early: str = ""
+    """Why no more steps are taken, although the config asks for more."""
     error: str | None = None
     stall: str | None = None
     redoing: bool = False
@@ -268,6 +271,7 @@ class BrokerState:
             return
         reward = finished.mean()
         log.info("evaluated", label=finished.label, reward=reward, unusable=len(finished.unusable))
+        self.consider_end()
         self.recorder.evaluation(
             {
                 "step": finished.step,
@@ -281,6 +285,28 @@ class BrokerState:
                 "time": time.time(),
             }
         )
+
+    def best(self, margin: float = 0.0) -> Best | None:
+        """Of the evaluations so far."""
+        return best_of(self.evaluation.course(self.settings.prompts.best_by), margin)
+
+    def consider_end(self) -> None:
+        """Once too many evaluations were no better than the best, no step is taken any more."""
+        prompts, best = self.settings.prompts, self.best(self.settings.prompts.stop_margin)
+        if not prompts.stop_after or best is None or best.since < prompts.stop_after or self.progress.early:
+            return
+        self.progress.early = (
+            f"{best.since} evaluations in a row were no better than {best.score:.4g}, after step {best.step} "
+            "(prompts.stop_after)"
+        )
+        log.info("the run ends early", reason=self.progress.early)
+        self.groups.steps = min(self.groups.steps, max(self.groups.ledger.length, 1))
+
+    def worth_keeping(self) -> list[int]:
+        """Versions whose checkpoint is the best one, or may become so."""
+        best = best_of(each for each in self.evaluation.course(self.settings.prompts.best_by) if each[0])
+        under_way = self.evaluation.round
+        return [*([best.step] if best else []), *([under_way.step] if under_way else [])]
 
     def lacking(self, step: Step) -> list[Column]:
         """What the trainer waits for, of a step that is taken."""

@@ -106,6 +106,8 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "error": state.progress.error,
         "reason": state.progress.stop_reason,
         "stall": state.progress.stall,
+        "early": state.progress.early,
+        "best": best._asdict() if (best := state.best()) else None,
         "step": state.groups.ledger.committed,
         "steps": state.settings.steps,
         "version": state.versions.latest,

@@ -45,7 +45,7 @@ class Critic:
         self._learner, self._config, self._world = learner, config, learner.world
         self._columns, self._deterministic = columns, deterministic
         self.actor = Actor("critic", context)
-        self._saving = Saving(learner, saver, self.actor.mailbox)
+        self._saving = Saving(learner, saver, self.actor.mailbox, config.checkpoint.keep_best)
         self._desk = StepDesk(self.actor, self._saving.poll)
         self._tail = tail
         """Numbers of the groups of the last steps, newest last."""

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +61,8 @@ class _Staged:
 
 
 class Saver:
-    """Saves versions of ``learner`` below ``folder``, one at a time, and keeps the newest ``keep``. All ranks have one
-    and call it alike."""
+    """Saves versions of ``learner`` below ``folder``, one at a time; the newest ``keep`` stay. All ranks have one and
+    call it alike, but for `remove_old`, which is the first rank's."""
 
     def __init__(self, learner: ModelLearner, tokenizer: Any, folder: Path, keep: int) -> None:
         self._learner, self._tokenizer, self._folder, self._keep = learner, tokenizer, folder, keep
@@ -83,6 +83,12 @@ class Saver:
         staged = _Staged(learner.version, *_stage(learner, self._pages), list(ledger_tail), dict(learner.state))
         self._last = self._writer.submit(self._write, staged, target)
         return self._last
+
+    def remove_old(self, spared: Collection[int] = ()) -> None:
+        """All but the newest ones, and those of the ``spared`` versions."""
+        for old in versions(self._folder)[: -self._keep]:
+            if old not in spared:
+                shutil.rmtree(self._folder / f"step-{old:06d}")
 
     def close(self) -> None:
         """Until nothing is being written. Raises what went wrong."""
@@ -127,8 +133,6 @@ class Saver:
         _sync(aside)
         aside.rename(target)
         _sync(self._folder)
-        for old in versions(self._folder)[: -self._keep]:
-            shutil.rmtree(self._folder / f"step-{old:06d}")
         log.info("checkpoint saved", version=staged.version, path=str(target))
 
     def _write_config(self, folder: Path) -> None:

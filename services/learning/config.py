@@ -41,6 +41,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    keep_best: bool = False
+    """Keep the one with the best evaluation so far too (`prompts.best_by`); needs `prompts.eval_every`, a multiple of
+    `every`."""
 
 
 class LearnerConfig(Section):

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from penstock.protocols.mailbox import Mailbox
-from penstock.protocols.messages import Checkpointed
+from penstock.protocols.messages import Checkpointed, Keep
 from penstock.services.learning.checkpoint import Saver
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, POLL_S
@@ -22,12 +22,19 @@ log = structlog.get_logger()
 
 
 class Saving:
-    """One checkpoint at a time; ``keep_awake`` is called while one is waited for."""
+    """One checkpoint at a time; ``keep_awake`` is called while one is waited for. ``keep_best``: the broker says which
+    of the old ones stay."""
 
     def __init__(
-        self, learner: ModelLearner, saver: Saver, mailbox: Mailbox, keep_awake: Callable[[], None] = lambda: None
+        self,
+        learner: ModelLearner,
+        saver: Saver,
+        mailbox: Mailbox,
+        keep_best: bool,
+        keep_awake: Callable[[], None] = lambda: None,
     ) -> None:
         self._learner, self._saver, self._mailbox, self._keep_awake = learner, saver, mailbox, keep_awake
+        self._keep_best = keep_best
         self._written: Future[Path] | None = None
         self._version = 0
 
@@ -60,4 +67,6 @@ class Saving:
         assert self._written is not None
         path, self._written = self._written.result(), None
         message = Checkpointed(version=self._version, path=str(path), final=final)
-        self._mailbox.ask(message, ANSWER_DEADLINE_S)
+        answer = self._mailbox.ask(message, ANSWER_DEADLINE_S)
+        assert isinstance(answer, Keep)
+        self._saver.remove_old(answer.versions if self._keep_best else ())

@@ -53,7 +53,8 @@ class Trainer:
         """The last committed steps, for a broker whose store has lost them."""
         keep = settings.trainer.checkpoint.keep
         saver = checkpoint.Saver(self._learner, self._tokenizer, settings.checkpoints, keep)
-        self._saving = Saving(self._learner, saver, self.actor.mailbox, self._keep_awake)
+        best = settings.trainer.checkpoint.keep_best
+        self._saving = Saving(self._learner, saver, self.actor.mailbox, best, self._keep_awake)
         self._desk = StepDesk(self.actor, self._turn, self._keep_awake)
         exporter = make_exporter(self._learner, settings)
         self._publisher = Publisher(settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys)

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.pipeline.run.summary import steps_of
+from penstock.pipeline.run.summary import read_lines, steps_of
+from penstock.services.learning import checkpoint
 from tests.e2e.documented import undocumented
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises, page_of
 
@@ -104,6 +105,24 @@ def test_misbehaving_rewards_cost_their_own_trajectories_and_are_named(tmp_path:
     assert "moody" in page and "timed out" in page and "JudgeError" in page
     rows = steps_of(run.folder)
     assert 0 < sum(row["reward_missing"] for row in rows) <= summary["rewards_failed"]
+
+
+def test_a_run_whose_evaluations_get_no_better_ends_and_keeps_the_best(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        [
+            *SHORT, "trainer.steps=60", "trainer.optimizer.lr=1e-12", "prompts.eval_every=2", "prompts.stop_after=3",
+            "trainer.checkpoint={every: 2, keep: 1, keep_best: true}",
+        ],
+    )  # fmt: skip
+    summary = run.wait()
+    check_promises(summary)
+    rounds = [row for row in read_lines(run.folder / "metrics.jsonl") if row["kind"] == "eval"]
+    assert len({row["reward"] for row in rounds}) == 1, "so small a rate changes no greedy answer"
+    assert 4 <= summary["steps"] < 20 and summary["eval_best_step"] == 0
+    assert checkpoint.versions(run.folder / "checkpoints") == [2, summary["steps"]], "of what was trained the first"
+    (why,) = [words for words in summary["look_at_this"] if "prompts.stop_after" in words]
+    assert f"after {summary['steps']} of 60 steps: 3 evaluations in a row were no better" in why
 
 
 def test_a_mixture_of_sources_has_a_curve_for_each(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(), [*steps()[:9], *steps(skipped=1.0)[9:]], [], "1 of 10 steps were skipped"),
         (state(), steps(grad_norm=0.0), [], "nothing was learned"),
         (state(totals={"groups_without_variance": 41}), steps(), [], "41 of 80 trained groups had answers of equal"),
-        (state(step=6), steps()[:6], [], "the prompts ended after 6 of 10 steps"),
+        (state(step=6), steps()[:6], [], "the run ended after 6 of 10 steps: the prompts ended"),
         (state(rewards={"reward/judge": FAILED}), steps(), [], "60 timed out; the last one timed out after 10 s"),
         (state(), steps(), [DROP], "1 prompts were dropped, since they cannot be used; the last one: row 7"),
         (state(totals={"eval_unusable": 2}), steps(), [], "2 evaluation prompts have no reward"),

@@ -51,9 +51,15 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
     for version in (1, 2, 3):
         learner.version = version
         saver.begin().result()
+        saver.remove_old()
     assert checkpoint.versions(tmp_path) == [2, 3]
+    for version in (4, 5):
+        learner.version = version
+        saver.begin().result()
+        saver.remove_old(spared=[2])
+    assert checkpoint.versions(tmp_path) == [2, 4, 5]
     (tmp_path / ".step-000009.partial").mkdir()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000005"
 
 
 TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=True),))

@@ -137,6 +137,12 @@ class Evaluation:
         self.round.unusable.append(reason)
         return self._end()
 
+    def course(self, by: str | None = None) -> list[tuple[int, float]]:
+        """Step and mean reward of each evaluation that has one, in their order: over all prompts, or those of the set
+        ``by``."""
+        found = {label: self.by_set.get(label, {}).get(by) if by else reward for label, reward in self.results.items()}
+        return [(self.steps[label], reward) for label, reward in found.items() if reward is not None]
+
     def _end(self) -> Round | None:
         assert self.round
         if not self.round.complete:
