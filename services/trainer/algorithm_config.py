@@ -24,6 +24,7 @@ class ClippedLoss(Choice):
 
     implementation = "losses.ppo_clip:ppo_clip"
     paper = "Schulman et al. 2017, arXiv:1707.06347; Yu et al. 2025, arXiv:2503.14476; Ye et al. 2020, arXiv:1912.09729"
+    clips_tokens = True
     type: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, ge=0)
     """The ratio is kept above 1 - clip_low, e.g. ``0.1``."""
@@ -31,6 +32,14 @@ class ClippedLoss(Choice):
     """The ratio is kept below 1 + clip_high, e.g. ``0.28``."""
     dual_clip: float = Field(3.0, gt=1)
     """For negative advantages the token loss is at most this times the advantage's size."""
+    lag_exponent: float = Field(0.0, ge=0)
+    """The clip's width for a token that is l versions old is multiplied by (1 + l) to the power of minus this, e.g.
+    ``0.5``: what is older may move less; 0: all alike."""
+
+    @property
+    def reads_lags(self) -> bool:
+        """Where age matters."""
+        return self.lag_exponent > 0
 
 
 class ReinforceLoss(Choice):
@@ -60,6 +69,7 @@ class CispoLoss(Choice):
 
     implementation = "losses.cispo:cispo"
     paper = "MiniMax 2025, arXiv:2506.13585"
+    clips_tokens = True
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(1.0, ge=0, le=1)
     """The weight is kept above 1 - clip_low; 1: no bound below, e.g. ``0.8``."""
@@ -136,6 +146,7 @@ class ClipCovLoss(Choice):
     picks_by = "losses.clip_cov:pick"
     given = (PICKED,)
     paper = "Cui et al. 2025, arXiv:2505.22617"
+    clips_tokens = True
     type: Literal["clip_cov"] = "clip_cov"
     clip_low: float = Field(0.2, ge=0)
     """The ratio is kept above 1 - clip_low, e.g. ``0.1``."""
@@ -296,9 +307,11 @@ class AlgorithmConfig(Section):
     reject: list[RejectRule] = []
     """Tokens and trajectories that are left out for being too unlike what the engine said, e.g.
     ``[{kind: seq_mean_k3, upper: 0.01}]``; all rules must pass. They still count in the loss's divisor."""
-    ratio: Literal["behaviour", "proximal"] = "behaviour"
+    ratio: Literal["behaviour", "proximal", "interpolated"] = "behaviour"
     """Denominator of the loss's ratio: the log-probabilities of the policy that sampled (``behaviour``), or those of
-    the policy that the step starts from (``proximal``; Hilton et al. 2022). With ``proximal``, take a correction;
+    the policy that the step starts from (``proximal``; Hilton et al. 2022), or, in their place, what lies between the
+    policies that sampled and that train, by the token's age (``interpolated``; A-3PO, Li et al. 2025,
+    arXiv:2512.06547), which saves a pass where a step has several updates. With the last two, take a correction;
     ``behaviour`` holds that ratio already, and both together would count it twice. See docs/algorithms.md."""
     kl: KLConfig = KLConfig()
     """A penalty for leaving the reference model."""

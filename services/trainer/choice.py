@@ -27,6 +27,14 @@ class Traits(Section):
     has_ratio: ClassVar[bool] = True
     """Of a loss: it holds the ratio of the policy to the one that sampled, or that the step starts from."""
 
+    clips_tokens: ClassVar[bool] = False
+    """Of a loss: it keeps a token's ratio between 1 - `clip_low` and 1 + `clip_high`."""
+
+    @property
+    def reads_lags(self) -> bool:
+        """Of a loss: it is given `LAGS`, before what else it is given."""
+        return False
+
     @property
     def greedy_baseline(self) -> bool:
         """Of an advantage: it wants a greedy answer in each group."""

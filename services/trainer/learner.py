@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.protocols.columns import GREEDY, PICKED, POLICY, REFERENCE, REWARD, SAMPLED, SQUARES, WEIGHTS
+from penstock.protocols.columns import GREEDY, LAGS, PICKED, POLICY, REFERENCE, REWARD, SAMPLED, SQUARES, WEIGHTS
 from penstock.protocols.experience import UNSAMPLED, Trajectory, mean_by_session
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
@@ -20,6 +20,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
+from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.mismatch import Mismatch
 
@@ -77,6 +78,9 @@ class Learner(ModelLearner):
             return 0.0, {}
         if self.algorithm.picks:
             token_values[PICKED] = self._picked(step, chosen, advantages, before)
+        lags = [np.where(t.loss_mask == 1, self.version - t.versions, 0).astype(np.float32) for t in trajectories]
+        if LAGS in self.algorithm.columns:
+            token_values[LAGS] = lags
         plan = self.plan(trajectories, step.groups[chosen])
 
         wanted: tuple[Statistic, ...] = ("log_prob", "entropy") if self.algorithm.wants_entropy else ("log_prob",)
@@ -94,20 +98,21 @@ class Learner(ModelLearner):
                 old = None if before is None else rows.column(before)
                 yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns, old, *entropy)
 
-        return self._backward(plan, parts, totals, [t.versions for t in trajectories])
+        return self._backward(plan, parts, totals, lags)
 
     def _backward(
         self,
         plan: list[tuple[Rows, float]],
         parts: Callable[[], Iterator[Part]],
         totals: Totals,
-        versions: list[np.ndarray],
+        lags: list[np.ndarray],
     ) -> tuple[float, dict[str, float]]:
         counts = [count for _, count in plan]
         mean_weight = self._mean_weight(parts(), counts) if self.algorithm.needs_first_pass else 1.0
         total: float = 0.0
         sums: dict[str, float] = {}
-        mismatch = Mismatch()
+        oldest = max((int(each.max(initial=0)) for each in lags), default=0)
+        mismatch, by_lag = Mismatch(), ByLag(oldest, self.algorithm.clips_tokens)
         for turn, ((rows, counts_once), part) in enumerate(zip(plan, parts(), strict=True), 1):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
             sum_gradients(self.model, turn == len(plan) or not self.sums_once)
@@ -115,13 +120,15 @@ class Learner(ModelLearner):
             total += counts_once * float(loss.detach())
             share: float = counts_once * _share(rows, totals)
             if counts_once:
-                mismatch.add(part.policy, part.behaviour, part.mask, rows.column(versions) == self.version)
+                age = rows.column(lags)
+                mismatch.add(part.policy, part.behaviour, part.mask, age == 0)
+                by_lag.add(part.policy, part.behaviour, age, part.mask, self.algorithm.clipped(part))
             if part.entropy is None:  # an estimate, from the sampled tokens alone
                 found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
         total, *means = self.world.sum([total, *sums.values()])
-        return total, dict(zip(sums, means, strict=True)) | mismatch.metrics(self.world)
+        return total, dict(zip(sums, means, strict=True)) | mismatch.metrics(self.world) | by_lag.metrics(self.world)
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> list[float]:
@@ -169,7 +176,7 @@ class Learner(ModelLearner):
 
         found = self.evaluate(step, compute)
         policy, squares = (step.padded([of[which] for of in found], chosen) for which in (0, 1))
-        wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name != PICKED}
+        wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name not in (PICKED, LAGS)}
         read = {name: values if values.ndim > 1 else values[:, None] for name, values in wanted.items()}
         weights, _ = self.algorithm.weights(Part(policy, sampled, torch.zeros_like(policy), mask, read))
         return {POLICY: policy, SQUARES: squares, WEIGHTS: torch.ones_like(policy) if weights is None else weights}

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from penstock.pipeline.tools.algorithms import choices
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
+from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 from penstock.services.trainer.presets import PRESETS
 
 NEEDS: dict[str, dict[str, Any]] = {"gdpo": {"components": {"reward/a": 1.0, "reward/b": 0.5}}}
@@ -189,3 +190,33 @@ def test_a_preset_and_another_choice_are_an_error() -> None:
         AlgorithmConfig.model_validate({"preset": "gspo", "loss": {"type": "ppo_clip"}})
     mine = AlgorithmConfig.model_validate({"preset": "dapo", "loss": {"type": "ppo_clip", "clip_high": 0.3}})
     assert mine.loss.model_dump()["clip_high"] == 0.3 and mine.loss.model_dump()["clip_low"] == 0.2
+
+
+@quick
+@given(seed=seeds, exponent=st.floats(0, 2))
+def test_a_clip_that_follows_age_is_narrower_for_older_tokens_and_the_same_at_lag_0(seed: int, exponent: float) -> None:
+    _, mask, _, log_prob, behaviour, advantages = a_step(seed)
+    lags = torch.randint(0, 5, mask.shape)
+    plain, _ = ppo_clip(behaviour, log_prob, advantages, mask)
+    aged, _ = ppo_clip(behaviour, log_prob, advantages, mask, lags=lags, lag_exponent=exponent)
+    for lag in range(5):
+        width = 0.2 * (1 + lag) ** -exponent
+        alone, _ = ppo_clip(behaviour, log_prob, advantages, mask, clip_low=width, clip_high=width)
+        torch.testing.assert_close(aged[lags == lag], alone[lags == lag])
+    torch.testing.assert_close(aged[lags == 0], plain[lags == 0])
+
+
+@quick
+@given(seed=seeds)
+def test_the_interpolated_start_lies_between_and_is_exact_where_policies_move_evenly(seed: int) -> None:
+    _, mask, _, start, _, advantages = a_step(seed)
+    lags, velocity = torch.randint(0, 5, mask.shape), 0.1 * torch.randn(mask.shape, dtype=torch.float64)
+    behaviour, now = start - lags * velocity, start + velocity  # log-probabilities, linear in the version
+    one = algorithm(ratio="interpolated", loss="ppo_clip", correction="truncated")
+    assert not one.needs_proximal and "lags" in one.columns
+    part = Part(now.requires_grad_(), behaviour, advantages, mask, {"lags": lags.float()}, start)
+    torch.testing.assert_close(one.start(part), start)
+    same = Part(now, behaviour, advantages, mask, {}, start)
+    totals = Totals(float(mask.sum()), float(len(mask)))
+    wanted, _ = algorithm(ratio="proximal", loss="ppo_clip", correction="truncated").loss(same, totals)
+    torch.testing.assert_close(one.loss(part, totals)[0], wanted)

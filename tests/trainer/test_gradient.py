@@ -113,10 +113,32 @@ def test_normalized_weights_do_not_depend_on_the_micro_batches() -> None:
     for budget in (40, 4096):
         algorithm = AlgorithmConfig.model_validate({"correction": {"type": "truncated", "normalize": True}})
         learner = Learner(model, TrainerConfig(algorithm=algorithm, tokens_per_micro_batch=budget), 1.0)
+        learner.version = 7
         learner.optimizer.zero_grad()
         learner.accumulate(step)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+
+
+def test_what_age_does_is_told_for_each_lag_whatever_the_micro_batches() -> None:
+    model = make_model()
+    step = make_step(model)
+    found = []
+    for budget in (40, 4096):
+        learner = Learner(model, TrainerConfig(tokens_per_micro_batch=budget), 1.0)
+        learner.version = 7
+        learner.optimizer.zero_grad()
+        _, metrics = learner.accumulate(step)
+        found.append({name: value for name, value in metrics.items() if name.startswith("lag/")})
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    trained = [t.versions[t.loss_mask == 1] for t, there in zip(step.trajectories, step.rewarded, strict=True) if there]
+    lags, counts = np.unique(7 - np.concatenate(trained), return_counts=True)
+    assert len(lags) > 1
+    for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
+        assert found[0][f"lag/{lag}/share"] == pytest.approx(count / counts.sum())
+        assert found[0][f"lag/{lag}/kl"] >= 0 and 0 < found[0][f"lag/{lag}/ess"] <= 1
+    clipped = sum(found[0][f"lag/{lag}/clipped"] * found[0][f"lag/{lag}/share"] for lag in lags.tolist())
+    assert clipped > 0
 
 
 def test_learning_rate_warms_up_and_falls() -> None:

@@ -38,8 +38,12 @@ class Curves {
       .filter((name) => name !== "reward")};
     const latency = {title: "Seconds until a column was there", lines: [...new Set(this.runs.flatMap((run) =>
       Object.keys(run.steps)))].filter((name) => name.startsWith("latency/"))};
+    const byLag = [["kl", "KL from the engine (k3) by lag, nats"], ["ess", "Effective sample size by lag"],
+      ["clipped", "Clipped share of tokens by lag"]].map(([what, title]) => ({title, lines: [...new Set(
+        this.runs.flatMap((run) => Object.keys(run.steps)))].filter((name) => name.startsWith("lag/") &&
+        name.endsWith("/" + what)).sort()}));
     const more = named.lines.length > this.runs.length ? [named] : [];
-    for (const chart of [CHARTS[0], ...more, ...CHARTS.slice(1), latency]) this.chart(grid, chart);
+    for (const chart of [CHARTS[0], ...more, ...CHARTS.slice(1), ...byLag, latency]) this.chart(grid, chart);
     this.pauses(grid);
     this.rates(grid);
   }
@@ -67,7 +71,8 @@ class Curves {
 
   chart(grid, {title, lines, evaluations}) {
     const every = [];
-    const several = this.runs.length > 1, compared = title.startsWith("Columns") || title.startsWith("Seconds until");
+    const several = this.runs.length > 1, compared = title.startsWith("Columns") || title.startsWith("Seconds until") ||
+      title.endsWith("by lag") || title.includes("by lag,");
     this.runs.forEach((run, which) => {
       (several && !compared ? lines.slice(0, 1) : lines).forEach((name, place) => {
         const values = run.steps[name];

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.protocols.columns import PICKED, POLICY, REFERENCE
+from penstock.protocols.columns import LAGS, PICKED, POLICY, REFERENCE
 from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token
@@ -70,7 +70,11 @@ class Algorithm:
         self.wants_entropy = config.entropy_bonus > 0
         """Parts have their entropy, with its gradient."""
         self.columns = [*config.loss.columns, *config.loss.given, *config.correction.columns]
+        self._interpolates = config.ratio == "interpolated"
+        if config.loss.reads_lags or self._interpolates:
+            self.columns.append(LAGS)
         """Columns that loss and correction read, and what the loss is given beside."""
+        self.clips_tokens = config.loss.clips_tokens
         self.picks = PICKED in config.loss.given
         """The loss treats some tokens of an update in another way: `pick` says which."""
         self._in_loss = config.kl.coefficient > 0 and not config.kl.in_reward
@@ -82,7 +86,29 @@ class Algorithm:
     @property
     def needs_proximal(self) -> bool:
         """Where a step has several updates, the log-probabilities that it began with are to be kept."""
-        return self._config.ratio == "proximal" or self._correction is not None or bool(self._config.reject)
+        compares = self._correction is not None or bool(self._config.reject)
+        return not self._interpolates and (self._config.ratio == "proximal" or compares)
+
+    def start(self, part: Part) -> torch.Tensor:
+        """Log-probabilities of the policy that the step began with, without gradient; or what stands for them: version
+        s - l has sampled a token of lag l, and version s + 1 is in the making, so version s is taken to lie l of l + 1
+        parts of the way from the first to the second (A-3PO, arXiv:2512.06547, eq. 3)."""
+        if not self._interpolates:
+            return part.policy
+        lags = part.columns[LAGS].to(part.behaviour.dtype)
+        return part.behaviour + lags / (lags + 1) * (part.log_prob.detach() - part.behaviour)
+
+    def denominator(self, part: Part) -> torch.Tensor:
+        """What the loss's ratio divides by, as log-probabilities."""
+        return part.behaviour if self._config.ratio == "behaviour" else self.start(part)
+
+    def clipped(self, part: Part) -> torch.Tensor | None:
+        """bool: tokens whose ratio is outside of the loss's bounds; None where it has none for tokens."""
+        loss = self._config.loss
+        if not loss.clips_tokens:
+            return None
+        ratio = (part.log_prob.detach() - self.denominator(part)).exp()
+        return (ratio < 1 - loss.clip_low) | (ratio > 1 + loss.clip_high)  # type: ignore[union-attr]
 
     def advantages(
         self,
@@ -118,7 +144,7 @@ class Algorithm:
         """The correction's importance weights of a part, not normalised; None where there is no correction."""
         if self._correction is None:
             return None, {}
-        return self._correction(part.columns, part.policy, part.behaviour, part.mask)
+        return self._correction(part.columns, self.start(part), part.behaviour, part.mask)
 
     def mean_terms(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """What a part adds to the sum and to the count of the weights' mean over the step."""
@@ -135,11 +161,11 @@ class Algorithm:
         metrics = {f"is_weight_{name}": value for name, value in metrics.items()}
         if weights is not None:
             weights = weights / mean_weight
-        old = part.behaviour if config.ratio == "behaviour" else part.policy
+        old = self.denominator(part)
         losses, found = self._loss(part.columns, old, part.log_prob, part.advantages, part.mask, weights)
         metrics |= found
         if config.reject:
-            kept, found = rejection(part.policy, part.behaviour, part.mask, config.reject, part.advantages)
+            kept, found = rejection(self.start(part), part.behaviour, part.mask, config.reject, part.advantages)
             losses = losses * kept
             metrics |= found
         if self._in_loss:
@@ -173,7 +199,7 @@ def _resolve(config: Choice | CustomFunction, place: Place) -> Callable[..., Any
     options = config.options()
     if place == "correction":  # is done by `Algorithm.loss`, with the mean over the whole step
         options.pop("normalize")
-    names = [*config.columns, *config.given]
+    names = [*config.columns, *([LAGS] if config.reads_lags else []), *config.given]
     return lambda columns, *arguments: function(*arguments, *(columns[name] for name in names), **options)
 
 

@@ -15,17 +15,22 @@ def ppo_clip(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     importance_weights: torch.Tensor | None = None,
+    lags: torch.Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
+    lag_exponent: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Token losses max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_prob - old_log_prob), capped at
-    -A dual_clip for negative A, times the importance weights. All tensors ``[rows, length]``; the losses too.
+    -A dual_clip for negative A, times the importance weights. All tensors ``[rows, length]``; the losses too. With
+    ``lags``, in versions, the clip's width of each token is (1 + lag)^-lag_exponent of what it is.
     """
     log_ratio = clamped_log_ratio(log_prob, old_log_prob)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    width = 1.0 if lags is None else (1 + lags.to(ratio.dtype)) ** -lag_exponent
+    low, high = 1 - clip_low * width, 1 + clip_high * width
+    clipped = -advantages * torch.minimum(torch.maximum(ratio, ratio.new_tensor(low)), ratio.new_tensor(high))
     worse = torch.maximum(plain, clipped)
     cap = -advantages * dual_clip
     negative = advantages < 0
