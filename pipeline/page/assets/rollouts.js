@@ -11,6 +11,7 @@ class Rollouts {
     this.runs = runs;
     this.fetchGroups = fetchGroups;
     this.which = 0;
+    this.fetching = {};
     this.colouring = "logprob";
     this.chosen = null;
     this.build();
@@ -52,12 +53,21 @@ class Rollouts {
   }
 
   async refresh() {
-    this.runs[this.which].groups = await this.fetchGroups(this.which);
-    this.filter();
+    const which = this.which;
+    try {
+      this.runs[which].groups = await this.fetchGroups(which);
+    } catch (error) {
+      this.count.textContent = `the page's server does not answer (${error.message})`;
+      return;
+    }
+    if (which === this.which) this.filter();
   }
 
   show() {
-    if (this.fetchGroups && !this.runs[this.which].groups.length) this.refresh();
+    const which = this.which;
+    if (this.fetchGroups && !this.runs[which].groups.length) {  // once, however often it is shown meanwhile
+      this.fetching[which] ??= this.refresh().finally(() => { this.fetching[which] = null; });
+    }
     this.paint();
   }
 
@@ -80,7 +90,10 @@ class Rollouts {
     this.rows.style.height = this.found.length * ROW + "px";
     this.list.scrollTop = 0;
     this.paint();
-    if (!this.found.includes(this.chosen)) this.choose(this.found[0] ?? null);
+    if (!this.found.includes(this.chosen)) {  // what was read again is the same group, as another object
+      const same = (group) => group.step === this.chosen?.step && group.group === this.chosen?.group;
+      this.choose(this.found.find(same) ?? this.found[0] ?? null);
+    }
   }
 
   paint() {
