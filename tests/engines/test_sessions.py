@@ -17,6 +17,7 @@ import pytest
 from penstock.protocols.experience import Group, pack_group, unpack_group
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.session import Turn
 from penstock.services.gateway.work import Held
 from tests.engines.workbench import LETTERS, Workbench
@@ -54,7 +55,9 @@ class Agent:
         request = f"{self._held.id}-{next(self._requests)}"
         for seconds in [*self._chance.sample(SOON, self._chance.choice([0, 0, 1, 2])), 120.0]:
             try:
-                return await asyncio.wait_for(self._desk.chat(self._held, said, tools, request=request), seconds)
+                return await asyncio.wait_for(
+                    self._desk.chat(self._held, said, tools, asked=Asking(key=request)), seconds
+                )
             except TimeoutError:
                 continue
         raise AssertionError("no answer")
