@@ -37,11 +37,8 @@ class Question:
     turn: Turn | None = None
     waiting: int = 0
     """How many requests wait for it."""
-
-    @property
-    def unheard(self) -> bool:
-        """Nobody has had the answer."""
-        return self.turn is None or not self.turn.wanted
+    heard: bool = False
+    """Somebody has had the answer."""
 
     async def answer(self) -> Turn:
         """For one more who waits. Raises what the task raises."""
@@ -51,7 +48,7 @@ class Question:
             if turn is None:
                 assert self.task is not None
                 turn = await asyncio.shield(self.task)
-            turn.wanted = True
+            self.heard = turn.wanted = True
             return turn
         finally:
             self.waiting -= 1
@@ -70,13 +67,13 @@ class Questions:
 
     def remember(self, turn: Turn) -> None:
         """It was asked, and answered, at a gateway before this one."""
-        self._asked.setdefault(turn.asked, []).append(Question(turn=turn))
+        self._asked.setdefault(turn.asked, []).append(Question(turn=turn, heard=True))
 
     def again(self, digest: str) -> Question | None:
         """The one that was most probably meant by who asks again: whose answer nobody has had and for which the fewest
         wait; of several, the latest."""
         several = self._asked.get(digest, [])
-        return min(reversed(several), key=lambda question: (not question.unheard, question.waiting), default=None)
+        return min(reversed(several), key=lambda question: (question.heard, question.waiting), default=None)
 
     def ask(self, digest: str, answer: Coroutine[Any, Any, Turn]) -> Question:
         """A new one. What nobody waits for any more when it is answered is not trained on, unless it is asked for
@@ -91,7 +88,7 @@ class Questions:
                 several.remove(question)
             else:
                 question.turn = task.result()
-                question.turn.wanted = question.waiting > 0
+                question.turn.wanted = question.heard or question.waiting > 0  # one may have had it before this call
 
         question.task.add_done_callback(done)
         return question
