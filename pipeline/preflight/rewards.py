@@ -12,6 +12,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
+from penstock.services.reward.groups import apart, together
 from penstock.services.runtime.errors import SetupError
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import Call
@@ -46,9 +47,12 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt |
         if row is None or not function.trial:
             return ""
         answers = [answer for answer in (row.truth if isinstance(row.truth, str) else None, ANSWER) if answer]
-        calls = [pool.submit(Call(_offered(function, table, row, answer))) for answer in answers]
-        wait(calls, TRIAL_S)
-        return _judge(key, function, row, answers, calls)
+        offered = [_offered(function, table, row, answer) for answer in answers]
+        calls = [pool.submit(Call(each)) for each in ([together(offered)] if function.whole_group else offered)]
+        done = wait(calls, TRIAL_S).done
+        if function.whole_group and done:
+            calls = apart(calls[0], len(answers))
+        return _judge(key, function, row, answers if len(calls) == len(answers) else answers[:1], calls)
     finally:
         pool.close()
 

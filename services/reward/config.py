@@ -18,6 +18,7 @@ REGISTRY = {
 ENVIRONMENT = "environment"
 """The reward that `rollout.environment` gave: nothing is called for it."""
 HANDLER = "penstock.services.reward.function:RewardFunction"
+GROUP_HANDLER = "penstock.services.reward.function:GroupRewardFunction"
 
 
 class FunctionConfig(Section):
@@ -42,6 +43,10 @@ class FunctionConfig(Section):
     array with one for each of its tokens."""
     options: dict[str, Any] = {}
     """Arguments of your own that every call gets, e.g. ``{strict: true}``."""
+    whole_group: bool = False
+    """It is called once for all answers to a prompt, e.g. ``true`` for one that compares them: ``response``,
+    ``finish_reason`` and all else that is of one answer are lists then, and so is what it returns: a number for each,
+    or None where it has none."""
     trial: bool = True
     """Call it before the run starts, on the first row, with its truth and with a made-up sentence as answers: one that
     fails on both ends the start. false: not, e.g. for one that raises where an answer is not JSON."""
@@ -58,7 +63,8 @@ class FunctionConfig(Section):
         """For a worker; ``key`` is where it stands in the config."""
         function = REGISTRY.get(self.function, self.function)
         columns = [name.replace("/", "_") for name in self.columns]
-        return Program(HANDLER, function, key, self.timeout_s, self.options, columns)
+        handler = GROUP_HANDLER if self.whole_group else HANDLER
+        return Program(handler, function, key, self.timeout_s, self.options, columns)
 
     @property
     def column(self) -> str:

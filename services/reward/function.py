@@ -63,3 +63,16 @@ class RewardFunction:
         if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:
             return {"error": f"returned {reward}"}
         return {"value": reward}
+
+
+class GroupRewardFunction(RewardFunction):
+    """One that is called once for all answers to a prompt."""
+
+    def answer(self, value: Any) -> dict[str, Any]:
+        """A list with what `RewardFunction.answer` says of each; of None that there is no reward."""
+        try:
+            several = list(value)
+        except TypeError:
+            return {"error": f"returned {type(value).__name__}, not a list of numbers"}
+        none = {"error": "returned None: it has no reward for this answer"}
+        return {"value": [none if each is None else super(GroupRewardFunction, self).answer(each) for each in several]}

@@ -14,6 +14,7 @@ import structlog
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig, RewardConfig
+from penstock.services.reward.groups import apart, together
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
 from penstock.services.user_processes.pool import WorkerPool
@@ -51,9 +52,13 @@ class Reward:
                 if column not in self._pools:
                     self._pass_on(task, column, answer)
                     continue
-                pool = self._pools[column]
-                calls = [Call(_with_columns(self._functions[column], task, k, mine)) for k, mine in enumerate(offered)]
-                _Answering(self, task, column, len(calls), answer).begin(pool, calls)
+                pool, function = self._pools[column], self._functions[column]
+                asked = [_with_columns(function, task, k, mine) for k, mine in enumerate(offered)]
+                answering = _Answering(self, task, column, len(asked), answer)
+                if function.whole_group:
+                    answering.begin_together(pool, Call(together(asked)))
+                else:
+                    answering.begin(pool, [Call(each) for each in asked])
 
     def _pass_on(self, task: ScoringTask, column: str, answer: Answer) -> None:
         """What the environment gave, by token; NaN on the last token of a trajectory that it failed."""
@@ -105,6 +110,14 @@ class _Answering:
     def begin(self, pool: WorkerPool, calls: list[Call]) -> None:
         for sample, call in enumerate(calls):
             pool.submit(call).add_done_callback(lambda future, sample=sample: self._done(sample, future))  # type: ignore[misc]
+
+    def begin_together(self, pool: WorkerPool, call: Call) -> None:
+        """Of one call for all."""
+        pool.submit(call).add_done_callback(self._all_done)
+
+    def _all_done(self, future: Future[list[dict[str, Any]]]) -> None:
+        for sample, each in enumerate(apart(future, len(self._values))):
+            self._done(sample, each)
 
     def _done(self, sample: int, future: Future[float]) -> None:
         error = future.exception()

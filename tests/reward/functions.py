@@ -102,3 +102,24 @@ def asks(
 
 def wants_more(response: str, embedding: Any) -> float:
     return 0.0
+
+
+def rarest(response: list[str], truth: str, sample: list[int], group: int) -> list[float | None]:
+    """Worth more where fewer say the same; none for an empty one."""
+    assert isinstance(truth, str) and sample == list(range(len(response))) and group == 1
+    return [1 / response.count(each) if each else None for each in response]
+
+
+async def too_few(response: list[str]) -> list[float]:
+    """One less than there are."""
+    return [1.0] * (len(response) - 1)
+
+
+def one_number(response: list[str]) -> float:
+    """As one of single answers would."""
+    return 1.0
+
+
+def one_wrong(response: list[str]) -> list[Any]:
+    """A word among the numbers."""
+    return [1.0, "good", *[1.0] * (len(response) - 2)]

@@ -1,0 +1,63 @@
+"""Reward functions that see all answers to a prompt at once, in their real worker processes."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.protocols.experience import Group, Prompt, Trajectory
+from penstock.services.reward.config import RewardConfig
+from penstock.services.reward.service import Reward
+from penstock.services.runtime.scorer import ScoringTask
+
+HERE = "tests.reward.functions"
+
+
+def group(answers: list[str]) -> Group:
+    said = [
+        Trajectory(
+            np.array([5, 6], np.int32), np.array([0, 1], np.uint8), np.zeros(2, np.float32),
+            np.array([-1, 0], np.int32), text=text, finish="stop",
+        )
+        for text in answers
+    ]  # fmt: skip
+    return Group(1, Prompt(index=0, text="say", truth="a"), said)
+
+
+def scored(function: str, answers: list[str]) -> tuple[np.ndarray, list[str]]:
+    config = RewardConfig.model_validate({"functions": [{"function": f"{HERE}:{function}", "whole_group": True}]})
+    reward = Reward(config, workers=2, group_size=len(answers))
+    (column,) = (each.column for each in config.functions)
+    told: queue.Queue[Any] = queue.Queue()
+    try:
+        reward.score(
+            [ScoringTask(("train", 1), group(answers), (column,), {}, 0)],
+            lambda task, name, values, errors=(): told.put((values, errors)),
+        )
+        return told.get(timeout=30)
+    finally:
+        reward.close()
+
+
+def test_it_is_given_lists_and_returns_a_number_for_each() -> None:
+    values, errors = scored("rarest", ["a", "b", "a", "", "c"])
+    assert values[[0, 1, 2, 4]].tolist() == [0.5, 1.0, 0.5, 1.0] and np.isnan(values[3])
+    assert len(errors) == 1 and "no reward for this answer" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [("too_few", "returned 2 numbers for 3 answers"), ("one_number", "returned float, not a list of numbers")],
+)
+def test_what_is_no_list_of_as_many_costs_the_whole_group(function: str, why: str) -> None:
+    values, errors = scored(function, ["a", "b", "c"])
+    assert np.isnan(values).all() and len(errors) == 3 and why in errors[0]
+
+
+def test_what_is_wrong_with_one_number_costs_one_answer() -> None:
+    values, errors = scored("one_wrong", ["a", "b", "c"])
+    assert values[[0, 2]].tolist() == [1.0, 1.0] and np.isnan(values[1])
+    assert len(errors) == 1 and "returned str, not a number" in errors[0]
