@@ -61,6 +61,26 @@ class EvalSampling(Section):
         return greedy.model_copy(update=own | {"max_new_tokens": self.max_new_tokens or greedy.max_new_tokens})
 
 
+class CurriculumConfig(Section):
+    """Prompts that teach little now rest for some epochs: those whose answers were all good, or all bad, when they were
+    asked last."""
+
+    low: float = 0.0
+    """A group whose mean reward is at most this was too hard, e.g. ``0.1``."""
+    high: float = 1.0
+    """A group whose mean reward is at least this was too easy, e.g. ``0.9``."""
+    rest_hard: int = Field(1, ge=0)
+    """Epochs for which a prompt that was too hard is left out, e.g. ``2``; 0: it is asked again in the next one."""
+    rest_easy: int = Field(2, ge=0)
+    """Epochs for which a prompt that was too easy is left out, e.g. ``4``."""
+
+    @model_validator(mode="after")
+    def _between(self) -> CurriculumConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: every prompt would rest")
+        return self
+
+
 class PromptsConfig(Section):
     """Which prompts a run trains on, in which order."""
 
@@ -89,6 +109,10 @@ class PromptsConfig(Section):
     """Draw the prompts in random order (by `run.seed`), another in each epoch; false: in the data's own order."""
     epochs: int | None = Field(None, ge=1)
     """How often every prompt is drawn, e.g. ``1``; null: as often as the steps need."""
+    curriculum: CurriculumConfig | None = None
+    """Leave out for a while what is too easy or too hard by the last answers to it, e.g. ``{low: 0.1, high: 0.9}``;
+    null: every prompt is asked in every epoch. Groups whose rewards are all equal, when they come, are another matter:
+    `replay.filter`."""
 
     @field_validator("eval", mode="before")
     @classmethod

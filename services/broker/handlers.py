@@ -314,7 +314,8 @@ class Handlers:
             **progress.learned,
             **metrics,
         }
-        row |= {**queues(state), **progress.latency.read(), "groups_dropped": state.groups.drops}
+        row |= {**queues(state), **progress.latency.read(), **state.curriculum.counts()}
+        row |= {"groups_dropped": state.groups.drops}
         state.recorder.step(row | {"generated_tokens_total": progress.totals["generated_tokens"]})
         every, done = state.settings.prompts.eval_every, commit.step + 1
         due = every and done % every == 0 and done < state.groups.steps

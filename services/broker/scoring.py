@@ -84,6 +84,8 @@ def _add_sum(state: BrokerState, score: Score, total: WeightedSum) -> None:
 def _judge(state: BrokerState, score: Score, rewards: np.ndarray) -> None:
     """Groups that cannot be learned from make room for others."""
     found = int(np.isfinite(rewards).sum())
+    if found:
+        state.curriculum.measured(state.groups.replay.entries[score.number].draw, float(np.nanmean(rewards)))
     if found < min(LEAST_VALUES, len(rewards)):
         why = score.errors[-1] if score.errors else "NaN"
         state.drop(score.number, f"too few trajectories have a reward; {why}", "reward")

@@ -33,6 +33,7 @@ from penstock.services.broker.payloads import Payloads
 from penstock.services.broker.recorder import Recorder
 from penstock.services.broker.records import Records
 from penstock.services.broker.rules.course import Best, best_of
+from penstock.services.broker.rules.curriculum import Bounds, Curriculum
 from penstock.services.broker.rules.evaluation import Evaluation
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import DropKind, GroupTracker
@@ -160,6 +161,9 @@ class BrokerState:
             Trackers(settings.trackers, settings.folder, settings.project, settings.described),
         )
         self.archive = Archive(settings.folder, settings.replay.archive)
+        rests = settings.prompts.curriculum
+        bounds = Bounds(**rests.model_dump()) if rests else None
+        self.curriculum = Curriculum(self.store, bounds, len(self.prompts), self.prompts.row)
         self.groups = GroupTracker(
             self.store,
             Gate(settings.gate.groups_per_step, settings.gate.window, settings.gate.max_lag),
@@ -170,6 +174,7 @@ class BrokerState:
             self._release,
             self._archive_step,
             self._dropped,
+            self.curriculum.next,
         )
         self.versions = Versions(self.store)
         self.members = Members(self.store)

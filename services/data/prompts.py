@@ -22,12 +22,20 @@ class PromptStream:
         self._epoch = -1
         self._order = np.zeros(0, np.int64)
 
+    def __len__(self) -> int:
+        """Draws in an epoch."""
+        return len(self._source)
+
     def draw(self, k: int) -> Prompt:
         """The prompt of draw ``k``."""
+        return self._source[self.row(k)]
+
+    def row(self, k: int) -> int:
+        """Which row of the source that is."""
         epoch, position = divmod(k, len(self._source))
         if not self._shuffle:
-            return self._source[position]
+            return position
         if epoch != self._epoch:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._source))
             self._epoch = epoch
-        return self._source[int(self._order[position])]
+        return int(self._order[position])

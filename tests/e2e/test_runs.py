@@ -13,7 +13,9 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
@@ -123,6 +125,29 @@ def test_a_run_whose_evaluations_get_no_better_ends_and_keeps_the_best(tmp_path:
     assert checkpoint.versions(run.folder / "checkpoints") == [2, summary["steps"]], "of what was trained the first"
     (why,) = [words for words in summary["look_at_this"] if "prompts.stop_after" in words]
     assert f"after {summary['steps']} of 60 steps: 3 evaluations in a row were no better" in why
+
+
+def test_a_curriculum_leaves_out_what_is_too_easy(tmp_path: Path) -> None:
+    rewards = "[{function: 'tests.e2e.rewards:parity'}]"  # the same for every answer to about half of the prompts
+    run = Run(
+        tmp_path,
+        [
+            *SHORT, "trainer.steps=12", "prompts.train={type: sort, size: 24}", "prompts.eval=null",
+            f"reward.functions={rewards}", "replay.samples=all", "prompts.curriculum={rest_hard: 9, rest_easy: 9}",
+        ],
+    )  # fmt: skip
+    check_promises(run.wait())
+    groups: dict[int, dict[str, Any]] = {}
+    for row in read_lines(run.folder / "samples.jsonl"):
+        found = groups.setdefault(row["group"], {"prompt": row["prompt"], "rewards": []})
+        found["rewards"].append(row["reward"])
+    asked: dict[str, list[float]] = {}
+    for number in sorted(groups):
+        asked.setdefault(groups[number]["prompt"], []).append(float(np.mean(groups[number]["rewards"])))
+    assert any(len(means) > 2 for means in asked.values()) and any(means[0] in (0, 1) for means in asked.values())
+    for means in asked.values():  # groups that were leased before an answer was judged come once more at most
+        assert sum(mean in (0, 1) for mean in means) <= 3
+    assert steps_of(run.folder)[-1]["prompts_resting"] > 0
 
 
 def test_a_mixture_of_sources_has_a_curve_for_each(tmp_path: Path) -> None:

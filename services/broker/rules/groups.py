@@ -28,7 +28,8 @@ class GroupTracker:
     ``columns`` is what a group needs before it may be trained on, ``steps`` how many steps the run has, ``draws`` how
     many prompts there are (None: no end), ``prefetch`` how many groups may be under way beyond those taken (None: as
     many as the gate allows), ``release`` is told the number of each group whose payload is not needed any more,
-    ``archive`` each step before that, ``on_drop`` each drop with its reason and kind.
+    ``archive`` each step before that, ``on_drop`` each drop with its reason and kind; ``choose`` says which draw is
+    made next, of those from one on.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class GroupTracker:
         release: Callable[[int], None],
         archive: Callable[[Step], None],
         on_drop: Callable[[int, str, DropKind], None],
+        choose: Callable[[int], int] = lambda draw: draw,
     ) -> None:
         self._journal = journal
-        self._release, self._archive, self._on_drop = release, archive, on_drop
+        self._release, self._archive, self._on_drop, self._choose = release, archive, on_drop, choose
         self.gate, self.steps, self.draws = gate, steps, draws
         # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
         self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
@@ -89,6 +91,8 @@ class GroupTracker:
         if lease:
             return lease if version >= self.gate.required_version(lease.number) else None
         number = self.leases.next_number
+        if not self.drawn_out:
+            self.leases.next_draw = self._choose(self.leases.next_draw)
         if self._beyond_the_end(number) or self.drawn_out:
             return None
         if len(self.leases.open) + len(self.replay.entries) >= self.prefetch:
