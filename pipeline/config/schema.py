@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
+from penstock.pipeline.config.reference import check_reference
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
@@ -279,5 +280,6 @@ class Config(Section):
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"
             )
+        check_reference(self)
         check_columns(self)
         return self

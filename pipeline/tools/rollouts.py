@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.summary import check_run
+from penstock.protocols.columns import ColumnTable
+from penstock.protocols.experience import Group
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
 
@@ -18,23 +22,31 @@ def rollouts(run: str | Path, step: int | None = None) -> Iterator[dict[str, Any
 
         pandas.DataFrame(penstock.rollouts("runs/first-try"))
     """
+    table, groups = archived(run, step)
+    for number, group, columns in groups:
+        yield from rows(number, group, {name: v for name, v in columns.items() if name not in table.by_token})
+
+
+def archived(
+    run: str | Path, step: int | None = None
+) -> tuple[ColumnTable, Iterator[tuple[int, Group, dict[str, np.ndarray]]]]:
+    """The run's columns, and of every archived group, or those of one ``step``: its step, itself and its columns.
+    Raises `ConfigError` where there is no archive."""
     folder = Path(run)
     check_run(folder)
-    config = load(folder / "config.yaml")
-    table = config.columns
-    tokens = {column.name for column in table.columns if column.per == "token"}
-    found = False
-    for batch, _ in archive.read(folder, step or 0):
-        if step is not None and batch.step != step:
-            break
-        for taken in batch.groups:
-            found = True
-            columns = {name: values for name, values in taken.columns.items() if name not in tokens}
-            yield from rows(batch.step, archive.open_group(taken), columns)
-    if not found:
-        kept = [batch.step for batch, _ in archive.read(folder, 0)]
-        if kept:
-            raise ConfigError(f"--step: {step} is not in the archive; it has steps {min(kept)} to {max(kept)}")
+    kept = archive.steps(folder)
+    if not kept:
         raise ConfigError(
             f"RUN: {folder} has no archive; before the run, set replay.archive=all, or to the last N steps"
         )
+    if step is not None and step not in kept:
+        raise ConfigError(f"--step: {step} is not in the archive; it has steps {min(kept)} to {max(kept)}")
+
+    def groups() -> Iterator[tuple[int, Group, dict[str, np.ndarray]]]:
+        for batch, _ in archive.read(folder, step or 0):
+            if step is not None and batch.step != step:
+                return
+            for taken in batch.groups:
+                yield batch.step, archive.open_group(taken), dict(taken.columns)
+
+    return load(folder / "config.yaml").columns, groups()

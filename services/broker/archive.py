@@ -45,6 +45,11 @@ def open_group(taken: TakenGroup) -> Group:
     return unpack_group(taken.experience.data)
 
 
+def steps(folder: Path) -> list[int]:
+    """Which steps of a run are in its archive, ascending."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "archive").glob("step-*.msgpack"))
+
+
 def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:
     """The archived steps of a run from step ``first`` on, in order, each with the digest that it yielded."""
     for path in sorted((folder / "archive").glob("step-*.msgpack")):

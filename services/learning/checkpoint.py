@@ -75,7 +75,7 @@ class Saver:
         not done. The future has the checkpoint's path once it is durable, on every rank, or what went wrong."""
         if self._last is not None:
             self._last.result()
-        learner, target = self._learner, self._folder / f"step-{self._learner.version:06d}"
+        learner, target = self._learner, path_of(self._folder, self._learner.version)
         if learner.world.share(b"is there" if target.exists() else b"") == b"is there":  # rank 0 says so for all
             done: Future[Path] = Future()
             done.set_result(target)
@@ -88,7 +88,7 @@ class Saver:
         """All but the newest ones, and those of the ``spared`` versions."""
         for old in versions(self._folder)[: -self._keep]:
             if old not in spared:
-                shutil.rmtree(self._folder / f"step-{old:06d}")
+                shutil.rmtree(path_of(self._folder, old))
 
     def close(self) -> None:
         """Until nothing is being written. Raises what went wrong."""
@@ -151,6 +151,11 @@ def versions(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def path_of(folder: Path, version: int) -> Path:
+    """Where the checkpoint of ``version`` is, below ``folder``."""
+    return folder / f"step-{version:06d}"
+
+
 def remove_partial(folder: Path) -> None:
     """Removes what a trainer that died while it saved has left."""
     for path in folder.glob(_PARTIAL.format("step-*")):
@@ -187,7 +192,7 @@ def open_learner(folder: Path, world: World, path: str, make: Callable[[str], L]
 def latest(folder: Path) -> Path | None:
     """The newest checkpoint below ``folder``."""
     found = versions(folder)
-    return folder / f"step-{found[-1]:06d}" if found else None
+    return path_of(folder, found[-1]) if found else None
 
 
 def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:

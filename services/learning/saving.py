@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 class Saving:
     """One checkpoint at a time; ``keep_awake`` is called while one is waited for. ``keep_best``: the broker says which
-    of the old ones stay."""
+    of the old ones stay; so does the newest whose version is a multiple of ``landmark``."""
 
     def __init__(
         self,
@@ -32,9 +32,10 @@ class Saving:
         mailbox: Mailbox,
         keep_best: bool,
         keep_awake: Callable[[], None] = lambda: None,
+        landmark: int = 0,
     ) -> None:
         self._learner, self._saver, self._mailbox, self._keep_awake = learner, saver, mailbox, keep_awake
-        self._keep_best = keep_best
+        self._keep_best, self._landmark = keep_best, landmark
         self._written: Future[Path] | None = None
         self._version = 0
 
@@ -69,4 +70,7 @@ class Saving:
         message = Checkpointed(version=self._version, path=str(path), final=final)
         answer = self._mailbox.ask(message, ANSWER_DEADLINE_S)
         assert isinstance(answer, Keep)
-        self._saver.remove_old(answer.versions if self._keep_best else ())
+        spared = set(answer.versions if self._keep_best else ())
+        if self._landmark:
+            spared.add(self._version // self._landmark * self._landmark)
+        self._saver.remove_old(spared)

@@ -15,6 +15,10 @@ class ReferenceConfig(Section):
     path: str | None = None
     """The frozen model: a folder or a hub name, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``; null: the model that training
     starts from."""
+    refresh_every: int = Field(0, ge=0)
+    """Take the policy's own version in the model's place after every so many steps, e.g. ``200`` (Liu et al. 2025,
+    ProRL, arXiv:2505.24864): a multiple of `trainer.checkpoint.every`, since it is read from there. Groups that were
+    scored before keep what they have; 0: the model stays what it is."""
     device: str = "auto"
     """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
     tokens_per_batch: int = Field(8192, ge=1)

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
 from penstock.protocols.columns import REFERENCE
 from penstock.protocols.experience import Group
+from penstock.services.learning import checkpoint
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_model
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.reference.config import ReferenceConfig
+from penstock.services.runtime import health
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
+
+log = structlog.get_logger()
 
 
 class Reference:
     """The frozen model. With ``alone`` it scores each group by itself: a group's numbers may depend on what else is in
-    its batch, in the last bit."""
+    its batch, in the last bit. ``checkpoints``: where versions of the policy are that may take its place."""
 
-    def __init__(self, config: ReferenceConfig, model_path: str, dtype: str, temperature: float, alone: bool) -> None:
+    def __init__(
+        self, config: ReferenceConfig, model_path: str, dtype: str, temperature: float, alone: bool, checkpoints: Path
+    ) -> None:
         self._config, self._temperature, self._alone = config, temperature, alone
+        self._dtype, self._checkpoints, self._version = dtype, checkpoints, 0
         self._device = device_of(config.device, "reference.device")
         self._model = load_model(
             config.path or model_path, dtype, self._device, "reference.path" if config.path else "model.path"
@@ -36,14 +46,36 @@ class Reference:
 
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
         """Answers all of them before it returns."""
+        self._refresh(max(task.step for task in tasks))
         for batch in [[task] for task in tasks] if self._alone else [tasks]:
             rows = iter(self._logprobs([task.group for task in batch]))
             for task in batch:
                 answer(task, REFERENCE, np.concatenate([next(rows) for _ in task.group.trajectories]))
 
     def gauges(self) -> dict[str, float]:
-        """None of its own."""
-        return {}
+        """Which version of the policy it is, where that changes."""
+        return {"reference_version": float(self._version)} if self._config.refresh_every else {}
+
+    def _refresh(self, step: int) -> None:
+        """Takes the newest checkpoint that is due once ``step`` steps are committed. Raises `SetupError` where one has
+        been due for as long again and is not there."""
+        every = self._config.refresh_every
+        if not every:
+            return
+        due = step // every * every
+        found = [version for version in checkpoint.versions(self._checkpoints) if version % every == 0]
+        newest = max((version for version in found if version <= due), default=0)
+        if newest > self._version:
+            path = checkpoint.path_of(self._checkpoints, newest)
+            health.beat()
+            self._model = load_model(str(path), self._dtype, self._device, "reference.refresh_every").eval()
+            self._version = newest
+            log.info("the reference is refreshed", version=newest)
+        elif due - self._version > every:
+            raise SetupError(
+                f"reference.refresh_every={every}: after {step} steps {self._checkpoints} has no checkpoint of version "
+                f"{due}; the reference must see the run's folder (one file system for all)"
+            )
 
     def close(self) -> None:
         """Nothing was started."""
@@ -65,6 +97,11 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
         determinism.pin(context.folder, kind, context.threads)
     temperature = config.rollout.sampling.temperature
     reference = Reference(
-        config.reference, context.model_path, config.model.dtype, temperature, config.run.deterministic
+        config.reference,
+        context.model_path,
+        config.model.dtype,
+        temperature,
+        config.run.deterministic,
+        context.folder / "checkpoints",
     )
     return ScorerActor(kind, context, reference)

@@ -44,6 +44,8 @@ class TrainerSettings:
     columns: ColumnTable
     critic_warmup: int = 0
     """First steps in which a critic learns, and the policy does not."""
+    reference_every: int = 0
+    """The reference reads checkpoints of versions that are multiples of it; 0: none."""
     deterministic: bool = False
 
     def canary(self, learner: Learner, tokenizer: Any) -> list[int]:

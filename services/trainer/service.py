@@ -54,7 +54,9 @@ class Trainer:
         keep = settings.trainer.checkpoint.keep
         saver = checkpoint.Saver(self._learner, self._tokenizer, settings.checkpoints, keep)
         best = settings.trainer.checkpoint.keep_best
-        self._saving = Saving(self._learner, saver, self.actor.mailbox, best, self._keep_awake)
+        self._saving = Saving(
+            self._learner, saver, self.actor.mailbox, best, self._keep_awake, settings.reference_every
+        )
         self._desk = StepDesk(self.actor, self._turn, self._keep_awake)
         exporter = make_exporter(self._learner, settings)
         self._publisher = Publisher(settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys)
@@ -233,6 +235,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         model_path=context.model_path,
         dtype=config.model.dtype,
         critic_warmup=config.critic_warmup,
+        reference_every=config.reference.refresh_every,
         temperature=config.rollout.sampling.temperature,
         run_key=context.run_key,
         checkpoints=context.folder / "checkpoints",

@@ -10,11 +10,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import datasets
+import pandas
 import pytest
+from typer.testing import CliRunner
 
 import penstock
+from penstock.pipeline import cli
 from penstock.pipeline.run.summary import steps_of
+from penstock.pipeline.tools.export import FIXED
+from penstock.services.broker import archive
 from tests.e2e.runs import ROOT, SHORT, Run, check_promises
 
 EXAMPLES = ROOT / "examples"
@@ -58,6 +65,31 @@ def test_own_data_and_own_reward(tmp_path: Path) -> None:
     assert {row["prompt"].partition(" ")[0] for row in archived} == {"next"}
     kept = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     assert len(kept) == 6 * 4 and all(row in archived for row in kept)
+    exported(run, archived, tmp_path / "rollouts.parquet")
+
+
+def exported(run: Run, archived: list[dict[str, Any]], file: Path) -> None:
+    """What `penstock rollouts --export` has written is what was trained on, as pandas and datasets read it."""
+    told = CliRunner().invoke(cli.app, ["rollouts", str(run.folder), "--export", str(file)])
+    assert f"{len(archived)} trajectories in" in told.output, told.output
+    frame = pandas.read_parquet(file)
+    for name in ("step", "group", "sample", "prompt", "response", "truth", "tokens", "finish", "reward"):
+        assert frame[name].tolist() == pytest.approx([row[name] for row in archived]), name
+    trained = [
+        (int(t.sampled), t.tokens.tolist(), t.logprobs.tolist(), t.versions.tolist())
+        for batch, _ in archive.read(run.folder)
+        for taken in batch.groups
+        for t in archive.open_group(taken).trajectories
+    ]
+    columns = (frame["loss_mask"].map(sum), *(frame[name].map(list) for name in ("token_ids", "logprobs", "versions")))
+    assert list(zip(*columns, strict=True)) == trained
+    found = datasets.Dataset.from_parquet(str(file), cache_dir=str(file.parent / "cache"))
+    assert len(found) == len(archived) and set(FIXED) <= set(found.column_names)
+    one = file.with_name("one.parquet")
+    assert "32 trajectories" in CliRunner().invoke(
+        cli.app, ["rollouts", str(run.folder), "--step", "2", "--export", str(one)]
+    ).output  # fmt: skip
+    assert set(pandas.read_parquet(one)["step"]) == {2}
 
 
 @pytest.mark.usefixtures("judge")

@@ -127,6 +127,24 @@ def test_a_run_whose_evaluations_get_no_better_ends_and_keeps_the_best(tmp_path:
     assert f"after {summary['steps']} of 60 steps: 3 evaluations in a row were no better" in why
 
 
+def test_a_reference_that_is_refreshed_takes_checkpoints_also_after_it_died(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        [
+            *SHORT, "trainer.steps=24", "prompts.eval=null", "trainer.algorithm.kl.coefficient=0.01",
+            "reference.refresh_every=8", "trainer.checkpoint={every: 2, keep: 1}", "trainer.optimizer.lr=1e-3",
+        ],
+    )  # fmt: skip
+    run.wait_for_step(9)
+    run.actors()["reference-0"].kill()  # whoever comes in its place finds version 8, which is not among the newest
+    check_promises(run.wait())
+    said = read_lines(run.folder / "logs" / "reference-0.jsonl")
+    assert [row["version"] for row in said if row["event"] == "the reference is refreshed"] == [8, 8, 16]
+    kl = [row["reference_kl"] for row in steps_of(run.folder)]
+    assert max(kl[18:22]) < max(kl[5:8]), "it is near again"
+    assert checkpoint.versions(run.folder / "checkpoints") == [24]
+
+
 def test_a_curriculum_leaves_out_what_is_too_easy(tmp_path: Path) -> None:
     rewards = "[{function: 'tests.e2e.rewards:parity'}]"  # the same for every answer to about half of the prompts
     run = Run(

@@ -1,0 +1,72 @@
+"""A run's archive as one parquet file, a row for each trajectory, with its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.pipeline.tools.rollouts import archived
+from penstock.protocols.columns import ColumnTable
+from penstock.services.broker.samples import rows
+from penstock.services.data import need
+
+FIXED = {
+    "step": "int32", "group": "int64", "sample": "int32", "session": "int32", "source": "string", "prompt": "string",
+    "response": "string", "truth": "string", "tokens": "int32", "finish": "string", "version_min": "int32",
+    "version_max": "int32",
+}  # fmt: skip
+"""Columns that every file has, with pyarrow's names of their types. ``truth`` is text, or JSON of what else it is."""
+TOKENS = {"token_ids": "int32", "loss_mask": "uint8", "logprobs": "float32", "versions": "int32"}
+"""Lists with one element for each token of the prompt and the answer."""
+
+
+def export(run: str | Path, file: Path, step: int | None = None) -> int:
+    """Writes what `rollouts` yields, and each trajectory's tokens, to ``file``; returns the number of rows. Beside the
+    fixed columns there is a float64 for each column of the experience that has a value for each trajectory, a list of
+    float32 for each that has one for each token, and ``metrics``, JSON of what agents have measured. Raises
+    `ConfigError` where there is no archive."""
+    need("pyarrow", "data", "--export")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table, steps = archived(run, step)
+    names = [name for name in table.names if name not in table.by_token]
+    by_token = [name for name in table.names if name in table.by_token]
+    schema = pa.schema(
+        [
+            *((name, pa.type_for_alias(kind)) for name, kind in FIXED.items()),
+            *((name, pa.list_(pa.type_for_alias(kind))) for name, kind in TOKENS.items()),
+            *((name, pa.float64()) for name in names),
+            *((name, pa.list_(pa.float32())) for name in by_token),
+            ("metrics", pa.string()),
+        ]
+    )
+    aside, written = file.with_name(f".{file.name}.partial"), 0
+    with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
+        for batch, group, columns in steps:
+            found = list(_rows(batch, group, columns, table))
+            writer.write_table(pa.Table.from_pylist(found, schema))
+            written += len(found)
+    aside.rename(file)
+    return written
+
+
+def _rows(step: int, group: Any, columns: dict[str, np.ndarray], table: ColumnTable) -> Iterator[dict[str, Any]]:
+    bounds = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
+    parts = {name: np.split(values, bounds) for name, values in columns.items() if name in table.by_token}
+    flat = rows(step, group, {name: values for name, values in columns.items() if name not in parts})
+    for place, (row, trajectory) in enumerate(zip(flat, group.trajectories, strict=True)):
+        truth = row["truth"]
+        yield row | {
+            "truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth),
+            "token_ids": trajectory.tokens,
+            "loss_mask": trajectory.loss_mask,
+            "logprobs": trajectory.logprobs,
+            "versions": trajectory.versions,
+            **{name: several[place] for name, several in parts.items()},
+            "metrics": json.dumps(trajectory.metrics),
+        }
