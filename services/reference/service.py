@@ -35,6 +35,8 @@ class Reference:
     ) -> None:
         self._config, self._temperature, self._alone = config, temperature, alone
         self._dtype, self._checkpoints, self._version = dtype, checkpoints, 0
+        self._begun: int | None = None
+        """The version that was due when it began: whoever did not save it then is not blamed."""
         self._device = device_of(config.device, "reference.device")
         self._model = load_model(
             config.path or model_path, dtype, self._device, "reference.path" if config.path else "model.path"
@@ -63,6 +65,7 @@ class Reference:
         if not every:
             return
         due = step // every * every
+        self._begun = due if self._begun is None else self._begun
         found = [version for version in checkpoint.versions(self._checkpoints) if version % every == 0]
         newest = max((version for version in found if version <= due), default=0)
         if newest > self._version:
@@ -71,7 +74,7 @@ class Reference:
             self._model = load_model(str(path), self._dtype, self._device, "reference.refresh_every").eval()
             self._version = newest
             log.info("the reference is refreshed", version=newest)
-        elif due - self._version > every:
+        elif due - max(self._version, self._begun) > every:
             raise SetupError(
                 f"reference.refresh_every={every}: after {step} steps {self._checkpoints} has no checkpoint of version "
                 f"{due}; the reference must see the run's folder (one file system for all)"

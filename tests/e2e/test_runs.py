@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from typer.testing import CliRunner
 
+from penstock.pipeline import cli
 from penstock.pipeline.run.summary import read_lines, steps_of
 from penstock.services.learning import checkpoint
 from tests.e2e.documented import undocumented
@@ -143,6 +145,14 @@ def test_a_reference_that_is_refreshed_takes_checkpoints_also_after_it_died(tmp_
     kl = [row["reference_kl"] for row in steps_of(run.folder)]
     assert max(kl[18:22]) < max(kl[5:8]), "it is near again"
     assert checkpoint.versions(run.folder / "checkpoints") == [24]
+    told = CliRunner().invoke(cli.app, ["trace", str(run.folder), "--out", str(tmp_path / "trace.json")])
+    assert "ui.perfetto.dev" in told.output, told.output
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert {"trainer", "reference-0", "rollout-0", "reward-0"} <= set(names.values())
+    assert sum(event["ph"] == "X" and event["name"].startswith("step ") for event in found) == 24
+    assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in found if event["ph"] != "M")
+    assert "reference-0" in {names[event["pid"]] for event in found if event["name"] == "started again"}
 
 
 def test_a_curriculum_leaves_out_what_is_too_easy(tmp_path: Path) -> None:
