@@ -35,6 +35,8 @@ METHODS = {
     "gdpo": ["advantage={type: gdpo, components: {reward/exact_match: 1.0}}"],
     "dro": ["loss={type: dro}"],
     "icepop": ["loss={type: reinforce}", "correction={type: icepop}"],
+    "a3po": ["ratio=interpolated", "correction={type: truncated}"],
+    "clip_by_age": ["loss={type: ppo_clip, lag_exponent: 0.5}"],
 }
 
 
