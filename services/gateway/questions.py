@@ -58,12 +58,9 @@ class Question:
 class Questions:
     """Of one session, by what was asked."""
 
+    pending: int = 0
+    """How many have no answer yet."""
     _asked: dict[str, list[Question]] = field(default_factory=dict)
-
-    @property
-    def pending(self) -> int:
-        """Those without an answer yet."""
-        return sum(question.turn is None for several in self._asked.values() for question in several)
 
     def remember(self, turn: Turn) -> None:
         """It was asked, and answered, at a gateway before this one."""
@@ -82,8 +79,10 @@ class Questions:
         assert question.task is not None
         several = self._asked.setdefault(digest, [])
         several.append(question)
+        self.pending += 1
 
         def done(task: asyncio.Task[Turn]) -> None:
+            self.pending -= 1
             if task.cancelled() or task.exception():
                 several.remove(question)
             else:
