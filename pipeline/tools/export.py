@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def export(run: str | Path, file: Path, step: int | None = None) -> int:
     )
     aside, written = file.with_name(f".{file.name}.partial"), 0
     with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
-        for batch, group, columns in steps:
-            found = list(_rows(batch, group, columns, table))
+        for _, several in groupby(steps, key=lambda each: each[0]):  # a row group of the file is a step
+            found = [row for each in several for row in _rows(*each, table)]
             writer.write_table(pa.Table.from_pylist(found, schema))
             written += len(found)
     aside.rename(file)

@@ -51,7 +51,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     torch.set_num_threads(config.trainer.threads)
     checkpoints = folder / "checkpoints"
     usable = [v for v in checkpoint.versions(checkpoints) if only is not None and v <= only]
-    start = checkpoints / f"step-{usable[-1]:06d}" if usable else None
+    start = checkpoint.path_of(checkpoints, usable[-1]) if usable else None
     begun = str(model_path(config, folder))
     world = World(device_of(config.trainer.device))
     model = load_policy(str(start or begun), begun, world, config.model.dtype, config.trainer.lora)

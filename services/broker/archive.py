@@ -37,7 +37,11 @@ class Archive:
             self._path(batch.step - self._keep).unlink(missing_ok=True)
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}.msgpack"
+        return _file(self._folder, step)
+
+
+def _file(archive: Path, step: int) -> Path:
+    return archive / f"step-{step:06d}.msgpack"
 
 
 def open_group(taken: TakenGroup) -> Group:
@@ -52,10 +56,10 @@ def steps(folder: Path) -> list[int]:
 
 def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:
     """The archived steps of a run from step ``first`` on, in order, each with the digest that it yielded."""
-    for path in sorted((folder / "archive").glob("step-*.msgpack")):
-        if int(path.stem.removeprefix("step-")) < first:
+    for number in steps(folder):
+        if number < first:
             continue
-        row = wire.unpack(path.read_bytes())
+        row = wire.unpack(_file(folder / "archive", number).read_bytes())
         groups = [
             TakenGroup(number=g["number"], experience=as_bytes(g["experience"].tobytes()), columns=dict(g["columns"]))
             for g in row["groups"]

@@ -34,14 +34,14 @@ class Curves {
     this.plots = [];
     const grid = make("div", {class: "charts"});
     this.place.replaceChildren(...this.runs.flatMap((run) => this.about(run)), grid);
-    const named = {title: "Columns, mean of each step", lines: [...new Set(this.runs.flatMap((run) => run.columns))]
+    const named = {title: "Columns, mean of each step", compared: true, lines: [...new Set(this.runs.flatMap((run) => run.columns))]
       .filter((name) => name !== "reward")};
-    const latency = {title: "Seconds until a column was there", lines: [...new Set(this.runs.flatMap((run) =>
-      Object.keys(run.steps)))].filter((name) => name.startsWith("latency/"))};
+    const every = [...new Set(this.runs.flatMap((run) => Object.keys(run.steps)))];
+    const latency = {title: "Seconds until a column was there", compared: true,
+      lines: every.filter((name) => name.startsWith("latency/"))};
     const byLag = [["kl", "KL from the engine (k3) by lag, nats"], ["ess", "Effective sample size by lag"],
-      ["clipped", "Clipped share of tokens by lag"]].map(([what, title]) => ({title, lines: [...new Set(
-        this.runs.flatMap((run) => Object.keys(run.steps)))].filter((name) => name.startsWith("lag/") &&
-        name.endsWith("/" + what)).sort()}));
+      ["clipped", "Clipped share of tokens by lag"]].map(([what, title]) => ({title, compared: true,
+      lines: every.filter((name) => name.startsWith("lag/") && name.endsWith("/" + what)).sort()}));
     const more = named.lines.length > this.runs.length ? [named] : [];
     for (const chart of [CHARTS[0], ...more, ...CHARTS.slice(1), ...byLag, latency]) this.chart(grid, chart);
     this.pauses(grid);
@@ -69,10 +69,9 @@ class Curves {
     return {width: Math.max(240, node.clientWidth - 20), height: 190};
   }
 
-  chart(grid, {title, lines, evaluations}) {
+  chart(grid, {title, lines, evaluations, compared}) {  // compared: of several runs, all lines of each
     const every = [];
-    const several = this.runs.length > 1, compared = title.startsWith("Columns") || title.startsWith("Seconds until") ||
-      title.endsWith("by lag") || title.includes("by lag,");
+    const several = this.runs.length > 1;
     this.runs.forEach((run, which) => {
       (several && !compared ? lines.slice(0, 1) : lines).forEach((name, place) => {
         const values = run.steps[name];

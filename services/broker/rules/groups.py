@@ -91,15 +91,14 @@ class GroupTracker:
         if lease:
             return lease if version >= self.gate.required_version(lease.number) else None
         number = self.leases.next_number
-        if not self.drawn_out:
-            self.leases.next_draw = self._choose(self.leases.next_draw)
         if self._beyond_the_end(number) or self.drawn_out:
             return None
         if len(self.leases.open) + len(self.replay.entries) >= self.prefetch:
             return None
         if version < self.gate.required_version(number):
             return None
-        return self.leases.new()
+        self.leases.next_draw = self._choose(self.leases.next_draw)
+        return None if self.drawn_out else self.leases.new()
 
     def blocked_lease(self) -> int | None:
         """The version that the next grant asks for; None where there is nothing to grant."""
