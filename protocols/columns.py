@@ -39,6 +39,9 @@ POLICY = "policy"
 which is computed for it, as are `SQUARES` and `WEIGHTS`."""
 SQUARES = "squares"
 """No column: the sum of all squared probabilities where the token was chosen, under the same policy."""
+TAUGHT = "taught"
+"""No column: what an advantage may be given for each token, its log-probability under the same policy where that has
+seen a good answer first; its own where there is none to be seen."""
 WEIGHTS = "weights"
 """No column: the correction's weight of each token, not normalised; 1 without a correction."""
 REFERENCE = "reference"
@@ -52,7 +55,7 @@ METRICS = frozenset(
         "mismatch_bound", "gather_s", "digest_s", "leased", "waiting", "unscored", "ready", "groups_dropped",
         "rejected_tokens", "rejected_rows", "turns", "reward_greedy", "reward_kl", "kl_coefficient", "critic_loss",
         "critic_value_mean", "critic_return_mean", "critic_explained_variance", "critic_clip_fraction",
-        "critic_grad_norm", "critic_skipped", "critic_lr", "prompts_resting",
+        "critic_grad_norm", "critic_skipped", "critic_lr", "prompts_resting", "taught_rows", "taught_gain",
     )
 )  # fmt: skip
 """Names in the row of a step, which no column and no metric of the user's own may have: columns stand there too."""

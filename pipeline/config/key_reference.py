@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -168,6 +169,8 @@ def _key(path: str, place: str, field: FieldInfo, meaning: str, needs: tuple[str
 
 def _shown(value: Any) -> str:
     """``value`` as YAML on one line. Of sections only the choice, and what differs from their defaults."""
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value, ensure_ascii=False)  # YAML too, and on one line
     text = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 

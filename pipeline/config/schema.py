@@ -268,6 +268,11 @@ class Config(Section):
                 "trainer.algorithm.length_scale is needed by seq-mean-token-sum-norm; "
                 "rollout.sampling.max_new_tokens is a good value"
             )
+        if algorithm.advantage.type == "self_distillation" and (self.gateway.count or self.rollout.environment):
+            raise ValueError(
+                "trainer.algorithm.advantage: self_distillation shows a good answer in the prompt, and what agents and "
+                "environments are asked begins elsewhere; take another advantage"
+            )
         if self.with_critic and self.sampling.greedy_baseline:
             raise ValueError(
                 f"trainer.algorithm: advantage={algorithm.advantage.type} compares with greedy answers, of which a "

@@ -49,12 +49,13 @@ def plan(config: Config) -> Plan:
                 "GiB, and it is not cut; set it to 0"
             )
     if config.with_critic:
-        need = critic_gib(shape, config.critic)
-        found.lines.append(f"critic: about {need:.1f} GiB")
+        need = critic_gib(shape, config.critic, room)
+        found.lines.append(f"critic: {config.critic.ranks} ranks, about {need:.1f} GiB each")
         if room and need > room:
             found.problems.append(
-                f"critic: about {need:.0f} GiB do not fit a GPU of {room:g} GiB, and it is not cut; give it a smaller "
-                "model (critic.path), or take critic.gradient_checkpointing and fewer critic.tokens_per_micro_batch"
+                f"critic.ranks={config.critic.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB; "
+                "take more ranks, critic.gradient_checkpointing, fewer critic.tokens_per_micro_batch, or a smaller "
+                "model (critic.path)"
             )
     found.lines.append(f"GPUs: {total_gpus(config)}" + (f" of {room:g} GiB" if room else ""))
     return found

@@ -20,8 +20,8 @@ def place(config: Config, gpus: list[str]) -> dict[str, str]:
         many = ", ".join(f"{name} {count}" for name, count in each.items())
         raise ConfigError(
             f"this run wants {wanted} GPUs ({many}), and there are {len(gpus)}; use fewer rollouts (rollout.count) or "
-            "ranks (trainer.ranks), set trainer.algorithm.kl.coefficient=0, or start actors on other machines with "
-            "penstock serve"
+            "ranks (trainer.ranks, critic.ranks), set trainer.algorithm.kl.coefficient=0, or start actors on other "
+            "machines with penstock serve"
         )
     left = list(gpus)
     placed = {}

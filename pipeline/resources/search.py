@@ -66,10 +66,10 @@ class Load:
 
 def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
     """All that fit ``count`` of ``device``."""
-    others = config.reference.count * config.with_reference + config.with_critic
+    others = config.reference.count * config.with_reference + config.critic.ranks * config.with_critic
     if config.with_reference and reference_gib(shape, config) > device.gib:
         return
-    if config.with_critic and critic_gib(shape, config.critic) > device.gib:
+    if config.with_critic and critic_gib(shape, config.critic, device.gib) > device.gib:
         return
     adapters = [config.trainer.lora] if config.trainer.lora else [None, LoraConfig()]
     vllm = config.rollout.engine if isinstance(config.rollout.engine, VllmEngineConfig) else None

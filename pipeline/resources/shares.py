@@ -62,7 +62,7 @@ def _share(config: Config, actor: str, size: float) -> float:
     if kind == "trainer" and shape:
         return trainer_gib(shape, config.trainer, size) / size
     if kind == "critic" and shape:
-        return critic_gib(shape, config.critic) / size
+        return critic_gib(shape, config.critic, size) / size
     if kind == "reference" and shape:
         return reference_gib(shape, config) / size
     return OVERHEAD_GIB / size

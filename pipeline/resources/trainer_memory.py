@@ -38,6 +38,7 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
         "weights": 2 * cut + 4 * trained if lora else 4 * cut,
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": 8 * trained,
+        "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
         "published version": 2 * cut,
         "gathered units": ends + layers,
         "activations": activations,
@@ -55,10 +56,11 @@ def _activations(shape: Shape, trainer: TrainerConfig) -> float:
     return kept + inner if trainer.gradient_checkpointing else inner * shape.layers
 
 
-def critic_gib(shape: Shape, critic: CriticConfig) -> float:
-    """GiB of a critic at its peak: a trainer of one rank; its head is smaller, which is not counted."""
-    same = {name: getattr(critic, name) for name in ("tokens_per_micro_batch", "gradient_checkpointing")}
-    return trainer_gib(shape, TrainerConfig(**same))
+def critic_gib(shape: Shape, critic: CriticConfig, gpu_gib: float | None = None) -> float:
+    """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted."""
+    names = ("ranks", "tokens_per_micro_batch", "gradient_checkpointing", "sum_gradients")
+    same = {name: getattr(critic, name) for name in names}
+    return trainer_gib(shape, TrainerConfig(**same), gpu_gib)
 
 
 def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float | None) -> bool:

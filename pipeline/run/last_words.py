@@ -13,6 +13,7 @@ from penstock.protocols.messages import Bye, StopRun
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.errors import EXIT_SETUP
 from penstock.services.runtime.plugins import UserCodeError, describe
+from penstock.services.runtime.registry import ActorSpec
 
 log = structlog.get_logger()
 
@@ -36,10 +37,10 @@ def last_words(error: Exception, context: ActorContext, name: str, step: int, sh
     return code, said
 
 
-def end_run(kind: str, context: ActorContext, said: str, supervised: bool) -> None:
-    """A trainer that would only die again has the broker end the run, where no supervisor does: containers would start
+def end_run(spec: ActorSpec, context: ActorContext, said: str, supervised: bool) -> None:
+    """A learner that would only die again has the broker end the run, where no supervisor does: containers would start
     it for ever. Of other kinds there are several, or there may be."""
-    if kind != "trainer" or supervised or not context.broker:
+    if not spec.learns or supervised or not context.broker:
         return
     from penstock.pipeline.observe.client import join
 

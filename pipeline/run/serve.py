@@ -44,7 +44,7 @@ def serve(
 ) -> int:
     """Runs one actor until the run is over; returns the process's exit code. Errors go to log and stderr."""
     spec = registry.actors(config)[kind]
-    rank = torchrun.mine() if kind == "trainer" else 0
+    rank = torchrun.mine() if spec.learns else 0
     name = f"{context.name}-rank{rank}" if rank else context.name
     file = context.folder / "logs" / f"{name}.jsonl"
     logs.configure(context.run, name, file, config.run.log_level, aloud=not supervised)
@@ -64,15 +64,15 @@ def serve(
         log.error("cannot work with this setup", error=str(error))
         os.write(2, f"{context.name}: {error}\n".encode())
         if isinstance(error, SetupError):
-            end_run(kind, context, str(error), supervised)
+            end_run(spec, context, str(error), supervised)
         return EXIT_SETUP
     except Exception as error:
         if isinstance(error, DeadlineError) and not supervised and _is_over(context):
             return 0  # it ended while we were still on our way to its broker
         log.exception("crashed", error=str(error))
-        code, said = last_words(error, context, name, place.step, config.trainer.ranks > 1 and kind == "trainer")
+        code, said = last_words(error, context, name, place.step, spec.ranks(config) > 1)
         if code == EXIT_SETUP:
-            end_run(kind, context, said, supervised)
+            end_run(spec, context, said, supervised)
         return code
 
 
@@ -81,10 +81,11 @@ def _serve_member(
 ) -> int:
     grace = STOP_GRACE_S if supervised else spec.grace_s
     _prepare_environment(spec, config)
-    if spec.kind == "trainer":
-        if config.trainer.ranks > 1 and not torchrun.launched():
-            return torchrun.launch(config.trainer.ranks, max(30, int(grace)))
-        torchrun.join(config.trainer.ranks)
+    if spec.learns:
+        ranks = spec.ranks(config)
+        if ranks > 1 and not torchrun.launched():
+            return torchrun.launch(ranks, max(30, int(grace)))
+        torchrun.join(spec.kind, ranks)
     context = replace(context, run_key=run_key(context.folder))
     if spec.kind != "reward":
         context = replace(context, model_path=model_path(config, context.folder))

@@ -1,4 +1,4 @@
-"""The trainer's ranks as processes of torchrun, on this machine."""
+"""A learner's ranks as processes of torchrun, on this machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def mine() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def join(count: int) -> None:
-    """This process is one of ``count`` ranks, or alone. Raises `SetupError` where torchrun has started another number;
-    one that our own torchrun started dies with it, whatever state it is in (Linux)."""
+def join(kind: str, count: int) -> None:
+    """This process is one of the ``count`` ranks of the learner ``kind``, or alone. Raises `SetupError` where torchrun
+    has started another number; one that our own torchrun started dies with it, whatever state it is in (Linux)."""
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1 and found != count:
-        raise SetupError(f"trainer.ranks: {count}, but torchrun has started {found}; make them equal")
+        raise SetupError(f"{kind}.ranks: {count}, but torchrun has started {found}; make them equal")
     if os.environ.get(_OURS):
         die_with_parent()
 

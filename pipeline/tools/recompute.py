@@ -43,7 +43,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.modeling.load import device_of
     from penstock.services.modeling.parallel.world import World
     from penstock.services.trainer.learner import Learner
-    from penstock.services.trainer.rank_setup import load_policy
+    from penstock.services.trainer.rank_setup import load_policy, self_teacher
     from penstock.services.weights.sender.shard_exporter import ShardExporter
 
     if config.run.deterministic:
@@ -55,7 +55,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     begun = str(model_path(config, folder))
     world = World(device_of(config.trainer.device))
     model = load_policy(str(start or begun), begun, world, config.model.dtype, config.trainer.lora)
-    learner = Learner(model, config.trainer, config.rollout.sampling.temperature, world)
+    teacher = self_teacher(config.trainer, begun, config.template)
+    learner = Learner(model, config.trainer, config.rollout.sampling.temperature, world, teacher)
     if start:
         checkpoint.restore(learner, start)
     gmac = Gmac.of_run(run_key(folder))

@@ -15,7 +15,7 @@ from penstock.services.learning.config import Penalties
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_returns import gae
 from penstock.services.learning.token_rewards import token_rewards
-from penstock.services.modeling.parallel.fsdp import forward_values
+from penstock.services.modeling.parallel.fsdp import forward_values, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import health
 
@@ -66,16 +66,19 @@ class CriticLearner(ModelLearner):
         returns = of_step[chosen, : mask.shape[1]]
         old = step.padded(step.token_values[VALUES], chosen) * mask
         total, clipped_tokens = 0.0, 0.0
-        for rows, counts_once in self.plan([step.trajectories[i] for i in chosen], step.groups[chosen]):
+        plan = self.plan([step.trajectories[i] for i in chosen], step.groups[chosen])
+        for turn, (rows, counts_once) in enumerate(plan, 1):
             health.beat()
             values = forward_values(self.model, rows)
             index, width = list(rows.index), values.shape[1]
             wanted, before = (x[index, 1 : width + 1].to(values) for x in (returns, old))
             losses, clipped = value_loss(values, before, wanted, self._config.clip)
             loss = counts_once * (losses * rows.mask).sum() / tokens
+            sum_gradients(self.model, turn == len(plan) or not self.sums_once)
             loss.backward()
             total += float(loss.detach())
             clipped_tokens += counts_once * float((clipped & rows.mask).sum())
+        total, clipped_tokens = self.world.sum([total, clipped_tokens])
         sampled = mask.bool()
         spread = returns[sampled].var(correction=0)
         unexplained = (returns - old)[sampled].var(correction=0)

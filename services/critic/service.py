@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +9,19 @@ import numpy as np
 import structlog
 import torch
 
-from penstock.protocols.columns import VALUES, ColumnTable
+from penstock.protocols.columns import VALUES
 from penstock.protocols.messages import Batch, Learned, StepColumn
 from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.learner import CriticLearner
+from penstock.services.critic.ranks import Steps, WorkerRank
 from penstock.services.learning import checkpoint
-from penstock.services.learning.batch import TrainingBatch, open_batch
+from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.saving import Saving
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_tokenizer
-from penstock.services.modeling.parallel.fsdp import local
 from penstock.services.modeling.parallel.start import load_trainable
-from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.parallel.world import World, local_device
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.actor import Actor, ActorContext
 
@@ -32,21 +31,19 @@ TAIL_STEPS = 2
 
 
 class Critic:
-    """The critic process: a learner on the trainer's ledger. `run` returns the reason it ended for.
+    """The critic process, a learner on the trainer's ledger: rank 0 of its world. `run` returns the reason it ended
+    for.
 
     Version s is what the steps before s have made of it. For step s it says the values of version s, durably, before it
     trains on them: a trainer or a critic that is started again finds those of every step that is to be redone.
     """
 
-    def __init__(
-        self, context: ActorContext, learner: CriticLearner, tail: list[dict[str, Any]], saver: checkpoint.Saver,
-        config: CriticConfig, columns: ColumnTable, deterministic: bool,
-    ) -> None:  # fmt: skip
-        self._learner, self._config, self._world = learner, config, learner.world
-        self._columns, self._deterministic = columns, deterministic
+    def __init__(self, context: ActorContext, steps: Steps, tail: list[dict[str, Any]], config: CriticConfig) -> None:
+        self._steps, self._learner, self._config = steps, steps.learner, config
+        self._world = self._learner.world
         self.actor = Actor("critic", context)
-        self._saving = Saving(learner, saver, self.actor.mailbox, config.checkpoint.keep_best)
-        self._desk = StepDesk(self.actor, self._saving.poll)
+        self._saving = Saving(self._learner, steps.saver, self.actor.mailbox, config.checkpoint.keep_best)
+        self._desk = StepDesk(self.actor, self._saving.poll, self._world.keep_awake)
         self._tail = tail
         """Numbers of the groups of the last steps, newest last."""
 
@@ -60,6 +57,7 @@ class Critic:
             self._save()
         self._saving.finish(final=self._desk.stopped is None)
         reason = self._desk.until_stopped()
+        self._world.order("end")
         self._saving.close()
         self._world.close()
         self.actor.leave(reason)
@@ -69,14 +67,17 @@ class Critic:
         return self._desk.take(self._learner.version, self._tail[-1]["groups"] if self._tail else [])
 
     def _train(self, batch: Batch) -> None:
-        with self.actor.busy():
-            step = open_batch(batch, self._columns)
-            if VALUES not in step.token_values:
-                step = self._say_values(batch, step)
+        def say(step: TrainingBatch, values: Sequence[np.ndarray]) -> None:
+            """They are durable when this returns."""
+            said = StepColumn(step=batch.step, column=VALUES, values=_by_group(batch, step, values))
+            self._desk.wait(self.actor.mailbox.ask_later(said, ANSWER_DEADLINE_S))
             failpoint.reach("critic-valued", batch.step)
-            metrics = self._learner.train(step)
+
+        with self.actor.busy():
+            self._world.order("train", batch)
+            metrics = self._steps.train(batch, say)
         failpoint.reach("critic-trained", batch.step)
-        digest = _digest(self._learner) if self._deterministic else ""
+        digest = self._steps.digest()
         self._tail = [*self._tail, {"step": batch.step, "groups": [g.number for g in batch.groups]}][-TAIL_STEPS:]
         self.actor.version = self._learner.version
         metrics |= {"critic_step": float(batch.step)}
@@ -86,17 +87,9 @@ class Critic:
         if self._learner.version % self._config.checkpoint.every == 0:
             self._save()
 
-    def _say_values(self, batch: Batch, step: TrainingBatch) -> TrainingBatch:
-        """The step with its values, which are durable now."""
-        values = self._learner.values(step)
-        by_group = _by_group(batch, step, values)
-        self._desk.wait(
-            self.actor.mailbox.ask_later(StepColumn(step=batch.step, column=VALUES, values=by_group), ANSWER_DEADLINE_S)
-        )
-        return step.with_tokens(VALUES, values)
-
     def _save(self) -> None:
         self._saving.finish(final=False)
+        self._world.order("save")
         self._saving.begin(self._tail)
 
 
@@ -109,23 +102,16 @@ def _by_group(batch: Batch, step: TrainingBatch, values: Sequence[np.ndarray]) -
     return found
 
 
-def _digest(learner: CriticLearner) -> str:
-    hasher = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(learner.parameters.items()):
-        hasher.update(name.encode())
-        hasher.update(local(parameter).cpu().view(torch.uint8).numpy())
-    return hasher.hexdigest()
-
-
-def make(context: ActorContext, config: Any, kind: str) -> Critic:
-    """The actor, for a run's whole config; at its newest checkpoint, or at the start."""
+def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
+    """The actor, for a run's whole config, at its newest checkpoint or at the start; of the ranks beside rank 0, what
+    does as that orders."""
     critic: CriticConfig = config.critic
     torch.set_num_threads(context.threads)
-    device = device_of(critic.device, "critic.device")
+    device = local_device(device_of(critic.device, "critic.device"), "critic")
+    world, path = World.of_torchrun(device), critic.path or context.model_path
     if config.run.deterministic:
-        determinism.pin(context.folder, kind, context.threads)
+        determinism.pin(context.folder, world.named(kind), context.threads)
     folder = context.folder / "critic" / "checkpoints"
-    world, path = World(device), critic.path or context.model_path
     gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
 
     def learner_of(weights: str) -> CriticLearner:
@@ -134,7 +120,8 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic:
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
     saver = checkpoint.Saver(learner, load_tokenizer(path), folder, critic.checkpoint.keep)
-    return Critic(context, learner, tail, saver, critic, config.columns, config.run.deterministic)
+    steps = Steps(learner, saver, config.columns, config.run.deterministic)
+    return WorkerRank(steps) if world.rank else Critic(context, steps, tail, critic)
 
 
 def _of_returns(config: Any, name: str) -> float:

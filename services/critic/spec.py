@@ -8,7 +8,8 @@ SPEC = ActorSpec(
     make="penstock.services.critic.service:make",
     count=lambda config: int(config.with_critic),
     threads=lambda config: config.critic.threads,
-    gpus=lambda config: int(config.critic.device != "cpu"),
+    ranks=lambda config: config.critic.ranks,
+    gpus=lambda config: config.critic.ranks * (config.critic.device != "cpu"),
     columns=lambda config: [Column(name=VALUES, scorer="critic", per="token", of_step=True)],
     unneeded="nothing reads its values: trainer.algorithm.advantage is not gae",
     grace_s=120.0,  # the step in hand, and a checkpoint

@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from penstock.protocols.columns import REWARD, ColumnError, ColumnTable
-from penstock.protocols.experience import ExperienceError, Group, Trajectory, sessions_of, unpack_group
+from penstock.protocols.experience import ExperienceError, Group, Prompt, Trajectory, sessions_of, unpack_group
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.wire import WireError
 
@@ -39,11 +39,16 @@ class TrainingBatch:
     placed: list[np.ndarray] | None = None
     """float64 ``[tokens]`` for each trajectory: where in it parts of its reward lie; None where all of it is on the
     last token."""
-    sources: tuple[str, ...] = ()
-    """Which source of a mixture each trajectory's prompt is from; empty: there is no mixture."""
+    prompts: tuple[Prompt, ...] = ()
+    """What each trajectory answers; empty: nobody asks."""
     greedy: np.ndarray | None = None
     """float32 ``[trajectories]``: the reward of its group's greedy answer, which itself is none of them; NaN where that
     has none; None where groups have no such answer."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Which source of a mixture each trajectory's prompt is from; empty: there is no mixture."""
+        return tuple(p.source for p in self.prompts) if any(p.source for p in self.prompts) else ()
 
     @property
     def rewards(self) -> np.ndarray:
@@ -93,7 +98,7 @@ def open_batch(batch: Batch, table: ColumnTable) -> TrainingBatch:
         {name: _joined(name, groups) for name in table.names if per[name] == "trajectory"},
         {name: _split(name, groups) for name in table.names if per[name] == "token"},
         len(batch.groups) - len(groups),
-        sources=_sources([group for _, group in groups]),
+        prompts=tuple(group.prompt for _, group in groups for _ in group.trajectories),
     )
     step = _without_greedy(_with_placed(step, {name: terms[name] for name in terms if per[name] == "token"}))
     lags = step.lags(batch.step)
@@ -133,7 +138,7 @@ def _without_greedy(step: TrainingBatch) -> TrainingBatch:
         values=values,
         token_values={name: [parts[i] for i in kept] for name, parts in step.token_values.items()},
         placed=None if step.placed is None else [step.placed[i] for i in kept],
-        sources=tuple(step.sources[i] for i in kept) if step.sources else (),
+        prompts=tuple(step.prompts[i] for i in kept),
         greedy=greedy,
     )
 
@@ -160,12 +165,6 @@ def _sessions(groups: list[Group]) -> np.ndarray:
         parts.append(sessions_of(group) + begun)
         begun = int(parts[-1].max()) + 1
     return np.concatenate(parts)
-
-
-def _sources(groups: list[Group]) -> tuple[str, ...]:
-    if not any(group.prompt.source for group in groups):
-        return ()
-    return tuple(group.prompt.source for group in groups for _ in group.trajectories)
 
 
 def _joined(name: str, groups: list[tuple[TakenGroup, Group]]) -> np.ndarray:

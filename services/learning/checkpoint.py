@@ -40,6 +40,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 FILE_BYTES = 5 << 30
 """Weights go into files of about this size, as transformers' own do."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "average"
+"""In the optimizer's state too, where a learner keeps a running mean of its weights."""
 OPTIMIZER, STATE = "optimizer", "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".{}.partial"
@@ -204,7 +206,9 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
         reader = HuggingFaceStorageReader(str(folder))
         sizes = {key: tuple(found.size) for key, found in reader.read_metadata().state_dict_metadata.items()}
         into = {
-            name: empty_state(parameter) for name, parameter in learner.parameters.items() if f"{name}/step" in sizes
+            name: empty_state(parameter, f"{name}/{AVERAGE}" in sizes)
+            for name, parameter in learner.parameters.items()
+            if f"{name}/step" in sizes
         }
         for name, tensors in into.items():
             wanted, found = tuple(learner.parameters[name].shape), sizes[f"{name}/{MOMENTS[0]}"]
@@ -221,10 +225,11 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
     return state["ledger"]
 
 
-def empty_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def empty_state(parameter: torch.Tensor, averaged: bool = False) -> dict[str, torch.Tensor]:
     """AdamW's tensors for ``parameter``, to be filled: cut as it is, and all on its device, where a fused step looks
-    for them."""
-    moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
+    for them; with its average, where there is one."""
+    kept = (*MOMENTS, AVERAGE) if averaged else MOMENTS
+    moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in kept}
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 

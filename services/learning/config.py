@@ -49,6 +49,9 @@ class CheckpointConfig(Section):
 class LearnerConfig(Section):
     """What all learners have."""
 
+    ranks: int = Field(1, ge=1)
+    """Processes on this machine that share the model by FSDP2, under torchrun; on GPUs one each. Across machines, run
+    `penstock serve trainer` (or ``critic``) under a torchrun of your own."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -61,6 +64,10 @@ class LearnerConfig(Section):
     """Updates in an epoch, e.g. ``4``: the step's groups are dealt into so many parts, each an optimizer step."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
+    sum_gradients: Literal["auto", "micro_batch", "step"] = "auto"
+    """When several ranks sum their gradients: after each ``micro_batch``, which needs the least memory; or once a
+    ``step``, for which each rank keeps the gradient of the whole model in fp32 (4 bytes a parameter). ``auto``: once a
+    step where that takes at most a fifth of the memory that is free. The result is the same, up to rounding."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     device: str = "auto"

@@ -26,9 +26,7 @@ class ModelLearner:
     Where ``world`` has several ranks, each of them calls every method with the same arguments.
     """
 
-    def __init__(
-        self, model: Any, config: LearnerConfig, steps: int, world: World | None = None, sum_gradients: str = "auto"
-    ) -> None:
+    def __init__(self, model: Any, config: LearnerConfig, steps: int, world: World | None = None) -> None:
         self.model, self._learning, self._steps = model, config, steps
         # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
         every: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
@@ -59,7 +57,7 @@ class ModelLearner:
             model.gradient_checkpointing_enable(
                 {"use_reentrant": False}
             )  # the inputs of a frozen model need no gradient
-        self.sums_once = self._sums_once(sum_gradients)
+        self.sums_once = self._sums_once(config.sum_gradients)
         """Gradients are summed over the ranks once a step, not after each micro-batch."""
 
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class Saving:
-    """One checkpoint at a time; ``keep_awake`` is called while one is waited for. ``keep_best``: the broker says which
+    """One checkpoint at a time. ``keep_best``: the broker says which
     of the old ones stay; so does the newest whose version is a multiple of ``landmark``."""
 
     def __init__(
@@ -31,10 +31,9 @@ class Saving:
         saver: Saver,
         mailbox: Mailbox,
         keep_best: bool,
-        keep_awake: Callable[[], None] = lambda: None,
         landmark: int = 0,
     ) -> None:
-        self._learner, self._saver, self._mailbox, self._keep_awake = learner, saver, mailbox, keep_awake
+        self._learner, self._saver, self._mailbox = learner, saver, mailbox
         self._keep_best, self._landmark = keep_best, landmark
         self._written: Future[Path] | None = None
         self._version = 0
@@ -56,7 +55,7 @@ class Saving:
         if self._written is not None:
             while not wait_for([self._written], POLL_S).done:
                 health.beat()
-                self._keep_awake()
+                self._learner.world.keep_awake()
             self._say(final)
 
     def close(self) -> None:

@@ -177,4 +177,5 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
 def spare_cores(config: Any) -> int:
     """The machine's cores less the threads of the run's other actors, shared by the reward processes; at least 1."""
     used = config.trainer.ranks * config.trainer.threads + config.rollout.count * config.rollout.threads
+    used += config.with_critic * config.critic.ranks * config.critic.threads
     return max(1, ((os.cpu_count() or 1) - used) // config.reward.count)

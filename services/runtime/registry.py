@@ -38,6 +38,8 @@ class ActorSpec:
     """Processes of it in a run; 0 where it is not needed."""
     threads: Callable[[Any], int] = lambda config: 1
     """Compute threads of one process."""
+    ranks: Callable[[Any], int] = lambda config: 1
+    """Processes that make one actor, under torchrun."""
     gpus: Callable[[Any], int] = lambda config: 0
     """GPUs that one process wants."""
     columns: Callable[[Any], list[Column]] = lambda config: []

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.protocols.columns import GREEDY, POLICY, REFERENCE, SAMPLED, SQUARES, VALUES, WEIGHTS
+from penstock.protocols.columns import GREEDY, POLICY, REFERENCE, SAMPLED, SQUARES, TAUGHT, VALUES, WEIGHTS
 from penstock.services.trainer.choice import Choice
 
 
@@ -194,8 +194,64 @@ class DistillationAdvantage(Choice):
         return {"weights": list(self.teachers.values()), "gamma": self.gamma, "reward": self.reward}
 
 
+class SelfDistillationAdvantage(Choice):
+    """SDPO: how much likelier the policy finds each token of an answer once it has seen a good answer to the prompt: it
+    is its own teacher. Takes two forward passes more. An answer without a good one beside it teaches nothing."""
+
+    implementation = "advantages.distillation:self_distillation"
+    paper = "Hübotter et al. 2026, arXiv:2601.20802; with the truth: Zhao et al. 2026, arXiv:2601.18734"
+    by_token = True
+    given = (POLICY, TAUGHT)
+    type: Literal["self_distillation"] = "self_distillation"
+    shows: Literal["answer", "truth"] = "answer"
+    """What the teacher sees: the best other ``answer`` of the group, or the prompt's ``truth`` (OPSD), for which no
+    answer needs to be good, nor a group to have several (`n: 1`)."""
+    success: float = 1.0
+    """An answer is good from this reward on, e.g. ``0.5``."""
+    template: str = "{prompt}\n\nCorrect solution:\n\n{solution}\n\nCorrectly solve the original question.\n"
+    """What the teacher is asked in the prompt's place (of a chat, in that of its last message), e.g.
+    ``"{prompt} A good answer: {solution} Now yours:"``."""
+    thinking: bool = False
+    """The teacher sees also what stands between <think> and </think> in a good answer, e.g. ``true``."""
+    teacher_rate: float = Field(0.05, ge=0, le=1)
+    """The teacher is a running mean of the policy's weights, and goes this far towards them after each step, e.g.
+    ``0.01``; 0: it stays what the run began with; 1: it is the policy, which needs no memory for it (4 bytes a
+    parameter), and may lead both astray."""
+    longest: int = Field(8192, ge=1)
+    """Tokens of the teacher's prompt with the answer to be judged; what is longer teaches nothing, e.g. ``4096``."""
+    bound: float | None = Field(None, gt=0)
+    """Largest gain or loss of a token, in nats, e.g. ``2.0``: words of style can outweigh all others; null: none."""
+    group_share: float = Field(0.0, ge=0, le=1)
+    """Share of GRPO's advantage in it, e.g. ``0.1``; the rest is the teacher's."""
+
+    @field_validator("template")
+    @classmethod
+    def _shows_it(cls, template: str) -> str:
+        try:
+            said = template.format(prompt="\0p", solution="\0s")
+        except (LookupError, ValueError) as error:
+            raise ValueError(f"it has {{prompt}} and {{solution}}, and no other braces: {error!r}") from error
+        if "\0p" not in said or "\0s" not in said:
+            raise ValueError("it must have {prompt} and {solution}, or the teacher sees no more than the policy")
+        return template
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        """Answers that are all good, or all bad, teach nothing, unless it is the truth that is seen."""
+        return self.shows == "answer"
+
+    @property
+    def least_n(self) -> int:  # type: ignore[override]
+        """An answer is shown another one."""
+        return 2 if self.shows == "answer" or self.group_share else 1
+
+    def options(self) -> dict[str, Any]:
+        """Of the function alone: what is shown is the learner's affair."""
+        return {"bound": self.bound, "group_share": self.group_share}
+
+
 BuiltInAdvantage = (
     GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage | GpgAdvantage
-    | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | DistillationAdvantage
+    | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | DistillationAdvantage | SelfDistillationAdvantage
 )  # fmt: skip

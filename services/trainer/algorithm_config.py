@@ -337,7 +337,8 @@ class AlgorithmConfig(Section):
         """What changes the reward needs an advantage that reads it, and compares it with what is changed likewise."""
         kind = self.advantage.type
         taken = "constraints" if self.constraints else "kl.place=reward" if self.kl.in_reward else ""
-        unread = kind == "gdpo" or (kind == "distillation" and not getattr(self.advantage, "reward", 1.0))
+        shares = [getattr(self.advantage, name, 1.0) for name in ("reward", "group_share")]
+        unread = kind == "gdpo" or not all(shares)
         if taken and (unread or kind == "remax"):
             why = "its greedy baseline would not pay" if kind == "remax" else "it does not read the reward"
             raise ValueError(f"{taken}: it is taken off the reward, and advantage={kind} has no use for that: {why}")

@@ -32,9 +32,6 @@ class LoraConfig(Section):
 class TrainerConfig(LearnerConfig):
     """The trainer."""
 
-    ranks: int = Field(1, ge=1)
-    """Processes on this machine that share the model by FSDP2, under torchrun; on GPUs one each. Across machines, run
-    `penstock serve trainer` under a torchrun of your own."""
     lora: LoraConfig | None = None
     """Train an adapter, e.g. ``{rank: 32}``: gradients and optimizer states are of that alone, and checkpoints too;
     rollouts are sent the model with it merged. Learning rates are about ten times those of whole models. null: train
@@ -50,7 +47,3 @@ class TrainerConfig(LearnerConfig):
     mismatch_warning: float = Field(0.05, gt=0)
     """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
     this is warned of. See docs/engines.md."""
-    sum_gradients: Literal["auto", "micro_batch", "step"] = "auto"
-    """When several ranks sum their gradients: after each ``micro_batch``, which needs the least memory; or once a
-    ``step``, for which each rank keeps the gradient of the whole model in fp32 (4 bytes a parameter). ``auto``: once a
-    step where that takes at most a fifth of the memory that is free. The result is the same, up to rounding."""

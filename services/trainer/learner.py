@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.protocols.columns import GREEDY, LAGS, PICKED, POLICY, REFERENCE, REWARD, SAMPLED, SQUARES, WEIGHTS
+from penstock.protocols.columns import (
+    GREEDY,
+    LAGS,
+    PICKED,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    SAMPLED,
+    SQUARES,
+    TAUGHT,
+    WEIGHTS,
+)
 from penstock.protocols.experience import UNSAMPLED, Trajectory, mean_by_session
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
@@ -23,16 +35,24 @@ from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.mismatch import Mismatch
+from penstock.services.trainer.self_teacher import SelfTeacher
+from penstock.services.trainer.weight_average import WeightAverage
 
 
 class Learner(ModelLearner):
-    """The policy: a `ModelLearner` with an algorithm."""
+    """The policy: a `ModelLearner` with an algorithm, and a ``teacher`` where that is the policy itself."""
 
-    def __init__(self, model: Any, config: TrainerConfig, temperature: float, world: World | None = None) -> None:
-        super().__init__(model, config, config.steps, world, config.sum_gradients)
-        self._config = config
+    def __init__(
+        self, model: Any, config: TrainerConfig, temperature: float, world: World | None = None,
+        teacher: SelfTeacher | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, config, config.steps, world)
+        self._config, self._teacher = config, teacher
         self._temperature, self._compares = temperature, config.algorithm.advantage.compares
         self.algorithm = Algorithm(config.algorithm)
+        rate = teacher.config.teacher_rate if teacher else 1.0
+        self._average = WeightAverage(self.parameters, self.optimizer, rate) if rate < 1 else None
+        """The teacher's weights, where they are not the policy's."""
 
     def train(
         self, step: TrainingBatch, before_update: Callable[[], None] = lambda: None, frozen: bool = False
@@ -40,6 +60,9 @@ class Learner(ModelLearner):
         """The updates of ``step``, one unless the config says more; the model then is `version` + 1. ``before_update``
         is called once the first gradient is there, before a parameter changes; none does where it is ``frozen``.
         Returns the step's metrics, means over the updates."""
+        if self._average:
+            self._average.begin()
+            before_update()  # the parameters are the teacher's for a while
         (advantages, rewarded), proximal = self._advantages(step), None
         parts = list(mini_batches(step, self._config.epochs, self._config.mini_batches))
         if len(parts) > 1 and self.algorithm.needs_proximal:
@@ -50,6 +73,8 @@ class Learner(ModelLearner):
             loss, metrics = self.accumulate(step, rows, advantages, proximal)
             ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen)
             updates.append(metrics | ended | {"loss": loss, "lr": rate})
+        if self._average:
+            self._average.follow()
         self.version += 1
         return mean_metrics(updates) | rewarded | described
 
@@ -149,6 +174,7 @@ class Learner(ModelLearner):
         """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""
         rewarded = np.flatnonzero(step.rewarded)
         rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, self.state)
+        metrics = rewards.metrics
         columns: dict[str, torch.Tensor] = {}
         for name in self.algorithm.group_columns:
             by_token = name not in step.values or self._config.algorithm.advantage.by_token
@@ -159,17 +185,21 @@ class Learner(ModelLearner):
         groups, sessions = torch.from_numpy(step.groups[rewarded]), torch.from_numpy(step.sessions[rewarded])
         mask = rewards.mask.bool()
         if self.algorithm.weighs_policy:
-            columns |= self._policy_columns(step, rewarded, mask, columns[SAMPLED])
+            policy_columns, taught = self._policy_columns(step, rewarded, mask, columns[SAMPLED])
+            columns, metrics = columns | policy_columns, metrics | taught
         found = torch.zeros((len(step.trajectories), mask.shape[1]))
         found[rewarded] = self.algorithm.advantages(
             rewards.scores, mask, groups, columns, rewards.tokens, sessions
         ).float()
-        return found, rewards.metrics
+        return found, metrics
 
     def _policy_columns(
         self, step: TrainingBatch, chosen: np.ndarray, mask: torch.Tensor, sampled: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """What the present policy says of the ``chosen`` trajectories' tokens, and the correction's weights."""
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """What the present policy says of the ``chosen`` trajectories' tokens, and the correction's weights; of these,
+        what the advantage is given. And metrics."""
+        if TAUGHT in self.algorithm.given:
+            return self._taught_columns(step, chosen)
 
         def compute(rows: Rows) -> torch.Tensor:
             return forward_statistics(self.model, rows, self._temperature, ("log_prob", "squares"))
@@ -179,7 +209,25 @@ class Learner(ModelLearner):
         wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name not in (PICKED, LAGS)}
         read = {name: values if values.ndim > 1 else values[:, None] for name, values in wanted.items()}
         weights, _ = self.algorithm.weights(Part(policy, sampled, torch.zeros_like(policy), mask, read))
-        return {POLICY: policy, SQUARES: squares, WEIGHTS: torch.ones_like(policy) if weights is None else weights}
+        weights = torch.ones_like(policy) if weights is None else weights
+        return {POLICY: policy, SQUARES: squares, WEIGHTS: weights}, {}
+
+    def _taught_columns(
+        self, step: TrainingBatch, chosen: np.ndarray
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """What the present policy says as it is asked, and once it has seen a good answer."""
+        assert self._teacher is not None, "advantage=self_distillation shows good answers by its teacher"
+
+        def evaluate(step: TrainingBatch) -> list[np.ndarray]:
+            return self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
+
+        def as_teacher(step: TrainingBatch) -> list[np.ndarray]:
+            with self._average.in_place() if self._average else nullcontext():
+                return evaluate(step)
+
+        policy, room = evaluate(step), int(self.model.config.get_text_config().max_position_embeddings)
+        taught, metrics = self._teacher.taught(step, policy, room, as_teacher)
+        return {POLICY: step.padded(policy, chosen), TAUGHT: step.padded(taught, chosen)}, metrics
 
     def _picked(
         self, step: TrainingBatch, chosen: np.ndarray, advantages: torch.Tensor, before: list[np.ndarray] | None

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
-    "opo", "maxrl", "remax", "distillation",
+    "opo", "maxrl", "remax", "distillation", "sdpo",
 ]  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -27,6 +27,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "remax": {"advantage": {"type": "remax"}},
     "distillation": {
         "advantage": {"type": "distillation"},
+        "loss": {"type": "reinforce"},
+        "correction": {"type": "truncated"},
+    },
+    "sdpo": {
+        "advantage": {"type": "self_distillation"},
         "loss": {"type": "reinforce"},
         "correction": {"type": "truncated"},
     },

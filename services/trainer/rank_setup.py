@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World, local_device
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.canary import canary_tokens
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.self_teacher import SelfTeacher
+from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 
@@ -47,6 +50,8 @@ class TrainerSettings:
     reference_every: int = 0
     """The reference reads checkpoints of versions that are multiples of it; 0: none."""
     deterministic: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
+    """What the tokenizer's chat template is told beside the messages."""
 
     def canary(self, learner: Learner, tokenizer: Any) -> list[int]:
         """The sequence that every version is checked with: the same for a run's life, and on every rank."""
@@ -56,14 +61,15 @@ class TrainerSettings:
 def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:
     """The world, and in it the learner at the newest checkpoint or at the start; the tokenizer; the ledger's tail."""
     torch.set_num_threads(context.threads)
-    device = local_device(device_of(settings.trainer.device, "trainer.device"))
+    device = local_device(device_of(settings.trainer.device, "trainer.device"), "trainer")
     world = World.of_torchrun(device)
     if settings.deterministic:
-        determinism.pin(context.folder, "trainer" if world.size == 1 else f"trainer-{world.rank}", context.threads)
+        determinism.pin(context.folder, world.named("trainer"), context.threads)
 
     def make(path: str) -> Learner:
         model = load_policy(path, settings.model_path, world, settings.dtype, settings.trainer.lora)
-        return Learner(model, settings.trainer, settings.temperature or 1.0, world)
+        teacher = self_teacher(settings.trainer, settings.model_path, settings.template)
+        return Learner(model, settings.trainer, settings.temperature or 1.0, world, teacher)
 
     learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)
     return world, learner, load_tokenizer(settings.model_path), tail
@@ -77,6 +83,14 @@ def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfi
     begun = Path(path) if path != start else Path(lora.start) if lora.start else None
     adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant, begun)
     return load_trainable(start, world, world.device, dtype, adapter=adapter)
+
+
+def self_teacher(trainer: TrainerConfig, model_path: str, template: dict[str, Any]) -> SelfTeacher | None:
+    """The policy as its own teacher, where it is one."""
+    advantage = trainer.algorithm.advantage
+    if not isinstance(advantage, SelfDistillationAdvantage):
+        return None
+    return SelfTeacher(advantage, Tokenizer(model_path, template))
 
 
 def make_exporter(learner: Learner, settings: TrainerSettings) -> ShardExporter:

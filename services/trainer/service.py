@@ -22,7 +22,6 @@ from penstock.protocols.messages import (
 from penstock.services.learning import checkpoint
 from penstock.services.learning.saving import Saving
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
-from penstock.services.modeling.parallel.world import Order
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.actor import Actor, ActorContext
@@ -38,8 +37,6 @@ from penstock.services.weights.sender.snapshot import Snapshot
 log = structlog.get_logger()
 
 TAIL_STEPS = 200
-IDLE_S = 20.0
-"""The other ranks hear from this one at least this often."""
 
 
 class Trainer:
@@ -54,10 +51,8 @@ class Trainer:
         keep = settings.trainer.checkpoint.keep
         saver = checkpoint.Saver(self._learner, self._tokenizer, settings.checkpoints, keep)
         best = settings.trainer.checkpoint.keep_best
-        self._saving = Saving(
-            self._learner, saver, self.actor.mailbox, best, self._keep_awake, settings.reference_every
-        )
-        self._desk = StepDesk(self.actor, self._turn, self._keep_awake)
+        self._saving = Saving(self._learner, saver, self.actor.mailbox, best, settings.reference_every)
+        self._desk = StepDesk(self.actor, self._turn, self._world.keep_awake)
         exporter = make_exporter(self._learner, settings)
         self._publisher = Publisher(settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys)
         self._publication: Publication | None = None
@@ -67,7 +62,6 @@ class Trainer:
         path = settings.checkpoints.parent / "canary.json"
         self._bound = CanaryBound(path, settings.dtype, own or table, own is not None)
         self._publisher.loaded = lambda loaded: self._bound.note(loaded.canary)
-        self._said_at = time.monotonic()
         self._skipped = 0
         """Steps in a row, up to now, that changed no weight."""
 
@@ -78,7 +72,7 @@ class Trainer:
         self.actor.join()
         resumed = self.actor.mailbox.ask(self._ledger_tail(), ANSWER_DEADLINE_S)
         assert isinstance(resumed, Resumed)
-        self._order("publish")
+        self._world.order("publish")
         behind = self._learner.version < resumed.committed
         if behind:
             log.info("redoing steps", from_version=self._learner.version, to_version=resumed.committed)
@@ -95,7 +89,7 @@ class Trainer:
         elif self._learner.version and not self._publisher.error:
             self._save()
         self._saving.finish(final=False)
-        self._order("end")
+        self._world.order("end")
         self._saving.close()
         self._publisher.close()
         self._world.close()
@@ -127,7 +121,7 @@ class Trainer:
             waited = time.monotonic() - begun
 
         with self.actor.busy():
-            self._order("train", batch)
+            self._world.order("train", batch)
             metrics = train(self._learner, batch, self._settings, before_update)
             self._count_skips(batch.step, metrics)
             canary = self._score_canary()
@@ -209,21 +203,10 @@ class Trainer:
     def _ledger_tail(self) -> LedgerTail:
         return LedgerTail(version=self.actor.version, steps=list(self._tail))
 
-    def _order(self, what: Order, batch: Batch | None = None) -> None:
-        """Tells the other ranks what comes next."""
-        self._said_at = time.monotonic()
-        if self._world.size > 1:
-            self._world.order(what, batch)
-
-    def _keep_awake(self) -> None:
-        """Only where the other ranks wait for an order."""
-        if time.monotonic() - self._said_at > IDLE_S:
-            self._order("wait")
-
     def _save(self) -> None:
         """Begins to write a checkpoint beside the next steps; one that is not done yet is waited for."""
         self._saving.finish(final=False)
-        self._order("save")
+        self._world.order("save")
         self._saving.begin([row.model_dump() for row in self._tail])
 
 
@@ -241,5 +224,6 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         checkpoints=context.folder / "checkpoints",
         columns=config.columns,
         deterministic=config.run.deterministic,
+        template=config.template,
     )
     return WorkerRank(context, settings) if int(os.environ.get("RANK", "0")) else Trainer(context, settings)

@@ -7,9 +7,14 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import pytest
 
+from penstock.pipeline.config import TinyModel
+from penstock.pipeline.models.tiny import build
 from penstock.pipeline.run.summary import steps_of
+from penstock.services.data import open_source
+from penstock.services.data.config import SortData
 from tests.e2e.runs import ROOT, Run, check_promises
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
@@ -92,6 +97,24 @@ def test_a_teacher_is_caught_up_with(tmp_path: Path) -> None:
     summary = run.wait(500)
     check_promises(summary)
     assert summary["reward_first"] <= 0.3 and summary["reward_last"] >= 0.85
+
+
+def test_a_policy_that_can_read_a_good_answer_teaches_itself(tmp_path: Path) -> None:
+    """SDPO: the model begins as one that copies an answer which is shown, and without one rarely sorts."""
+    random = np.random.default_rng(0)
+    plain = [prompt for _, prompt in zip(range(2000), open_source(SortData()), strict=False)]
+    mixed = ["".join(random.permutation(list(p.truth))) for p in plain]
+    asked = [p.model_copy(update={"truth": mixed[i]}) if i % 4 else p for i, p in enumerate(plain)]
+    shown = [p.model_copy(update={"text": f"{p.truth}:{p.text}"}) for p in plain]
+    tiny = TinyModel.model_validate({"warm_start": {"steps": 400, "corrupted": 0.0}})
+    build(tiny, [*asked, *shown], tmp_path / "model", 0)
+    chosen = ["preset=sdpo", 'advantage.template="{solution}:{prompt}"', "kl.coefficient=0", "loss=null"]
+    model = [f"model={{type: pretrained, path: {tmp_path / 'model'}, dtype: float32}}"]
+    steps = ["trainer.steps=50", "trainer.checkpoint.every=20"]
+    run = Run(tmp_path, [*model, *steps, *(f"trainer.algorithm.{choice}" for choice in chosen)])
+    summary = run.wait(500)
+    check_promises(summary)
+    assert summary["reward_first"] <= 0.4 and summary["reward_last"] >= 0.9
 
 
 @pytest.mark.parametrize("shape", [["trainer.lora.rank=16"], ["trainer.ranks=2"], ["trainer.lora.variant=dora"]])

@@ -120,7 +120,7 @@ def test_a_group_of_processes_that_has_too_few_gpus_is_an_error(
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SetupError, match="trainer.ranks: rank 3 of this machine has no GPU of its own, there are 2"):
-        local_device(torch.device("cuda"))
+        local_device(torch.device("cuda"), "trainer")
 
 
 def test_two_nccls_in_one_folder_are_an_error(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""The ranks of one trainer: what they tell each other. One process is a world of one."""
+"""The ranks of one learner: what they tell each other. One process is a world of one."""
 
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +21,8 @@ Order = Literal["publish", "train", "save", "wait", "end"]
 
 DEADLINE = timedelta(minutes=10)
 """For anything that one rank waits for from another; rank 0 speaks more often than that, also when it has no work."""
+IDLE_S = 20.0
+"""The other ranks hear from rank 0 at least this often."""
 
 
 class World:
@@ -27,6 +30,7 @@ class World:
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self._said_at = time.monotonic()
         self.publish_group: Any = None
         """Of its own, over hosts, so that ranks can agree on a publish beside the training's collectives."""
         self.save_group: Any = None
@@ -53,6 +57,10 @@ class World:
     def of_torchrun(cls, device: torch.device) -> World:
         """The world that torchrun has put this process into, or one of its own."""
         return cls(device, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+    def named(self, kind: str) -> str:
+        """What this rank of a learner calls what is its own."""
+        return kind if self.size == 1 else f"{kind}-{self.rank}"
 
     def share(self, data: bytes = b"", group: Any = None) -> bytes:
         """Rank 0's ``data``, on every rank; over a ``group`` of its own, from a thread of its own."""
@@ -100,7 +108,15 @@ class World:
 
     def order(self, what: Order, batch: Batch | None = None) -> None:
         """Rank 0 tells the others what comes next."""
+        if self.size == 1:
+            return
+        self._said_at = time.monotonic()
         self.share(wire.pack({"what": what, "batch": batch.model_dump() if batch else None}))
+
+    def keep_awake(self) -> None:
+        """Rank 0, while it has no work: the others hear of it before they give up."""
+        if self.size > 1 and time.monotonic() - self._said_at > IDLE_S:
+            self.order("wait")
 
     def obey(self) -> tuple[Order, Batch | None]:
         """What rank 0 has told."""
@@ -113,14 +129,14 @@ class World:
             dist.destroy_process_group()
 
 
-def local_device(name: torch.device) -> torch.device:
-    """This rank's own device where ranks share a machine with several GPUs."""
+def local_device(name: torch.device, key: str) -> torch.device:
+    """This rank's own device where ranks share a machine with several GPUs; ``key`` is the section of the learner."""
     if name.type == "cuda" and name.index is None and "LOCAL_RANK" in os.environ:
         rank, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if rank >= there:
             raise SetupError(
-                f"trainer.ranks: rank {rank} of this machine has no GPU of its own, there are {there}; use fewer "
-                "ranks, or trainer.device=cpu"
+                f"{key}.ranks: rank {rank} of this machine has no GPU of its own, there are {there}; use fewer ranks, "
+                f"or {key}.device=cpu"
             )
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

@@ -65,7 +65,8 @@ class Algorithm:
         self._correction = None if none else _resolve(config.correction, "correction")
         self.group_columns = config.advantage.columns
         """Columns that the advantage reads, beside the reward."""
-        self.weighs_policy = POLICY in config.advantage.given
+        self.given = config.advantage.given
+        self.weighs_policy = POLICY in self.given
         """The advantage is given what the policy of the step's start says of each token."""
         self.wants_entropy = config.entropy_bonus > 0
         """Parts have their entropy, with its gradient."""

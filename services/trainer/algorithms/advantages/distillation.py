@@ -1,5 +1,6 @@
 """On-policy distillation by reverse KL: Gu et al. 2023, arXiv:2306.08543 (MiniLLM); Agarwal et al. 2023,
-arXiv:2306.13649; with the sampled token's own estimate of the divergence as its advantage: Lu et al. 2025."""
+arXiv:2306.13649; with the sampled token's own estimate of the divergence as its advantage: Lu et al. 2025. By the
+policy itself, which has seen more: Hübotter et al. 2026, arXiv:2601.20802 (SDPO)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.services.learning.token_returns import discounted
+from penstock.services.trainer.algorithms.advantages.grpo import grpo
 
 
 def distillation(
@@ -28,3 +30,23 @@ def distillation(
     said = sum(weight * teacher for weight, teacher in zip(weights, teachers, strict=True)) / total
     found = discounted((said - sampled).to(tokens.dtype) * mask, mask, gamma)
     return (found + reward * discounted(tokens, mask, 1.0)) * mask if reward else found
+
+
+def self_distillation(
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    groups: torch.Tensor,
+    policy: torch.Tensor,
+    taught: torch.Tensor,
+    *,
+    bound: float | None,
+    group_share: float,
+) -> torch.Tensor:
+    """``policy`` and ``taught`` ``[rows, length]``: each token's log-probability under the policy of the step's start,
+    as it is asked, and once it has seen a good answer; equal where it has not. A token's advantage is what it gains,
+    at most ``bound`` either way, so the mean of its negative is the reverse divergence from the teacher (eq. 4, with
+    the sampled token's estimate); ``group_share`` λ of it is GRPO's (λ A_GRPO + (1 - λ) A_SDPO)."""
+    gain = (taught - policy).to(tokens.dtype) * mask
+    if bound is not None:
+        gain = gain.clamp(-bound, bound)
+    return gain if not group_share else group_share * grpo(tokens.sum(-1), mask, groups) + (1 - group_share) * gain
