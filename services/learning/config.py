@@ -109,9 +109,10 @@ class KLConfig(Section):
     e.g. ``0.05``; null: it stays what it is."""
     horizon: float = Field(10000.0, gt=0)
     """Trajectories in which a coefficient with a `target` grows or falls by a fifth at most."""
-    gradient: Literal["own", "k2"] = "own"
-    """``own``: the gradient of the estimate itself. ``k2``: keep its value, but use the gradient of k2. Of a term of
-    the loss alone."""
+    gradient: Literal["own", "k2", "unbiased"] = "own"
+    """``own``: the gradient of the estimate itself. ``k2``: keep its value, but use the gradient of k2. ``unbiased``:
+    the estimate times the ratio of the policy to the one that sampled, whose gradient is that of the divergence itself
+    (DeepSeek-V3.2, arXiv:2512.02556, with ``k3``). Of a term of the loss alone."""
 
     @property
     def in_reward(self) -> bool:

@@ -170,7 +170,8 @@ class Algorithm:
             losses = losses * kept
             metrics |= found
         if self._in_loss:
-            kl = kl_penalty(part.log_prob, part.columns[REFERENCE], config.kl.kind, config.kl.gradient)
+            reference, how = part.columns[REFERENCE], config.kl
+            kl = kl_penalty(part.log_prob, reference, how.kind, how.gradient, part.behaviour)
             losses = losses + config.kl.coefficient * kl
             metrics["reference_kl"] = masked_mean(kl.detach(), part.mask)
         if part.entropy is not None:
