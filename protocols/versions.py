@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.protocols.cut import Cut
 from penstock.protocols.digests import DIGEST_BYTES, Gmac
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -106,8 +107,8 @@ class CollectiveRoute(BaseModel):
     """Receiver to its rank, or to that of the first of its workers, whose ranks follow each other."""
     size: int = Field(ge=2)
     """Ranks of the group."""
-    roots: int = Field(1, ge=1)
-    """The trainer's ranks in it: 0 to ``roots - 1``."""
+    cut: Cut = Cut()
+    """Over the trainer's ranks, which are the first ones of the group."""
     stall_s: float
     """A bucket that has not arrived for this long breaks the epoch."""
     sparse_from: str = ""

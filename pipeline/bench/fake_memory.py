@@ -132,7 +132,7 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
         source = ShardExporter(
             learner.published, config.model.dtype, config.weights.bucket_bytes, world, Gmac.of_run("memory")
         )
-        mine = [bucket[world.rank] for bucket in runs_of(source.layout, world.size)]
+        mine = [bucket[world.rank] for bucket in runs_of(source.layout, source.cut)]
         stage = DeviceStage(source.layout, source.pieces, mine, CPU, HostQueue(), source.gmac)
         for _ in range(2):  # the first makes the optimizer's state, and counts how torch finds out cut shapes
             learner.optimizer.zero_grad(set_to_none=True)

@@ -21,7 +21,7 @@ from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_tokenizer
 from penstock.services.modeling.parallel.start import load_trainable
-from penstock.services.modeling.parallel.world import World, local_device
+from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.runtime import failpoint
 from penstock.services.runtime.actor import Actor, ActorContext
 
@@ -108,7 +108,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     critic: CriticConfig = config.critic
     torch.set_num_threads(context.threads)
     device = local_device(device_of(critic.device, "critic.device"), "critic")
-    world, path = World.of_torchrun(device), critic.path or context.model_path
+    world, path = World.of_torchrun(device, Shape.of(critic)), critic.path or context.model_path
     if config.run.deterministic:
         determinism.pin(context.folder, world.named(kind), context.threads)
     folder = context.folder / "critic" / "checkpoints"

@@ -238,14 +238,15 @@ def _stage(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Copies of this rank's part, on its host: of the weights, and of the optimizer's state. They lie in ``pages``, by
     name, from one save to the next: fresh memory takes longer to get than to fill, registered memory far longer."""
-    mesh = learner.world.host_mesh if learner.world.size > 1 else None
 
     def on_host(name: str, value: torch.Tensor) -> torch.Tensor:
         mine = (value.to_local() if isinstance(value, DTensor) else value).detach()
         if name not in pages:
             pages[name] = torch.empty_like(mine, device="cpu", pin_memory=mine.is_cuda)
         copied = pages[name].copy_(mine, non_blocking=True)
-        return of_local(value, copied, mesh) if isinstance(value, DTensor) and mesh is not None else copied
+        if learner.world.size == 1 or not isinstance(value, DTensor):
+            return copied
+        return of_local(value, copied, learner.world.on_hosts(value.device_mesh))
 
     saved = learner.adapted.saved if learner.adapted else {**learner.parameters, **dict(_buffers(learner))}
     weights = {name: on_host(name, value) for name, value in saved.items()}

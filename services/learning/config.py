@@ -52,6 +52,15 @@ class LearnerConfig(Section):
     ranks: int = Field(1, ge=1)
     """Processes on this machine that share the model by FSDP2, under torchrun; on GPUs one each. Across machines, run
     `penstock serve trainer` (or ``critic``) under a torchrun of your own."""
+    replicas: int = Field(1, ge=1)
+    """Copies of the cut model (HSDP), e.g. ``2``: of 16 `ranks` each copy is cut over 8, and gradients are summed
+    between the copies; for ranks on several machines, so that parameters are gathered within one."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that share each row's tokens (Ulysses), e.g. ``4``: activations take a quarter. It must divide the heads of
+    attention."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share each layer's matrices, e.g. ``2``: what is gathered of a layer is half as large. It must divide
+    the heads of keys and values."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -74,6 +83,16 @@ class LearnerConfig(Section):
     """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
     threads: int = Field(1, ge=1)
     """Compute threads of each process."""
+
+    @model_validator(mode="after")
+    def _ranks_are_dealt(self) -> LearnerConfig:
+        parts = self.replicas * self.sequence_parallel * self.tensor_parallel
+        if self.ranks % parts:
+            raise ValueError(
+                f"ranks={self.ranks} is no multiple of replicas={self.replicas} x sequence_parallel="
+                f"{self.sequence_parallel} x tensor_parallel={self.tensor_parallel} = {parts}"
+            )
+        return self
 
 
 class ConstraintConfig(Section):

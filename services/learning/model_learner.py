@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,11 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
 from penstock.services.modeling.logprobs import shares_prompts
-from penstock.services.modeling.lora import Adapted, Merged
+from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
-from penstock.services.modeling.parallel.fsdp import full, reshard
+from penstock.services.modeling.parallel.fsdp import clip_gradients, reshard
+from penstock.services.modeling.parallel.gathered import Gathered
+from penstock.services.modeling.parallel.tensor import Turned, is_turned, sum_partial
 from penstock.services.modeling.parallel.world import World
 
 
@@ -34,20 +36,18 @@ class ModelLearner:
         """What is trained."""
         self.adapted = Adapted(model, every) if hasattr(model, "peft_config") else None
         """Where that is an adapter alone."""
-        self.published: dict[str, torch.Tensor | Merged] = self.adapted.published if self.adapted else {**every}
-        """What a version consists of."""
         self.version = 0
         self.state: dict[str, float] = {}
         """What else a checkpoint has: numbers that steps have changed."""
         self.device = next(model.parameters()).device
         self.world = world or World(self.device)
+        self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
+        """What a version consists of."""
         optimizer = config.optimizer
-        decayed = [p for p in self.parameters.values() if p.ndim > 1]
-        plain = [p for p in self.parameters.values() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
-        )
+            _groups(self.parameters.values(), optimizer.weight_decay),
+            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True,
+        )  # fmt: skip
         model.train()
         for module in model.modules():  # what the rollout sampled without dropout is not judged with it
             for name in ("p", "attention_dropout"):
@@ -60,21 +60,24 @@ class ModelLearner:
         self.sums_once = self._sums_once(config.sum_gradients)
         """Gradients are summed over the ranks once a step, not after each micro-batch."""
 
+    def passes(self, trajectories: Sequence[Trajectory], groups: np.ndarray, budget: int) -> Iterator[Rows]:
+        """Forward passes of at most ``budget`` tokens, the same on every rank."""
+        packed = self.world.shape.sequence > 1
+        return plan_rows(trajectories, groups, budget, self.device, shares_prompts(self.model), packed)
+
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0
         times, since all must take part."""
-        budget, shared = self._learning.tokens_per_micro_batch, shares_prompts(self.model)
-        everyone = list(plan_rows(trajectories, groups, budget, self.device, shared))
-        rounds = -(-len(everyone) // self.world.size)
-        mine = [self.world.rank + turn * self.world.size for turn in range(rounds)]
+        everyone = list(self.passes(trajectories, groups, self._learning.tokens_per_micro_batch))
+        rounds = -(-len(everyone) // self.world.data_size)
+        mine = [self.world.data_rank + turn * self.world.data_size for turn in range(rounds)]
         return [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
 
     @torch.no_grad()
     def evaluate(self, step: TrainingBatch, compute: Callable[[Rows], torch.Tensor]) -> list[np.ndarray]:
         """What ``compute`` gives for the sampled tokens of the whole step: float32 ``[tokens]`` of each trajectory, 0
         where nothing was sampled. Every rank computes all of it: each may need any row later."""
-        budget, shared = self._learning.tokens_per_micro_batch, shares_prompts(self.model)
-        passes = plan_rows(step.trajectories, step.groups, budget, self.device, shared)
+        passes = self.passes(step.trajectories, step.groups, self._learning.tokens_per_micro_batch)
         found = by_trajectory(step.trajectories, passes, compute)
         reshard(self.model)
         return found
@@ -93,14 +96,21 @@ class ModelLearner:
         """Clips the gradient and changes the weights by it, unless it or ``loss`` is not finite, or the weights are
         ``frozen`` in this step. ``before_update`` is called before a parameter changes."""
         bound = self._learning.optimizer.max_grad_norm
-        norm = float(full(torch.nn.utils.clip_grad_norm_(self.parameters.values(), bound)))
+        sum_partial(self.model, self.parameters, self.world)
+        norm = clip_gradients(self.parameters, self.world, bound)
         before_update()
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite and not frozen:
             self.optimizer.step()
-            if self.adapted:
-                self.adapted.gather()
+            for weight in self.published.values():
+                if not isinstance(weight, torch.Tensor):
+                    weight.gather()
         return {"grad_norm": norm, "skipped": float(not finite)}
+
+    def _published(self, every: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor | Gathered]:
+        if self.adapted:
+            return {**self.adapted.published}
+        return {name: Turned(p, self.world) if is_turned(p) else p for name, p in every.items()}
 
     def _sums_once(self, when: str) -> bool:
         """With ``auto``, where every rank has room for the whole model's gradients, in fp32."""
@@ -112,6 +122,15 @@ class ModelLearner:
         here = self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] if here else psutil.virtual_memory().available // self.world.size
         return not self.world.max(float(needed > GRADIENT_SHARE * free))
+
+
+def _groups(parameters: Iterable[torch.nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    """For an optimizer: matrices, which decay, and vectors, which do not; of each, what is cut over the same ranks is
+    changed in one go."""
+    found: dict[tuple[bool, Any], list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault((parameter.ndim > 1, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    return [{"params": some, "weight_decay": decay if decays else 0.0} for (decays, _), some in found.items()]
 
 
 def mini_batches(step: TrainingBatch, epochs: int, parts: int) -> Iterator[np.ndarray]:

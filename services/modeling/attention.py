@@ -34,6 +34,8 @@ class Segments:
     cumulative_q: torch.Tensor
     """int32 ``[sequences + 1]``: `starts_q` on the row's device; so ``cumulative_k``."""
     cumulative_k: torch.Tensor
+    ulysses: Any = None
+    """`parallel.sequence.SequenceParallel`, where ranks share the row: each has some of its tokens."""
 
     @classmethod
     def of(cls, starts_q: list[int], starts_k: list[int], keys: torch.Tensor | None, device: torch.device) -> Segments:
@@ -57,10 +59,13 @@ def attend(
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if segments.ulysses:
+        q, k, v = segments.ulysses.dealt(segments.starts_q[-1], q, k, v)
     if segments.keys is not None:
         k, v = k[segments.keys], v[segments.keys]
     flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    return (_flash if flash else _loop)(q, k, v, scaling, segments)[None], None
+    found = (_flash if flash else _loop)(q, k, v, scaling, segments)
+    return (segments.ulysses.to_tokens(found) if segments.ulysses else found)[None], None
 
 
 def _flash(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.token_statistics import Statistic, token_statistics
 
 LOGIT_BYTES = 256 << 20
@@ -27,19 +30,40 @@ def logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
 def statistics(model: Any, rows: Rows, temperature: float, wanted: tuple[Statistic, ...]) -> torch.Tensor:
     """What is ``wanted`` of the distribution that each sampled token was chosen from, see `token_statistics`: float32
     ``[wanted, trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
-    base = getattr(model, model.base_model_prefix, None)
-    if base is None:
+    if getattr(model, model.base_model_prefix, None) is None:
         logits = model(**model_inputs(model, rows), use_cache=False).logits
         logits = logits.flatten(0, 1)[rows.source]
         flat = token_statistics(logits, rows.target, temperature, rows.candidates, wanted)
     else:
-        flat = _chunked(model, hidden_states(base, model_inputs(model, rows), rows), rows, temperature, wanted)
+        flat = of_places(model, rows, lambda hidden, places: _chunked(model, hidden, places, temperature, wanted))
     return torch.stack([rows.scatter(values.float()) for values in flat])
 
 
-def hidden_states(base: Any, inputs: dict[str, Any], rows: Rows) -> torch.Tensor:
-    """``[sampled tokens, size]``: what the base model makes of the place where each is predicted."""
-    return base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[rows.source]
+@dataclass(frozen=True)
+class Places:
+    """Where tokens are predicted, which they are, and what the sampler chose them from."""
+
+    target: torch.Tensor
+    candidates: torch.Tensor | None
+
+
+def of_places(model: Any, rows: Rows, compute: Callable[[torch.Tensor, Places], torch.Tensor]) -> torch.Tensor:
+    """``[which, sampled tokens]``: what ``compute`` makes of the base model's hidden states ``[some, size]`` where they
+    are predicted. Ranks that share a row's tokens compute some each, and all have the result of all."""
+    base, inputs = getattr(model, model.base_model_prefix), model_inputs(model, rows)
+    ulysses: SequenceParallel | None = getattr(model, "penstock_ulysses", None)
+    if ulysses is None:
+        hidden = base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        return compute(hidden[rows.source], Places(rows.target, rows.candidates))
+    length = rows.tokens.shape[1]
+    hidden = base(**ulysses.part(inputs), use_cache=False).last_hidden_state.flatten(0, 1)
+    owners = ulysses.owners(rows.source, length)
+    mine = owners[ulysses.rank]
+    candidates = None if rows.candidates is None else rows.candidates[mine]
+    found = compute(hidden[rows.source[mine] - ulysses.first(length)], Places(rows.target[mine], candidates))
+    parts = ulysses.gather(found, [len(places) for places in owners])
+    # Rows are in the ranks' order now: back to that of the tokens.
+    return torch.cat(parts, -1)[:, torch.cat(owners).argsort()]
 
 
 def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
@@ -88,7 +112,7 @@ def _head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _chunked(
-    model: Any, hidden: torch.Tensor, rows: Rows, temperature: float, wanted: tuple[Statistic, ...]
+    model: Any, hidden: torch.Tensor, places: Places, temperature: float, wanted: tuple[Statistic, ...]
 ) -> torch.Tensor:
     vocabulary = model.config.get_text_config().vocab_size
     size = max(1, LOGIT_BYTES // (4 * vocabulary))
@@ -97,8 +121,8 @@ def _chunked(
         return token_statistics(_head(model, part), targets, temperature, candidates, wanted)
 
     if len(hidden) <= size:
-        return chunk(hidden, rows.target, rows.candidates)
-    targets = rows.target.split(size)
-    candidates = [None] * len(targets) if rows.candidates is None else rows.candidates.split(size)
+        return chunk(hidden, places.target, places.candidates)
+    targets = places.target.split(size)
+    candidates = [None] * len(targets) if places.candidates is None else places.candidates.split(size)
     parts = zip(hidden.split(size), targets, candidates, strict=True)
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], -1)

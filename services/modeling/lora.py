@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.adapter_files import CONFIG, FILE
-from penstock.services.modeling.parallel.fsdp import full, like
+from penstock.services.modeling.parallel.fsdp import block_of, full, like
 from penstock.services.runtime.errors import SetupError
 
 NAME = "default"
@@ -141,6 +141,11 @@ class Merged:
         self.shape, self.device = self._base.shape, self._base.device
         self.gather()
 
+    @property
+    def first(self) -> int:
+        """The number of its first row."""
+        return int(block_of(self._base)[0].start) if isinstance(self._base, DTensor) else 0
+
     def gather(self) -> None:
         """Every rank needs all of A: to be called by all of them, when it has changed."""
         self._whole_a = full(self._a.detach())
@@ -179,11 +184,6 @@ class Adapted:
         """By the names that the model has without the adapter."""
         self.saved = {file_name(name): p for name, p in parameters.items() if is_adapters(name)}
         """By the names that peft's files have."""
-
-    def gather(self) -> None:
-        """To be called on all ranks, when the adapter has changed."""
-        for merged in self._merged.values():
-            merged.gather()
 
     def write_config(self, folder: Path) -> None:
         """What peft and transformers know the files beside it by."""

@@ -94,14 +94,16 @@ def plan_rows(
     token_budget: int,
     device: torch.device,
     share_prompts: bool = True,
+    packed: bool = False,
 ) -> Iterator[Rows]:
     """Cuts trajectories into passes of at most ``token_budget`` tokens, padding included (a longer one stands alone).
 
     ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours. Models that
-    take neither positions nor a mask of ours want ``share_prompts=False``: a row for each, padded.
+    take neither positions nor a mask of ours want ``share_prompts=False``: a row for each, padded. ``packed``: one row
+    for each pass, however short.
     """
     longest = max((len(trajectory.tokens) for trajectory in trajectories), default=0)
-    if share_prompts and (device.type == "cuda" or longest > MASKED_ROW_TOKENS):
+    if share_prompts and (packed or device.type == "cuda" or longest > MASKED_ROW_TOKENS):
         yield from _plan_packed(trajectories, groups, token_budget, device)
         return
     rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), share_prompts)

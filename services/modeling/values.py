@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.services.modeling.logprobs import hidden_states, model_inputs
+from penstock.services.modeling.logprobs import of_places
 from penstock.services.modeling.packing import Rows
 
 
 def values(model: Any, rows: Rows) -> torch.Tensor:
     """The value of the state in which each sampled token was chosen: of all tokens before it. float32
     ``[trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
-    base = getattr(model, model.base_model_prefix)
-    hidden = hidden_states(base, model_inputs(model, rows), rows)
-    return rows.scatter(value_head(model)(hidden).squeeze(-1).float())
+    head = value_head(model)
+    return rows.scatter(of_places(model, rows, lambda hidden, _: head(hidden).T)[0].float())
 
 
 def value_head(model: Any) -> nn.Linear:

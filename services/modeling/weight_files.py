@@ -40,9 +40,9 @@ class WeightFiles:
         """Of the whole tensor."""
         return tuple(self._slice(name).get_shape())
 
-    def rows(self, name: str, first: int, count: int) -> torch.Tensor:
-        """``count`` rows from ``first`` on, in the file's dtype, on the host."""
-        found: torch.Tensor = self._slice(name)[first : first + count]
+    def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
+        """A part of it, in the file's dtype, on the host."""
+        found: torch.Tensor = self._slice(name)[block]
         return found
 
     def _slice(self, name: str) -> Any:

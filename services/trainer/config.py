@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.runtime.settings import Section
@@ -47,3 +47,12 @@ class TrainerConfig(LearnerConfig):
     mismatch_warning: float = Field(0.05, gt=0)
     """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
     this is warned of. See docs/engines.md."""
+
+    @model_validator(mode="after")
+    def _adapters_are_not_cut_by_layers(self) -> TrainerConfig:
+        if self.lora and self.tensor_parallel > 1:
+            raise ValueError(
+                "tensor_parallel: an adapter's matrices are not cut so; set it to 1, and take more ranks or "
+                "sequence_parallel"
+            )
+        return self

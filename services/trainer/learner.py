@@ -25,8 +25,7 @@ from penstock.protocols.experience import UNSAMPLED, Trajectory, mean_by_session
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import token_rewards
-from penstock.services.modeling.logprobs import shares_prompts
-from penstock.services.modeling.packing import Rows, plan_rows
+from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.token_statistics import Statistic
@@ -165,8 +164,8 @@ class Learner(ModelLearner):
         sequence = Trajectory(
             np.array(tokens, np.int32), column, np.zeros(size, np.float32), versions, text="", finish="length"
         )
-        plan = plan_rows([sequence], np.zeros(1, np.int64), size, self.device, shares_prompts(self.model))
-        found = forward(self.model, next(iter(plan)), 1.0)
+        rows = next(iter(self.passes([sequence], np.zeros(1, np.int64), size)))
+        found = forward(self.model, rows, 1.0)
         reshard(self.model)
         return found[0, : size - 1].float().cpu().tolist()
 

@@ -19,7 +19,7 @@ from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_tokenizer
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.start import load_trainable
-from penstock.services.modeling.parallel.world import World, local_device
+from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.canary import canary_tokens
@@ -62,7 +62,7 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
     """The world, and in it the learner at the newest checkpoint or at the start; the tokenizer; the ledger's tail."""
     torch.set_num_threads(context.threads)
     device = local_device(device_of(settings.trainer.device, "trainer.device"), "trainer")
-    world = World.of_torchrun(device)
+    world = World.of_torchrun(device, Shape.of(settings.trainer))
     if settings.deterministic:
         determinism.pin(context.folder, world.named("trainer"), context.threads)
 

@@ -1,4 +1,4 @@
-"""Which part of each bucket a rank of the trainer holds, as FSDP cuts: rows of every weight. Known to both sides."""
+"""Which part of each bucket a rank of the trainer sends: rows of every weight. Known to both sides."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.protocols.cut import Cut
 from penstock.protocols.versions import Layout
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.parallel.rows import rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Piece:
     weight: int
     """Its number in the layout."""
     first: int
-    """First element within the rank's part of the weight."""
+    """First element within the rows that the rank sends of the weight."""
     count: int
     start: int
     """Bytes from the bucket's start."""
@@ -33,15 +33,15 @@ class Run:
     nbytes: int
 
 
-def pieces_of(layout: Layout, rank: int, size: int) -> list[list[Piece]]:
-    """Each bucket's pieces of ``rank``, of ``size`` ranks."""
+def pieces_of(layout: Layout, rank: int, cut: Cut) -> list[list[Piece]]:
+    """Each bucket's pieces of ``rank``."""
     pieces: list[list[Piece]] = [[] for _ in layout.spans]
     for number, weight in enumerate(layout.weights):
         itemsize = DTYPES[weight.dtype].itemsize
         elements = weight.nbytes // itemsize
         first, count = 0, elements
-        if size > 1:
-            row, rows = rows_of(weight.shape[0], rank, size)
+        if cut.ranks > 1:
+            row, rows = cut.rows(number, weight.shape[0], rank)
             width = elements // max(1, weight.shape[0])
             first, count = row * width, rows * width
         begin, end = weight.offset + first * itemsize, weight.offset + (first + count) * itemsize
@@ -55,12 +55,13 @@ def pieces_of(layout: Layout, rank: int, size: int) -> list[list[Piece]]:
     return pieces
 
 
-def runs_of(layout: Layout, size: int) -> list[list[list[Run]]]:
-    """For each bucket and each of ``size`` ranks: its bytes, in as few runs as there are. One rank has all of them, the
+def runs_of(layout: Layout, cut: Cut) -> list[list[list[Run]]]:
+    """For each bucket and each rank: its bytes, in as few runs as there are. One rank has all of them, the
     padding between two weights included."""
+    size = cut.ranks
     if size == 1:
         return [[[Run(0, end - start)]] for start, end in layout.spans]
-    by_rank = [pieces_of(layout, rank, size) for rank in range(size)]
+    by_rank = [pieces_of(layout, rank, cut) for rank in range(size)]
     return [[_joined(by_rank[rank][index]) for rank in range(size)] for index in range(len(layout.spans))]
 
 

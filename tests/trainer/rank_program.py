@@ -17,7 +17,7 @@ from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import Hello
 from penstock.services.learning import checkpoint
 from penstock.services.modeling.parallel.fsdp import full
-from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.parallel.world import Shape, World
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
@@ -38,6 +38,8 @@ ALGORITHM = {"algorithm": {"correction": {"type": "truncated", "normalize": True
 SHAPES: dict[str, dict[str, Any]] = {
     "together": {},
     "apart": {},
+    "tensor": {"ranks": 2, "tensor_parallel": 2},
+    "sequence": {"ranks": 2, "sequence_parallel": 2},
     "lora": {"lora": {"rank": 3}, "gradient_checkpointing": True},
     "dora": {"lora": {"rank": 3, "variant": "dora", "targets": ["q_proj", "down_proj"]}},
 }
@@ -54,10 +56,10 @@ def tokens() -> torch.Tensor:
 
 
 def main(address: str, folder: Path, shape: str) -> None:
-    world = World.of_torchrun(CPU)
-    if shape == "apart":  # as ranks on different hosts are
-        rank_sender._boot = lambda: str(world.rank)
     config = TrainerConfig.model_validate(CONFIG | ALGORITHM | SHAPES[shape])
+    world = World.of_torchrun(CPU, Shape.of(config))
+    if shape in ("apart", "tensor"):  # as ranks on different hosts are
+        rank_sender._boot = lambda: str(world.rank)
     start = str(folder / "start")
 
     def learn(path: str, world: World) -> Learner:
@@ -71,12 +73,14 @@ def main(address: str, folder: Path, shape: str) -> None:
         weights = WeightsConfig.model_validate({"deadline_s": 20, "stall_s": 10, "bucket_mb": 0.00390625})
         publisher = Publisher(weights, source, "test-ranks", box)
         box.ask(Hello(kind="trainer", name="trainer", host="", pid=1), 10)
+    # Sums in another order: AdamW makes much of small gradients. tests/trainer/test_shapes.py compares the gradients.
+    near = 2e-3 if shape in ("tensor", "sequence") else 1e-5
     for version in range(1, VERSIONS + 1):
         mine, other = learner.train(a_step(version)), plain.train(a_step(version))
         for key in ("loss", "grad_norm", "entropy"):
-            assert abs(mine[key] - other[key]) <= 1e-5 * max(1, abs(other[key])), (key, mine[key], other[key])
+            assert abs(mine[key] - other[key]) <= near * max(1, abs(other[key])), (key, mine[key], other[key])
         for (name, cut), whole in zip(learner.parameters.items(), plain.parameters.values(), strict=True):
-            torch.testing.assert_close(full(cut.detach()), whole.detach(), rtol=1e-4, atol=1e-6, msg=name)
+            torch.testing.assert_close(full(cut.detach()), whole.detach(), rtol=1e-4, atol=near / 10, msg=name)
         with torch.no_grad():
             logits = learner.model(tokens()).logits[0]
         if publisher:

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from penstock.pipeline.harness.fake_broker import FakeBroker
-from penstock.services.modeling.parallel.rows import rows_of
+from penstock.protocols.cut import rows_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.weights.config import WeightsConfig

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from penstock.protocols.cut import Cut
 from penstock.protocols.digests import Gmac
 from penstock.services.weights.layout import make_layout
 from penstock.services.weights.parts import Piece, pieces_of, runs_of
@@ -93,7 +94,11 @@ class RecordedEvent:
 def as_it_is(rank: int, ranks: int) -> tuple[list[Put | HostWait], str]:
     """What `DeviceStage` and a broadcast put into the publish's queue, and the event that training's host waits for."""
     layout = make_layout({"a": (9, 8), "b": (5, 8), "c": (30,)}, "bfloat16", 128)
-    runs, pieces, queue = runs_of(layout, ranks), pieces_of(layout, rank, ranks), RecordingQueue()
+    runs, pieces, queue = (
+        runs_of(layout, Cut(shards=ranks)),
+        pieces_of(layout, rank, Cut(shards=ranks)),
+        RecordingQueue(),
+    )
     stage = DeviceStage(
         layout, pieces, [bucket[rank] for bucket in runs], torch.device("cpu"), queue, Gmac.of_run("test")
     )

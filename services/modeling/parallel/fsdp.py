@@ -1,18 +1,24 @@
-"""FSDP2: a model's parameters, gradients and optimizer states cut over the ranks of a `World`."""
+"""A model's parameters, gradients and optimizer states cut over the ranks of a `World`: FSDP2, around what tensor
+parallelism has cut."""
 
 from __future__ import annotations
 
+import math
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from penstock.services.modeling.logprobs import statistics
+from penstock.services.modeling.logprobs import shares_prompts, statistics
 from penstock.services.modeling.packing import Rows
-from penstock.services.modeling.parallel.rows import rows_of
+from penstock.services.modeling.parallel.sequence import SequenceParallel
+from penstock.services.modeling.parallel.tensor import cut_layers
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.modeling.values import values
@@ -20,9 +26,9 @@ from penstock.services.runtime.errors import SetupError
 
 
 def shard(model: Any, world: World, dtype: str) -> None:
-    """Cuts ``model`` in place: each decoder layer a unit, what remains another. Each unit is cast to ``dtype`` as it is
-    gathered, for as long as it is computed with; gradients are summed in fp32. A world of one that computes in fp32 has
-    nothing to cut or cast."""
+    """Cuts ``model`` in place, as the shape of ``world`` says: each decoder layer a unit, what remains another. Each
+    unit is cast to ``dtype`` as it is gathered, for as long as it is computed with; gradients are summed in fp32. A
+    world of one that computes in fp32 has nothing to cut or cast."""
     if world.size == 1 and dtype != "bfloat16":
         return
     layers = getattr(model.base_model, "layers", None)
@@ -31,11 +37,18 @@ def shard(model: Any, world: World, dtype: str) -> None:
             f"model.path: {model.config.model_type} has no list of layers to cut; use trainer.ranks=1 and "
             "model.dtype=float32"
         )
+    cut_layers(model, world)
+    if group := world.sequence_group:
+        if not shares_prompts(model):
+            raise SetupError(
+                f"sequence_parallel: it cuts packed rows, which {model.config.model_type} does not take; set it to 1"
+            )
+        model.penstock_ulysses = SequenceParallel(dist.get_rank(group), world.shape.sequence, group)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()
     # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
     units = [*layers, model]
     for unit in units:
-        fully_shard(unit, mesh=world.mesh, mp_policy=policy)
+        fully_shard(unit, mesh=world.fsdp_mesh, mp_policy=policy)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
@@ -84,8 +97,38 @@ def like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """``whole``, cut as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.device)
-    first, count = rows_of(parameter.shape[0], parameter.device_mesh.get_local_rank(), parameter.device_mesh.size())
-    return of_local(parameter, whole[first : first + count].contiguous().to(parameter.device))
+    return of_local(parameter, whole[block_of(parameter)].contiguous().to(parameter.device))
+
+
+def block_of(parameter: DTensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank has."""
+    sizes, firsts = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))
+
+
+def clip_gradients(parameters: Mapping[str, torch.nn.Parameter], world: World, bound: float) -> float:
+    """Scales all gradients so that their norm over the whole model is at most ``bound``; returns what it was. What
+    several ranks hold alike counts once."""
+    if world.size == 1:
+        return float(full(torch.nn.utils.clip_grad_norm_(parameters.values(), bound)))
+    gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for gradient in gradients:
+        total += local(gradient).float().norm().double().square() / _copies(gradient, world)
+    dist.all_reduce(total)
+    norm = float(total.sqrt())
+    if not norm <= bound:  # nor where it is no number: nobody will take the step
+        for gradient in gradients:
+            local(gradient).mul_(bound / (norm + 1e-6))
+    return norm
+
+
+def _copies(value: torch.Tensor, world: World) -> int:
+    """How many ranks hold the same part."""
+    if not isinstance(value, DTensor):
+        return world.size
+    cut = [size for size, how in zip(value.device_mesh.shape, value.placements, strict=True) if not how.is_replicate()]
+    return world.size // math.prod(cut)
 
 
 def of_local(parameter: DTensor, mine: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
@@ -103,7 +146,5 @@ def of_local(parameter: DTensor, mine: torch.Tensor, mesh: DeviceMesh | None = N
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``parameter``, flat: elements in the order of the whole tensor."""
     if isinstance(parameter, DTensor):
-        if parameter.placements != (Shard(0),):
-            raise SetupError(f"a parameter is cut as {parameter.placements}; only rows over one mesh are known")
         parameter = parameter.to_local()
     return parameter.detach().reshape(-1)

@@ -26,8 +26,7 @@ from penstock.services.modeling.load import (
     with_head,
 )
 from penstock.services.modeling.lora import Adapter
-from penstock.services.modeling.parallel.fsdp import of_local, shard
-from penstock.services.modeling.parallel.rows import rows_of
+from penstock.services.modeling.parallel.fsdp import block_of, of_local, shard
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -159,13 +158,13 @@ def _fill(model: Any, files: WeightFiles, world: World, path: str) -> None:
                 f"{tuple(parameter.shape)}"
             )
         mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        first, count = (0, mine.shape[0]) if mine is parameter else rows_of(parameter.shape[0], world.rank, world.size)
-        if count:
-            mine.copy_(files.rows(name, first, count))
+        if mine.numel():
+            block = block_of(parameter) if isinstance(parameter, DTensor) else (slice(None),)
+            mine.copy_(files.block(name, block))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}".lstrip(".")
             if full in files:
-                buffer.copy_(files.rows(full, 0, buffer.shape[0]))
+                buffer.copy_(files.block(full, (slice(None),)))
             elif _is_computed(module):
                 model._init_weights(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -19,17 +20,46 @@ from penstock.services.runtime.errors import SetupError
 Order = Literal["publish", "train", "save", "wait", "end"]
 """What rank 0 tells the others to do."""
 
+DIMENSIONS = ("replica", "shard", "tensor")
 DEADLINE = timedelta(minutes=10)
 """For anything that one rank waits for from another; rank 0 speaks more often than that, also when it has no work."""
 IDLE_S = 20.0
 """The other ranks hear from rank 0 at least this often."""
 
 
-class World:
-    """Rank ``rank`` of ``size``. Rank 0 is the actor; the others do as it says."""
+@dataclass(frozen=True)
+class Shape:
+    """How ranks divide the work. What is left of them cuts the model, and with `sequence` together."""
 
-    def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    replicas: int = 1
+    """Of the cut model (HSDP)."""
+    sequence: int = 1
+    """Ranks that share the tokens of a micro-batch (Ulysses)."""
+    tensor: int = 1
+    """Ranks that share each layer's matrices (tensor parallelism)."""
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """As a learner's config says."""
+        return cls(config.replicas, config.sequence_parallel, config.tensor_parallel)
+
+    @property
+    def together(self) -> int:
+        """Ranks that compute the same micro-batch."""
+        return self.sequence * self.tensor
+
+
+class World:
+    """Rank ``rank`` of ``size``, in a ``shape`` whose product divides ``size``. Rank 0 is the actor; the others do as
+    it says. Ranks are numbered replica by replica, then shard by shard (of which those of one sequence follow each
+    other), then by their place in tensor parallelism."""
+
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, shape: Shape | None = None) -> None:
+        self.rank, self.size, self.device, self.shape = rank, size, device, shape or Shape()
+        self.shards = size // (self.shape.replicas * self.shape.tensor)
+        """Parts that each replica's rows are cut into."""
+        self.data_rank, self.data_size = rank // self.shape.together, size // self.shape.together
+        """Which of how many micro-batches it computes."""
         self._said_at = time.monotonic()
         self.publish_group: Any = None
         """Of its own, over hosts, so that ranks can agree on a publish beside the training's collectives."""
@@ -42,21 +72,48 @@ class World:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Of all ranks. Also a world of one has one, for what is cast unit by unit."""
+        """Of all ranks: ``replica``, ``shard``, ``tensor``. Also a world of one has one, for what is cast unit by
+        unit."""
         if self.size == 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=DEADLINE)
-        return init_device_mesh(self.device.type, (self.size,))
+        return init_device_mesh(self.device.type, self._sizes, mesh_dim_names=DIMENSIONS)
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Over which rows are cut, and copied where there are replicas."""
+        return self.mesh["replica", "shard"] if self.shape.replicas > 1 else self.mesh["shard"]
 
     @cached_property
-    def host_mesh(self) -> DeviceMesh:
-        """Of the ranks' hosts: for copies of what is cut over `mesh`."""
-        return init_device_mesh("cpu", (self.size,))
+    def _host_mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", self._sizes, mesh_dim_names=DIMENSIONS)
+
+    def on_hosts(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Of the same ranks' hosts: for copies of what is cut over ``mesh``, a part of `mesh`."""
+        return self._host_mesh[mesh.mesh_dim_names]
+
+    @cached_property
+    def sequence_group(self) -> Any:
+        """Of the ranks that share a micro-batch's tokens; None where each has its own. All ranks must ask at once."""
+        size, tensor = self.shape.sequence, self.shape.tensor
+        if size == 1:
+            return None
+        found = None
+        for first in range(0, self.size, size * tensor):
+            for place in range(tensor):
+                members = range(first + place, first + size * tensor, tensor)
+                group = dist.new_group(list(members), timeout=DEADLINE)
+                found = group if self.rank in members else found
+        return found
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.shape.replicas, self.shards, self.shape.tensor
 
     @classmethod
-    def of_torchrun(cls, device: torch.device) -> World:
+    def of_torchrun(cls, device: torch.device, shape: Shape | None = None) -> World:
         """The world that torchrun has put this process into, or one of its own."""
-        return cls(device, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        return cls(device, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), shape)
 
     def named(self, kind: str) -> str:
         """What this rank of a learner calls what is its own."""
@@ -91,12 +148,13 @@ class World:
         return [whole.numpy()[: int(size)].tobytes() for whole, size in zip(found, sizes, strict=True)]
 
     def sum(self, values: list[float]) -> list[float]:
-        """Each value summed over the ranks, float64."""
+        """Each value, of which ranks that compute together have the same, summed over the micro-batches' ranks,
+        float64."""
         if self.size == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
-        return total.tolist()
+        return (total / self.shape.together).tolist()
 
     def max(self, value: float) -> float:
         """The largest over the ranks."""

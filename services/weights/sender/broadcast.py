@@ -9,6 +9,7 @@ from typing import Any, Literal
 import structlog
 import torch
 
+from penstock.protocols.cut import Cut
 from penstock.protocols.versions import CollectiveRoute, Route
 from penstock.protocols.weight_channel import Epoch
 from penstock.services.weights.config import WeightsConfig
@@ -34,13 +35,13 @@ class Broadcast:
         self._groups: dict[Backend, BroadcastGroup] = {}
 
     def routes(
-        self, epoch: Epoch, base: str, workers: Callable[[str], int], roots: int
+        self, epoch: Epoch, base: str, workers: Callable[[str], int], cut: Cut
     ) -> dict[Backend, CollectiveRoute]:
         """How the epoch's members are reached that a group reaches. ``base``: digest of the version that changes are
-        sent of; ``workers``: how many processes of a member hold its weights; ``roots``: the trainer's ranks."""
+        sent of; ``workers``: how many processes of a member hold its weights; ``cut``: how the trainer's ranks are."""
         found: dict[Backend, CollectiveRoute] = {}
         for backend in BACKENDS:
-            ranks, size = {}, roots
+            ranks, size = {}, cut.ranks
             for identity in epoch.by(backend):
                 ranks[identity], size = size, size + workers(identity)
             if ranks:
@@ -49,7 +50,7 @@ class Broadcast:
                     store=self._serve_store(),
                     ranks=ranks,
                     size=size,
-                    roots=roots,
+                    cut=cut,
                     stall_s=self._config.stall_s,
                     sparse_from=base if backend == "gloo" else "",
                 )

@@ -91,9 +91,9 @@ class Publisher:
         if shared:
             shared_memory.remove_leftovers(run_key)
             self._probe = shared_memory.Probe(run_key)
-        self._ranks = RankSender(source, config.host) if source.ranks > 1 or self._gpu else None
+        self._ranks = RankSender(source, config.host) if source.cut.ranks > 1 or self._gpu else None
         nonce = self._probe.nonce if self._probe else None
-        self._ways = Ways(config.transport, nonce, self._gpu, source.ranks)
+        self._ways = Ways(config.transport, nonce, self._gpu, source.cut.ranks)
         self._buffers = BufferPool(bool(self._ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.layout.nbytes))
@@ -296,7 +296,7 @@ class Publisher:
 
     def _routes(self, snapshot: Snapshot, epoch: Epoch) -> dict[Backend, CollectiveRoute]:
         return self._broadcast.routes(
-            epoch, snapshot.base, lambda identity: len(self._ways.places[identity]), self._source.ranks
+            epoch, snapshot.base, lambda identity: len(self._ways.places[identity]), self._source.cut
         )
 
     def _meet(self, snapshot: Snapshot, epoch: Epoch, routes: dict[Backend, CollectiveRoute]) -> list[BroadcastGroup]:
@@ -312,7 +312,7 @@ class Publisher:
     def _announce(self, snapshot: Snapshot, epoch: Epoch) -> None:
         """Proposes the version to the members that take it by themselves, by their routes."""
         if self.latest and changes.are_sent(
-            self._config, self._sender.peers.values(), epoch, self.latest, snapshot, self._source.ranks
+            self._config, self._sender.peers.values(), epoch, self.latest, snapshot, self._source.cut.ranks
         ):
             snapshot.base = self.latest.digest
         if on_gpu := epoch.by("cuda_ipc"):

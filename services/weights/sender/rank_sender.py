@@ -60,7 +60,7 @@ class RankSender:
 
     def __init__(self, source: ShardExporter, host: str) -> None:
         self._source, self._world, self._host = source, source.world, host
-        self._runs = runs_of(source.layout, source.world.size)
+        self._runs = runs_of(source.layout, source.cut)
         self._groups: dict[str, BroadcastGroup] = {}
         self.stage: DeviceStage | None = None
         """Where the model is on a GPU."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from penstock.protocols.cut import Cut
 from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import digests_of
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.lora import Merged
-from penstock.services.modeling.parallel.fsdp import local
+from penstock.services.modeling.parallel.fsdp import block_of, local
+from penstock.services.modeling.parallel.gathered import Gathered
 from penstock.services.modeling.parallel.world import World
 from penstock.services.weights.byte_views import as_memory, copy_bytes
 from penstock.services.weights.layout import make_layout
@@ -26,7 +29,7 @@ class ShardExporter:
     """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for."""
 
     def __init__(
-        self, named: Mapping[str, torch.Tensor | Merged], dtype: str, bucket_bytes: int, world: World, gmac: Gmac
+        self, named: Mapping[str, torch.Tensor | Gathered], dtype: str, bucket_bytes: int, world: World, gmac: Gmac
     ) -> None:
         self.world, self.gmac = world, gmac
         self.layout = make_layout({name: tuple(p.shape) for name, p in named.items()}, dtype, bucket_bytes)
@@ -34,13 +37,14 @@ class ShardExporter:
         self._weights = [named[weight.name] for weight in self.layout.weights]
         self.device = self._weights[0].device
         """Of the model."""
-        self.ranks = world.size
-        self.pieces = pieces_of(self.layout, world.rank, world.size)
+        blocks = tuple(number for number, weight in enumerate(self._weights) if _is_block(weight))
+        self.cut = Cut(replicas=world.shape.replicas, shards=world.shards, tensor=world.shape.tensor, blocks=blocks)
+        self.pieces = pieces_of(self.layout, world.rank, self.cut)
 
     def buckets(self, buffer: torch.Tensor, hashed: bool = False) -> Iterator[tuple[int, str | None]]:
         """For a world of one on a CPU: writes bucket after bucket to its place in ``buffer`` (uint8 ``[bytes]``), and
         yields its number, and with ``hashed`` its digest, made while writing."""
-        parts, put = _Parts(self._weights), self.putter()
+        parts, put = self._parts(), self.putter()
         for index, (start, end) in enumerate(self.layout.spans):
             digest = self._write_hashed(parts, index, buffer[start:end]) if hashed else None
             if not hashed:
@@ -55,8 +59,13 @@ class ShardExporter:
 
     def putter(self) -> Callable[[Piece, torch.Tensor, int], None]:
         """What writes a piece, cast, to a target (uint8 ``[bytes]``) from a byte of it on."""
-        parts = _Parts(self._weights)
+        parts = self._parts()
         return lambda piece, target, start: self._put(self._elements(parts, piece), target, start)
+
+    def _parts(self) -> _Parts:
+        rank = self.world.rank
+        rows = [self.cut.rows(number, weight.shape[0], rank) for number, weight in enumerate(self._weights)]
+        return _Parts(self._weights, rows)
 
     def digest(self) -> str:
         """Of the version that the weights make as they are now; for a world of one."""
@@ -101,18 +110,41 @@ class ShardExporter:
 
 
 class _Parts:
-    """This rank's part of each weight, flat. What has to be merged is so when its turn comes, and kept until the next
-    one's: pieces come weight after weight."""
+    """The ``rows`` of each weight that this rank sends, flat. What has to be made is so when its turn comes, and kept
+    until the next one's: pieces come weight after weight."""
 
-    def __init__(self, weights: Sequence[torch.Tensor | Merged]) -> None:
-        self._parts = [weight if isinstance(weight, Merged) else local(weight) for weight in weights]
+    def __init__(self, weights: Sequence[torch.Tensor | Gathered], rows: Sequence[tuple[int, int]]) -> None:
+        self._weights, self._rows = weights, rows
+        self._views = [
+            _sent(weight, *of) if isinstance(weight, torch.Tensor) else None
+            for weight, of in zip(weights, rows, strict=True)
+        ]
         self._last: tuple[int, torch.Tensor] | None = None
 
     def of(self, number: int) -> torch.Tensor:
         """Of the weight with this ``number``."""
-        part = self._parts[number]
-        if not isinstance(part, Merged):
-            return part
+        view = self._views[number]
+        if view is not None:
+            return view
         if self._last is None or self._last[0] != number:
-            self._last = number, part.local()
+            self._last = number, _sent(self._weights[number], *self._rows[number])
         return self._last[1]
+
+
+def _sent(weight: torch.Tensor | Gathered, first: int, count: int) -> torch.Tensor:
+    """These rows, flat."""
+    width = math.prod(weight.shape[1:])
+    if isinstance(weight, torch.Tensor):
+        begun = int(block_of(weight)[0].start) if isinstance(weight, DTensor) else 0
+        mine = local(weight)
+    else:
+        begun, mine = weight.first, weight.local()
+    return mine[(first - begun) * width : (first - begun + count) * width]
+
+
+def _is_block(weight: torch.Tensor | Gathered) -> bool:
+    """Tensor parallelism cuts its rows."""
+    if not isinstance(weight, DTensor):
+        return False
+    how = dict(zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=False))
+    return "tensor" in how and how["tensor"].is_shard()

@@ -153,7 +153,7 @@ class BroadcastGroup:
         if self.route.sparse_from:
             self._receive_changes(layout, bucket, arrived)
             return
-        if self.route.roots > 1:
+        if self.route.cut.ranks > 1:
             self._receive_parts(layout, bucket, arrived)
             return
         coming: deque[tuple[int, Any]] = deque()
@@ -188,7 +188,7 @@ class BroadcastGroup:
         self, layout: Layout, bucket: Callable[[int], torch.Tensor], arrived: Callable[[int], None]
     ) -> None:
         """Each part of a bucket from the trainer's rank that holds it."""
-        runs = runs_of(layout, self.route.roots)
+        runs = runs_of(layout, self.route.cut)
         ahead: deque[tuple[int, int, torch.Tensor, Any]] = deque()
         missing = [sum(1 for one in parts if one) for parts in runs]
         turns = enumerate(_turns(runs))

@@ -1,0 +1,53 @@
+"""How the rows of a version's weights are cut over the trainer's ranks: known to both sides of the weight channel."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """First row and number of rows of a rank's part, as `torch.chunk` cuts."""
+    part = -(-rows // size)
+    first = min(rank * part, rows)
+    return first, min(part, rows - first)
+
+
+class Cut(BaseModel):
+    """Which rows of each weight a rank sends. Ranks are numbered replica by replica, in each shard by shard, in each of
+    these by their place in tensor parallelism.
+
+    FSDP cuts rows over the shards. Ranks that hold the same rows (replicas, and tensor parallel ranks of what that does
+    not cut) share the sending: each has a part of them. ``blocks`` are cut by tensor parallelism first, and then over
+    the shards.
+
+    >>> cut = Cut(shards=2, tensor=2, blocks=(1,))
+    >>> [cut.rows(0, 8, rank) for rank in range(4)]  # rank 1 is shard 0, second in tensor parallelism
+    [(0, 2), (2, 2), (4, 2), (6, 2)]
+    >>> [cut.rows(1, 8, rank) for rank in range(4)]
+    [(0, 2), (4, 2), (2, 2), (6, 2)]
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    replicas: int = Field(1, ge=1)
+    shards: int = Field(1, ge=1)
+    tensor: int = Field(1, ge=1)
+    blocks: tuple[int, ...] = ()
+    """Numbers, in the layout, of the weights whose rows tensor parallelism cuts."""
+
+    @property
+    def ranks(self) -> int:
+        """Of the trainer."""
+        return self.replicas * self.shards * self.tensor
+
+    def rows(self, weight: int, rows: int, rank: int) -> tuple[int, int]:
+        """First row and number of rows that ``rank`` sends of the weight with this number, which has ``rows``."""
+        shard_of, place = divmod(rank, self.tensor)
+        replica, shard = divmod(shard_of, self.shards)
+        first, count = 0, rows
+        parts = [(shard, self.shards), (place, self.tensor), (replica, self.replicas)]
+        if weight in self.blocks:
+            parts[:2] = reversed(parts[:2])
+        for part, size in parts:
+            more, count = rows_of(count, part, size)
+            first += more
+        return first, count

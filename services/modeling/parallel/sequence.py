@@ -1,0 +1,125 @@
+"""Ulysses' sequence parallelism: ranks share the tokens of a packed row, and in attention its heads.
+
+    every rank:  own tokens, all heads ─▶ all-to-all ─▶ all tokens, own heads ─▶ attention ─▶ all-to-all ─▶ own tokens
+
+Everything but attention works on single tokens, so a rank computes and keeps 1/size of the activations. Jacobs et al.
+2023, arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.services.runtime.errors import SetupError
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """This rank's place among ``size`` that share each row."""
+
+    rank: int
+    size: int
+    group: Any
+
+    def part(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with for this rank's tokens: of ``inputs`` for a whole packed row, which is padded
+        so that it can be cut."""
+        found = dict(inputs)
+        for name in ("input_ids", "position_ids"):
+            padded = self._padded(inputs[name], 1)
+            found[name] = padded.chunk(self.size, 1)[self.rank]
+        found["segments"] = replace(inputs["segments"], ulysses=self)
+        return found
+
+    def owners(self, source: torch.Tensor, length: int) -> list[torch.Tensor]:
+        """For each rank, which of the places ``source`` (int64 ``[places]``) in a row of ``length`` it has."""
+        owner = source // self._share(length)
+        return [(owner == rank).nonzero().squeeze(-1) for rank in range(self.size)]
+
+    def first(self, length: int) -> int:
+        """This rank's first place in a row of ``length``."""
+        return self.rank * self._share(length)
+
+    def dealt(
+        self, length: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value ``[own tokens, heads, size]`` as ``[length, own heads, size]``."""
+        key, value = (self.shared(query.shape[1], tensor) for tensor in (key, value))
+        q, k, v = (self.to_heads(tensor.contiguous(), length) for tensor in (query, key, value))
+        return q, k, v
+
+    def to_heads(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
+        """``[own tokens, heads, size]`` to ``[length, own heads, size]``. Differentiable."""
+        count, heads, width = tokens.shape
+        mine = tokens.view(count, self.size, heads // self.size, width).transpose(0, 1).contiguous()
+        return _Exchange.apply(mine, self.group).flatten(0, 1)[:length]
+
+    def to_tokens(self, heads: torch.Tensor) -> torch.Tensor:
+        """The inverse."""
+        padded = self._padded(heads, 0)
+        found = _Exchange.apply(padded.view(self.size, -1, *padded.shape[1:]).contiguous(), self.group)
+        return found.transpose(0, 1).flatten(1, 2)
+
+    def shared(self, heads: int, key: torch.Tensor) -> torch.Tensor:
+        """``key`` ``[tokens, KV heads, size]`` with as many heads as can be dealt out: each repeated where there are
+        fewer than ranks. Raises `SetupError` where the ``heads`` of the queries, or these, cannot be cut."""
+        kv = key.shape[1]
+        if heads % self.size or (kv % self.size and self.size % kv):
+            raise SetupError(
+                f"sequence_parallel={self.size}: {heads} attention heads and {kv} of keys and values cannot be "
+                "dealt out to as many ranks; take a divisor of both"
+            )
+        return key if kv % self.size == 0 else key.repeat_interleave(self.size // kv, 1)
+
+    def gather(self, mine: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """``[which, own]`` of every rank, which have ``counts``. The gradient of each is that of its own alone: all
+        ranks compute the same loss of all."""
+        found: torch.Tensor = _Gather.apply(mine, tuple(counts), self.rank, self.group)
+        return list(found.split(list(counts), 1))
+
+    def _share(self, length: int) -> int:
+        return -(-length // self.size)
+
+    def _padded(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        length = tensor.shape[dim]
+        missing = self._share(length) * self.size - length
+        if not missing:
+            return tensor
+        shape = [*tensor.shape]
+        shape[dim] = missing
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+class _Exchange(torch.autograd.Function):
+    """``[ranks, ...]``: part i goes to rank i. Its own inverse, and so its gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        found = torch.empty_like(parts)
+        dist.all_to_all_single(found, parts, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Exchange.apply(gradients[0].contiguous(), ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, counts: tuple[int, ...], rank: int, group: Any) -> torch.Tensor:
+        ctx.first, ctx.count = sum(counts[:rank]), counts[rank]
+        padded = mine.new_zeros((len(mine), max(counts)))
+        padded[:, : counts[rank]] = mine
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0][:, ctx.first : ctx.first + ctx.count], None, None, None

@@ -1,0 +1,102 @@
+"""Tensor parallelism: a layer's matrices cut over ranks that compute it together, by the plan of the model's family.
+
+    every rank:  h ─▶ [q k v | gate up]  own rows: own heads, own part of the width
+                      [o | down]         own columns: a part of each sum ─▶ all-reduce ─▶ h
+
+The plan is transformers' (``base_model_tp_plan``), the mechanics are torch's. Embeddings, norms and the head are whole
+on every rank of a layer's. Norms of single heads see the rank's own heads alone: their gradients are parts, which are
+summed before an update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from penstock.protocols.cut import rows_of
+from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.errors import SetupError
+
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+PARTIAL = "replicated_with_grad_allreduce"
+"""What transformers calls a parameter whose gradient on each rank is a part."""
+
+
+def cut_layers(model: Any, world: World) -> None:
+    """Cuts ``model`` in place over the ranks of ``world`` that share a layer, before FSDP cuts what is left."""
+    size, config = world.shape.tensor, model.config.get_text_config()
+    if size == 1:
+        return
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if odd := sorted(set(plan.values()) - STYLES.keys() - {PARTIAL}) or ([] if plan else ["nothing"]):
+        raise SetupError(
+            f"tensor_parallel: transformers' plan for {config.model_type} says {odd[0]}, which is not known "
+            "here; set it to 1"
+        )
+    heads = {"attention heads": config.num_attention_heads, "heads of keys": config.num_key_value_heads}
+    for what, count in {**heads, "features between": config.intermediate_size}.items():
+        if count % size:
+            raise SetupError(f"tensor_parallel={size}: {count} {what} cannot be cut into as many parts")
+    styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
+    parallelize_module(model.base_model, world.mesh["tensor"], styles, src_data_rank=None)
+    parts = tuple(name.rpartition(".")[2] for name, style in plan.items() if style == PARTIAL)
+    names = [name for name, _ in model.named_parameters() if name.split(".")[-2] in parts]
+    model.penstock_partial = names
+
+
+def sum_partial(model: Any, parameters: dict[str, torch.nn.Parameter], world: World) -> None:
+    """Gradients of which each rank of a layer has a part become whole."""
+    for name in getattr(model, "penstock_partial", ()):
+        gradient = parameters[name].grad
+        if gradient is not None:
+            mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            dist.all_reduce(mine, group=world.mesh["tensor"].get_group())
+
+
+class Turned:
+    """A matrix that is cut by columns, as rows: those that this rank sends of it. They change when they are gathered,
+    and not between: who publishes them may read while the next step is computed."""
+
+    def __init__(self, parameter: DTensor, world: World) -> None:
+        self._parameter, self._world = parameter, world
+        self.shape, self.device = parameter.shape, parameter.device
+        shard = world.rank // world.shape.tensor % world.shards
+        self._first, self._count = rows_of(parameter.shape[0], shard, world.shards)
+        self.gather()
+
+    @property
+    def first(self) -> int:
+        """The number of its first row."""
+        return self._first + self._share(self._world.rank % self._world.shape.tensor)[0]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Every rank that shares the matrix gives the others their rows: to be called by all of them, when it has
+        changed."""
+        mesh = self._world.mesh["tensor"]
+        mine = self._parameter.to_local().detach()
+        size, columns = mesh.size(), mine.shape[1]
+        counts = [self._share(place)[1] for place in range(size)]
+        own = counts[mesh.get_local_rank()]
+        found = mine.new_empty(size * own * columns)
+        dist.all_to_all_single(
+            found, mine.reshape(-1), [own * columns] * size, [count * columns for count in counts],
+            group=mesh.get_group(),
+        )  # fmt: skip
+        self._rows = found.view(size, own, columns).transpose(0, 1).reshape(-1)
+
+    def local(self) -> torch.Tensor:
+        """Flat: elements in the order of the whole matrix, from row `first` on."""
+        return self._rows
+
+    def _share(self, place: int) -> tuple[int, int]:
+        return rows_of(self._count, place, self._world.shape.tensor)
+
+
+def is_turned(parameter: torch.Tensor) -> bool:
+    """It is cut by columns."""
+    return isinstance(parameter, DTensor) and any(isinstance(p, Shard) and p.dim > 0 for p in parameter.placements)

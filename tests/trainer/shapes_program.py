@@ -1,0 +1,113 @@
+"""Run under torchrun by test_shapes.py: a learner of several ranks beside one of a single process, on the same steps,
+the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the model to
+begin with in start/, and what the config says of the shape, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.protocols.digests import Gmac
+from penstock.protocols.versions import digests_of
+from penstock.services.learning import checkpoint
+from penstock.services.modeling.parallel.fsdp import full
+from penstock.services.modeling.parallel.tensor import is_turned
+from penstock.services.modeling.parallel.world import Shape, World
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.rank_setup import load_policy
+from penstock.services.weights.byte_views import as_memory
+from penstock.services.weights.sender.shard_exporter import ShardExporter
+from tests.trainer.steps import Tokenizer, a_step
+
+CPU = torch.device("cpu")
+COMMON = {
+    "optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60,
+    "algorithm": {"correction": {"type": "truncated", "normalize": True}, "entropy_bonus": 0.01},
+}  # fmt: skip
+
+
+def version_of(learner: Learner) -> str:
+    """Its digest, of what all ranks write together."""
+    source = ShardExporter(learner.published, "float32", 4096, learner.world, Gmac.of_run("test"))
+    buffer = torch.zeros(source.layout.nbytes, dtype=torch.uint8)
+    source.write(buffer)
+    if learner.world.size > 1:
+        each = [torch.zeros_like(buffer) for _ in range(learner.world.size)]
+        dist.all_gather(each, buffer)
+        buffer = torch.stack(each).amax(0)  # bytes that several ranks write would have to be alike
+        assert sum(int((part != 0).sum()) for part in each) == int((buffer != 0).sum()), "each byte has one sender"
+    return digests_of(source.layout, as_memory(buffer), source.gmac).whole
+
+
+def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: full(p.detach()) for name, p in learner.parameters.items()}
+
+
+def main(folder: Path, given: dict[str, Any]) -> None:
+    config = TrainerConfig.model_validate(COMMON | given)
+    alone = TrainerConfig.model_validate(
+        COMMON | {k: v for k, v in given.items() if k in ("lora", "gradient_checkpointing")}
+    )
+    world, start = World.of_torchrun(CPU, Shape.of(config)), str(folder / "start")
+
+    def learn(path: str, config: TrainerConfig, world: World) -> Learner:
+        return Learner(load_policy(path, start, world, "float32", config.lora), config, 1.0, world)
+
+    cut, plain = learn(start, config, world), learn(start, alone, World(CPU))
+    assert version_of(cut) == version_of(plain), "before any step"
+    for number in range(3):
+        # From the same weights, the gradient of every parameter.
+        for learner in (cut, plain):
+            learner.optimizer.zero_grad(set_to_none=True)
+        found = [learner.accumulate(a_step(number)) for learner in (cut, plain)]
+        assert abs(found[0][0] - found[1][0]) <= 1e-5 * abs(found[1][0]), found
+        from penstock.services.modeling.parallel.tensor import sum_partial
+
+        sum_partial(cut.model, cut.parameters, world)
+        for name, parameter in cut.parameters.items():
+            mine, wanted = full(parameter.grad), plain.parameters[name].grad
+            off = float((mine - wanted).norm() / wanted.norm().clamp(min=1e-6))
+            assert off <= 1e-5, (name, off)
+        mine, other = cut.train(a_step(number)), plain.train(a_step(number))
+        for key in ("loss", "grad_norm", "entropy", "mismatch_kl_k3", "is_weight_mean"):
+            if key in other:
+                assert abs(mine[key] - other[key]) <= 2e-5 * max(1, abs(other[key])), (key, mine[key], other[key])
+        weights = whole_weights(cut)
+        for name, parameter in plain.parameters.items():
+            torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=1e-5, msg=name)
+            if not is_turned(parameter):
+                parameter.data.copy_(weights[name])  # what rounding makes of it is not followed any further
+    if plain.adapted:
+        for weight in plain.published.values():
+            if not isinstance(weight, torch.Tensor):
+                weight.gather()
+    assert version_of(cut) == version_of(plain), "after steps"
+    assert cut.score(list(range(2, 9))) and cut.evaluate(a_step(9), lambda rows: _logprobs(cut, rows))
+
+    saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", keep=1)
+    path = saver.begin().result()
+    world.share(b"saved")
+    for where, how in ((world, config), (World(CPU), alone)):
+        again = learn(str(path), how, where)
+        checkpoint.restore(again, path)
+        assert version_of(again) == version_of(cut), "as it was saved"
+        for name, parameter in cut.parameters.items():
+            one, two = cut.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]
+            assert torch.equal(full(one["exp_avg_sq"]), full(two["exp_avg_sq"])), name
+    world.close()
+
+
+def _logprobs(learner: Learner, rows: Any) -> torch.Tensor:
+    from penstock.services.modeling.parallel.fsdp import forward
+
+    return forward(learner.model, rows, 1.0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
