@@ -11,13 +11,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +36,9 @@ from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel import start
-from penstock.services.modeling.parallel.fsdp import forward, shard, sum_gradients
+from penstock.services.modeling.parallel.fsdp import clip_gradients, forward, shard, sum_gradients
+from penstock.services.modeling.parallel.tensor import sum_partial
+from penstock.services.modeling.parallel.world import Shape as Ranks
 from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.parts import runs_of
@@ -111,9 +113,9 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
     version that is being published."""
     trainer, folder = config.trainer, config_file(config).parent
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trainer.ranks)
-    world = World(CPU)
-    world.size = trainer.ranks
-    world.mesh = init_device_mesh("cpu", (trainer.ranks,))
+    # Ranks that share a sequence have each a part of it, and the same part of everything else.
+    world = World(CPU, size=trainer.ranks, shape=replace(Ranks.of(trainer), sequence=1))
+    _ = world.fsdp_mesh, world.tensor_mesh  # real ones, made before nothing is real
     shape = shape_of(config)
     assert shape is not None
     whole = keeps_whole_gradients(trainer, shape, gpu_gib)
@@ -124,11 +126,11 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
     adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant) if lora else None
     memory = Memory()
     start._adapt(model, adapter, str(folder), config.model.dtype)
+    shard(model, world, config.model.dtype)  # without memory yet, and over meshes that are real
     with memory.counting():
-        shard(model, world, config.model.dtype)
-        start._materialize(model, CPU)
+        start._materialize(model, CPU, CPU)
         learner = Learner(model, trainer, 1.0, world)
-        rows = _rows(trainer.tokens_per_micro_batch)
+        rows = _rows(trainer.tokens_per_micro_batch // trainer.sequence_parallel)
         source = ShardExporter(
             learner.published, config.model.dtype, config.weights.bucket_bytes, world, Gmac.of_run("memory")
         )
@@ -143,8 +145,10 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
                 sum_gradients(model, turn == MICRO_BATCHES or not whole)
                 loss.backward()
                 del loss
-            torch.nn.utils.clip_grad_norm_(learner.parameters.values(), 1.0)
+            sum_partial(model, learner.parameters, world)
+            clip_gradients(learner.parameters, world, 1.0)
             learner.optimizer.step()
+            learner.gather()
     return memory.peak / GIB
 
 

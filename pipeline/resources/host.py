@@ -25,6 +25,8 @@ class HostNeeds:
     """One version, as it is published."""
     shared: float
     """Shared memory: a version may be served, another fetched, a third made, while a fourth is held by a reader."""
+    offloaded: float
+    """What lies on the host in the GPUs' place (`trainer.offload`)."""
     staging: float
     """Copies of weights and optimizer's state while a checkpoint is written."""
     checkpoints: float
@@ -34,7 +36,8 @@ class HostNeeds:
         """Of the node of the trainer's first rank, where each has ``gpus``: processes, their part of a checkpoint, and
         the versions that are served from there."""
         ranks = min(gpus, config.trainer.ranks)
-        return ranks * PROCESS_GIB + self.staging * ranks / config.trainer.ranks + self.shared
+        own = (self.staging + self.offloaded) * ranks / config.trainer.ranks
+        return ranks * PROCESS_GIB + own + self.shared
 
     def compose(self, config: Config) -> dict[str, str]:
         """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
@@ -76,4 +79,5 @@ def host_needs(config: Config) -> HostNeeds | None:
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
     state = 12 * trained / GIB  # fp32 weights and AdamW's two moments
     shared = SEGMENTS * version if config.weights.transport in ("auto", "shm") else 0.0
-    return HostNeeds(version, shared, state, (config.trainer.checkpoint.keep + 1) * state)
+    offloaded = 16 * trained / GIB * config.trainer.offload  # and gradients
+    return HostNeeds(version, shared, offloaded, state, (config.trainer.checkpoint.keep + 1) * state)

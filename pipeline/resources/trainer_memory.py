@@ -23,23 +23,32 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
     """GiB of one rank at its peak, by what they are: where a later micro-batch's backward begins, or where embedding
     and head are summed. Always there, and cut: fp32 weights, their gradient and Adam's two moments; the version that is
     published, in 16 bits. With an adapter that alone has gradient and moments, and the model is in 16 bits."""
-    lora, cut, whole = trainer.lora, shape.parameters / trainer.ranks, shape.parameters
-    trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else cut
+    lora, tensor = trainer.lora, trainer.tensor_parallel
+    shards = trainer.ranks / (trainer.replicas * tensor)
+    whole = shape.layers * shape.layer / tensor + shape.ends  # what one rank would gather, were it all at once
+    cut = whole / shards
+    trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut
     if lora:
-        ends, layers, sums = 2 * shape.ends, 4 * shape.layer, 0
+        ends, layers, sums = 2 * shape.ends, 4.0 * shape.layer, 0.0
     else:
         ends = 2 * (shape.ends + shape.head)  # gathered in bf16, with the head's gradient
-        layers = 8 * shape.layer  # one gathered, one on its way, one's gradient in fp32
+        layers = 8 * shape.layer / tensor  # one gathered, one on its way, one's gradient in fp32
         sums = 6 * shape.ends
+        if trainer.replicas > 1:  # each layer's part is kept beside its gradient until all replicas' are summed
+            sums += 4 * shape.layers * shape.layer / tensor / shards
+    turned = sum(shape.matrices[name][0] * shape.matrices[name][1] for name in ("o_proj", "down_proj"))
     activations, logits = _activations(shape, trainer), LOGITS_GIB * GIB
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
-    parts = {
+    held = {
         "weights": 2 * cut + 4 * trained if lora else 4 * cut,
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": 8 * trained,
         "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
-        "published version": 2 * cut,
+        "published version": 2 * shape.parameters / trainer.ranks,
+        "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
+    }
+    parts = (held if not trainer.offload else {}) | {
         "gathered units": ends + layers,
         "activations": activations,
         "logits": logits,
@@ -50,10 +59,14 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
 
 def _activations(shape: Shape, trainer: TrainerConfig) -> float:
     """Bytes that a backward begins with, in bf16."""
-    tokens = trainer.tokens_per_micro_batch
+    tokens, tensor = trainer.tokens_per_micro_batch / trainer.sequence_parallel, trainer.tensor_parallel
     kept = 2 * tokens * shape.hidden * shape.layers  # what goes into each layer
-    inner = 2 * tokens * (12 * shape.hidden + 5 * shape.intermediate)  # what one layer does with it
-    return kept + inner if trainer.gradient_checkpointing else inner * shape.layers
+    inner = 2 * tokens * (8 * shape.hidden + (4 * shape.hidden + 5 * shape.intermediate) / tensor)  # and what it does
+    if not trainer.gradient_checkpointing:
+        kept = inner * (shape.layers - 1)
+    elif trainer.gradient_checkpointing == "selective":  # and what the matrices gave
+        kept += 2 * tokens * shape.layers * sum(outputs for _, outputs in shape.matrices.values()) / tensor
+    return inner if trainer.offload_activations else kept + inner
 
 
 def critic_gib(shape: Shape, critic: CriticConfig, gpu_gib: float | None = None) -> float:

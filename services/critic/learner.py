@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from penstock.services.runtime import health
 class CriticLearner(ModelLearner):
     """A `ModelLearner` whose model gives one number a token; ``gamma`` and ``lam`` are those of the returns that it
     learns, ``penalties`` is what is taken off the rewards."""
+
+    SECTION = "critic"
 
     def __init__(
         self, model: Any, config: CriticConfig, steps: int, gamma: float, lam: float, penalties: Penalties,
@@ -49,7 +52,11 @@ class CriticLearner(ModelLearner):
             returns[rewarded, : found.shape[1]] = found.float()
         for rows in mini_batches(step, self._config.epochs, self._config.mini_batches):
             rate = self.begin_update()
-            loss, metrics = self._accumulate(step, rows[step.rewarded[rows]], returns)
+            loss, metrics = self.micro_batches.fitting(
+                "forward or backward pass",
+                partial(self._accumulate, step, rows[step.rewarded[rows]], returns),
+                lambda: self.optimizer.zero_grad(set_to_none=True),
+            )
             ended = self.end_update(loss)
             metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}
             updates.append(metrics | {"critic_loss": loss, "critic_lr": rate})
@@ -69,7 +76,8 @@ class CriticLearner(ModelLearner):
         plan = self.plan([step.trajectories[i] for i in chosen], step.groups[chosen])
         for turn, (rows, counts_once) in enumerate(plan, 1):
             health.beat()
-            values = forward_values(self.model, rows)
+            with self.keeping():
+                values = forward_values(self.model, rows)
             index, width = list(rows.index), values.shape[1]
             wanted, before = (x[index, 1 : width + 1].to(values) for x in (returns, old))
             losses, clipped = value_loss(values, before, wanted, self._config.clip)

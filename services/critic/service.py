@@ -112,11 +112,13 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     if config.run.deterministic:
         determinism.pin(context.folder, world.named(kind), context.threads)
     folder = context.folder / "critic" / "checkpoints"
+    # A redo has the micro-batches that the step had.
+    own = critic.model_copy(update={"halve_micro_batches": False}) if config.run.deterministic else critic
     gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
 
     def learner_of(weights: str) -> CriticLearner:
-        model = load_trainable(weights, world, device, config.model.dtype, "value")
-        return CriticLearner(model, critic, config.trainer.steps, gamma, lam, config.trainer.algorithm.penalties, world)
+        model = load_trainable(weights, world, device, config.model.dtype, "value", offload=critic.offload)
+        return CriticLearner(model, own, config.trainer.steps, gamma, lam, config.trainer.algorithm.penalties, world)
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
     saver = checkpoint.Saver(learner, load_tokenizer(path), folder, critic.checkpoint.keep)

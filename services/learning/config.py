@@ -77,8 +77,18 @@ class LearnerConfig(Section):
     """When several ranks sum their gradients: after each ``micro_batch``, which needs the least memory; or once a
     ``step``, for which each rank keeps the gradient of the whole model in fp32 (4 bytes a parameter). ``auto``: once a
     step where that takes at most a fifth of the memory that is free. The result is the same, up to rounding."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time.
+    ``selective``: what matrices and attention gave is kept, and only what is cheap is computed again."""
+    offload: bool = False
+    """Weights, gradients and the optimizer's state lie in host memory, e.g. ``true``: 16 bytes a parameter less on the
+    GPUs, and the update is computed by the host. Slow; for models that fit in no other way."""
+    offload_activations: bool = False
+    """What the backward pass needs is kept in host memory, e.g. ``true``. Beside `gradient_checkpointing` that is the
+    input of each layer alone."""
+    halve_micro_batches: bool = True
+    """A step that does not fit the GPU is tried again with half of `tokens_per_micro_batch`, and so are those after it,
+    instead of ending the process. Never on several `ranks`, nor with `run.deterministic`."""
     device: str = "auto"
     """Where it computes, e.g. ``cpu`` or ``cuda``; ``auto``: a GPU where there is one."""
     threads: int = Field(1, ge=1)
@@ -86,6 +96,11 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_are_dealt(self) -> LearnerConfig:
+        if self.offload and self.tensor_parallel > 1:
+            raise ValueError(
+                "offload: what ranks of tensor_parallel share must lie where they compute; set one of the two to its "
+                "default"
+            )
         parts = self.replicas * self.sequence_parallel * self.tensor_parallel
         if self.ranks % parts:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
+from penstock.services.learning.out_of_memory import MicroBatches
+from penstock.services.modeling.checkpointing import keep_products
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
@@ -28,6 +31,9 @@ class ModelLearner:
     Where ``world`` has several ranks, each of them calls every method with the same arguments.
     """
 
+    SECTION = "trainer"
+    """Its keys, in the config."""
+
     def __init__(self, model: Any, config: LearnerConfig, steps: int, world: World | None = None) -> None:
         self.model, self._learning, self._steps = model, config, steps
         # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
@@ -39,8 +45,9 @@ class ModelLearner:
         self.version = 0
         self.state: dict[str, float] = {}
         """What else a checkpoint has: numbers that steps have changed."""
-        self.device = next(model.parameters()).device
-        self.world = world or World(self.device)
+        self.world = world or World(next(model.parameters()).device)
+        self.device = self.world.device
+        """That computes; where they are offloaded, parameters lie on the host."""
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
         """What a version consists of."""
         optimizer = config.optimizer
@@ -54,9 +61,10 @@ class ModelLearner:
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(
-                {"use_reentrant": False}
-            )  # the inputs of a frozen model need no gradient
+            how = {"context_fn": keep_products} if config.gradient_checkpointing == "selective" else {}
+            model.gradient_checkpointing_enable({"use_reentrant": False, **how})  # a frozen model's inputs need none
+        may_shrink = config.halve_micro_batches and self.world.size == 1
+        self.micro_batches = MicroBatches(config.tokens_per_micro_batch, may_shrink, self.SECTION, self.device)
         self.sums_once = self._sums_once(config.sum_gradients)
         """Gradients are summed over the ranks once a step, not after each micro-batch."""
 
@@ -68,7 +76,7 @@ class ModelLearner:
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0
         times, since all must take part."""
-        everyone = list(self.passes(trajectories, groups, self._learning.tokens_per_micro_batch))
+        everyone = list(self.passes(trajectories, groups, self.micro_batches.tokens))
         rounds = -(-len(everyone) // self.world.data_size)
         mine = [self.world.data_rank + turn * self.world.data_size for turn in range(rounds)]
         return [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
@@ -77,10 +85,20 @@ class ModelLearner:
     def evaluate(self, step: TrainingBatch, compute: Callable[[Rows], torch.Tensor]) -> list[np.ndarray]:
         """What ``compute`` gives for the sampled tokens of the whole step: float32 ``[tokens]`` of each trajectory, 0
         where nothing was sampled. Every rank computes all of it: each may need any row later."""
-        passes = self.passes(step.trajectories, step.groups, self._learning.tokens_per_micro_batch)
-        found = by_trajectory(step.trajectories, passes, compute)
+
+        def of_all() -> list[np.ndarray]:
+            passes = self.passes(step.trajectories, step.groups, self.micro_batches.tokens)
+            return by_trajectory(step.trajectories, passes, compute)
+
+        found = self.micro_batches.fitting("first pass over a step", of_all, lambda: reshard(self.model))
         reshard(self.model)
         return found
+
+    def keeping(self) -> AbstractContextManager[Any]:
+        """Around a forward that a backward follows: where activations are kept."""
+        if not self._learning.offload_activations:
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def begin_update(self) -> float:
         """Forgets the last gradient. Returns the learning rate, which is the same for all updates of a step."""
@@ -97,15 +115,20 @@ class ModelLearner:
         ``frozen`` in this step. ``before_update`` is called before a parameter changes."""
         bound = self._learning.optimizer.max_grad_norm
         sum_partial(self.model, self.parameters, self.world)
-        norm = clip_gradients(self.parameters, self.world, bound)
+        norm = float(clip_gradients(self.parameters, self.world, bound))
         before_update()
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite and not frozen:
             self.optimizer.step()
-            for weight in self.published.values():
-                if not isinstance(weight, torch.Tensor):
-                    weight.gather()
+            self.gather()
         return {"grad_norm": norm, "skipped": float(not finite)}
+
+    def gather(self) -> None:
+        """What is published and made of several ranks' parts is made again: by all of them, when weights have
+        changed."""
+        for weight in self.published.values():
+            if not isinstance(weight, torch.Tensor):
+                weight.gather()
 
     def _published(self, every: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor | Gathered]:
         if self.adapted:

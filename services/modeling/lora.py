@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.adapter_files import CONFIG, FILE
-from penstock.services.modeling.parallel.fsdp import block_of, full, like
+from penstock.services.modeling.parallel.fsdp import first_row, full, like
 from penstock.services.runtime.errors import SetupError
 
 NAME = "default"
@@ -144,7 +144,7 @@ class Merged:
     @property
     def first(self) -> int:
         """The number of its first row."""
-        return int(block_of(self._base)[0].start) if isinstance(self._base, DTensor) else 0
+        return first_row(self._base)
 
     def gather(self) -> None:
         """Every rank needs all of A: to be called by all of them, when it has changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,11 @@ class Learner(ModelLearner):
         described, updates = self._describe(step), []
         for number, rows in enumerate(parts):
             rate = self.begin_update()
-            loss, metrics = self.accumulate(step, rows, advantages, proximal)
+            loss, metrics = self.micro_batches.fitting(
+                "forward or backward pass",
+                partial(self.accumulate, step, rows, advantages, proximal),
+                lambda: self.optimizer.zero_grad(set_to_none=True),
+            )
             ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen)
             updates.append(metrics | ended | {"loss": loss, "lr": rate})
         if self._average:
@@ -112,7 +117,8 @@ class Learner(ModelLearner):
         def parts() -> Iterator[Part]:
             for rows, _ in plan:
                 health.beat()
-                log_prob, *entropy = forward_statistics(self.model, rows, self._temperature, wanted)
+                with self.keeping():
+                    log_prob, *entropy = forward_statistics(self.model, rows, self._temperature, wanted)
                 index = torch.tensor(rows.index, device=self.device)
                 columns = {
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]

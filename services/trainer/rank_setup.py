@@ -67,22 +67,25 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
         determinism.pin(context.folder, world.named("trainer"), context.threads)
 
     def make(path: str) -> Learner:
-        model = load_policy(path, settings.model_path, world, settings.dtype, settings.trainer.lora)
-        teacher = self_teacher(settings.trainer, settings.model_path, settings.template)
-        return Learner(model, settings.trainer, settings.temperature or 1.0, world, teacher)
+        trainer = settings.trainer
+        model = load_policy(path, settings.model_path, world, settings.dtype, trainer.lora, trainer.offload)
+        teacher = self_teacher(trainer, settings.model_path, settings.template)
+        if settings.deterministic:  # a redo has the micro-batches that the step had
+            trainer = trainer.model_copy(update={"halve_micro_batches": False})
+        return Learner(model, trainer, settings.temperature or 1.0, world, teacher)
 
     learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)
     return world, learner, load_tokenizer(settings.model_path), tail
 
 
-def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfig | None) -> Any:
+def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfig | None, offload: bool = False) -> Any:
     """The model to train, as it is at ``path``: where the run began, ``start``, or a checkpoint; which, with ``lora``,
     has the adapter alone."""
     if lora is None:
-        return load_trainable(path, world, world.device, dtype)
+        return load_trainable(path, world, world.device, dtype, offload=offload)
     begun = Path(path) if path != start else Path(lora.start) if lora.start else None
     adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant, begun)
-    return load_trainable(start, world, world.device, dtype, adapter=adapter)
+    return load_trainable(start, world, world.device, dtype, adapter=adapter, offload=offload)
 
 
 def self_teacher(trainer: TrainerConfig, model_path: str, template: dict[str, Any]) -> SelfTeacher | None:

@@ -18,6 +18,7 @@ from penstock.services.data.config import SortData
 from tests.e2e.runs import ROOT, Run, check_promises
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
+TENSOR, SEQUENCE = ([f"trainer.{kind}_parallel=2", "trainer.ranks=2"] for kind in ("tensor", "sequence"))
 PLAIN = ["loss={type: reinforce}", "correction={type: truncated}"]
 METHODS = {
     "dapo": ["loss={type: ppo_clip, clip_high: 0.28}"],
@@ -117,7 +118,9 @@ def test_a_policy_that_can_read_a_good_answer_teaches_itself(tmp_path: Path) -> 
     assert summary["reward_first"] <= 0.4 and summary["reward_last"] >= 0.9
 
 
-@pytest.mark.parametrize("shape", [["trainer.lora.rank=16"], ["trainer.ranks=2"], ["trainer.lora.variant=dora"]])
+@pytest.mark.parametrize(
+    "shape", [["trainer.lora.rank=16"], ["trainer.ranks=2"], TENSOR, SEQUENCE, ["trainer.lora.variant=dora"]]
+)
 def test_an_adapter_and_two_ranks_learn_as_well(shape: list[str], tmp_path: Path) -> None:
     rate = ["trainer.optimizer.lr=3e-3"] if "lora" in shape[0] else []
     run = Run(tmp_path, [*shape, *rate])

@@ -38,7 +38,9 @@ def test_parameters_are_those_of_the_real_models() -> None:
     ("name", "overrides"),
     [("0.5b", ""), ("8b", "trainer.ranks=8 trainer.gradient_checkpointing=false trainer.tokens_per_micro_batch=4096"),
      ("3b", "trainer.ranks=4 trainer.sum_gradients=step"), ("8b", "trainer.ranks=2 trainer.lora.rank=64"),
-     ("0.5b", "trainer.lora.targets=[q_proj,v_proj]")],
+     ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
+     ("8b", "trainer.ranks=8 trainer.tensor_parallel=2 trainer.gradient_checkpointing=selective"),
+     ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2")],
 )  # fmt: skip
 def test_the_plan_is_what_the_code_allocates(name: str, overrides: str) -> None:
     """Within a tenth, by tensors without contents."""

@@ -77,19 +77,19 @@ def test_a_model_starts_without_memory_and_is_the_one_in_its_files(tmp_path: Pat
 def test_a_rank_reads_its_own_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
     read = []
-    rows = weight_files.WeightFiles.rows
+    block = weight_files.WeightFiles.block
 
-    def counted(self: weight_files.WeightFiles, name: str, first: int, count: int) -> torch.Tensor:
-        read.append(count / self.shape(name)[0])
-        return rows(self, name, first, count)
+    def counted(self: weight_files.WeightFiles, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        found = block(self, name, part)
+        read.append(found.shape[0] / self.shape(name)[0])
+        return found
 
-    monkeypatch.setattr(weight_files.WeightFiles, "rows", counted)
+    monkeypatch.setattr(weight_files.WeightFiles, "block", counted)
     with weight_files.WeightFiles(tmp_path) as files:
         for name in ("model.embed_tokens.weight", "model.norm.weight"):
             first, count = 3, files.shape(name)[0] // 2
-            assert torch.equal(
-                files.rows(name, first, count), load_file(tmp_path / "model.safetensors")[name][3 : 3 + count]
-            )
+            wanted = load_file(tmp_path / "model.safetensors")[name][3 : 3 + count]
+            assert torch.equal(files.block(name, (slice(first, first + count),)), wanted)
     assert max(read) <= 0.5
 
 

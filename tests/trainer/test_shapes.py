@@ -23,6 +23,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "ranks": 4, "replicas": 2, "sequence_parallel": 2, "lora": {"rank": 3},
     },
     "sequence and tensor parallel": {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2},
+    "selective checkpointing, activations on the host": {
+        "ranks": 2, "gradient_checkpointing": "selective", "offload_activations": True,
+    },
+    "everything on the host": {
+        "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
+    },
 }  # fmt: skip
 
 

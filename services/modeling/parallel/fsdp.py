@@ -11,10 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from penstock.protocols.cut import rows_of
 from penstock.services.modeling.logprobs import shares_prompts, statistics
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.sequence import SequenceParallel
@@ -25,11 +33,11 @@ from penstock.services.modeling.values import values
 from penstock.services.runtime.errors import SetupError
 
 
-def shard(model: Any, world: World, dtype: str) -> None:
+def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     """Cuts ``model`` in place, as the shape of ``world`` says: each decoder layer a unit, what remains another. Each
     unit is cast to ``dtype`` as it is gathered, for as long as it is computed with; gradients are summed in fp32. A
-    world of one that computes in fp32 has nothing to cut or cast."""
-    if world.size == 1 and dtype != "bfloat16":
+    world of one that computes in fp32 has nothing to cut or cast. With ``offload`` what is cut lies on the host."""
+    if world.size == 1 and dtype != "bfloat16" and not offload:
         return
     layers = getattr(model.base_model, "layers", None)
     if layers is None:
@@ -45,10 +53,11 @@ def shard(model: Any, world: World, dtype: str) -> None:
             )
         model.penstock_ulysses = SequenceParallel(dist.get_rank(group), world.shape.sequence, group)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()
+    place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
     units = [*layers, model]
     for unit in units:
-        fully_shard(unit, mesh=world.fsdp_mesh, mp_policy=policy)
+        fully_shard(unit, mesh=world.fsdp_mesh, mp_policy=policy, offload_policy=place)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
@@ -106,20 +115,33 @@ def block_of(parameter: DTensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))
 
 
-def clip_gradients(parameters: Mapping[str, torch.nn.Parameter], world: World, bound: float) -> float:
+def first_row(value: torch.Tensor) -> int:
+    """The number of the first row that this rank has."""
+    if not isinstance(value, DTensor):
+        return 0
+    mesh, first, rows = value.device_mesh, 0, value.shape[0]
+    how = dict(zip(mesh.mesh_dim_names or (), value.placements, strict=True))
+    for name in ("tensor", "shard"):  # tensor parallelism cuts first
+        if name in how and getattr(how[name], "dim", None) == 0:  # FSDP's around tensor parallelism is no `Shard`
+            more, rows = rows_of(rows, mesh.get_local_rank(name), mesh[name].size())
+            first += more
+    return first
+
+
+def clip_gradients(parameters: Mapping[str, torch.nn.Parameter], world: World, bound: float) -> torch.Tensor:
     """Scales all gradients so that their norm over the whole model is at most ``bound``; returns what it was. What
     several ranks hold alike counts once."""
     if world.size == 1:
-        return float(full(torch.nn.utils.clip_grad_norm_(parameters.values(), bound)))
+        return full(torch.nn.utils.clip_grad_norm_(parameters.values(), bound))
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for gradient in gradients:
         total += local(gradient).float().norm().double().square() / _copies(gradient, world)
     dist.all_reduce(total)
-    norm = float(total.sqrt())
-    if not norm <= bound:  # nor where it is no number: nobody will take the step
-        for gradient in gradients:
-            local(gradient).mul_(bound / (norm + 1e-6))
+    norm = total.sqrt()
+    scale = (bound / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        local(gradient).mul_(scale.to(gradient.dtype))
     return norm
 
 

@@ -37,12 +37,13 @@ MASTER = torch.float32
 
 
 def load_trainable(
-    path: str, world: World, device: torch.device, dtype: str, head: Head = "language", adapter: Adapter | None = None
-) -> Any:
+    path: str, world: World, device: torch.device, dtype: str, head: Head = "language",
+    adapter: Adapter | None = None, offload: bool = False,
+) -> Any:  # fmt: skip
     """The causal language model at ``path``, a folder or a hub name, in fp32, cut over ``world``, on ``device``;
-    computes in ``dtype``. With a "value" ``head``: that model with one output a token instead, which begins at 0 where
-    the files have none. With an ``adapter`` that alone is to be trained: what is frozen takes no more bits than are
-    computed with. Raises `ModelError`."""
+    computes in ``dtype``; with ``offload`` its parameters lie on the host. With a "value" ``head``: that model with one
+    output a token instead, which begins at 0 where the files have none. With an ``adapter`` that alone is to be
+    trained: what is frozen takes no more bits than are computed with. Raises `ModelError`."""
     folder = _folder(path)
     model = _empty(path, head)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
@@ -51,14 +52,19 @@ def load_trainable(
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and _buffers_are_known(model, files):
             _adapt(model, adapter, path, dtype)
-            shard(model, world, dtype)
-            _materialize(model, device)
+            shard(model, world, dtype, offload)
+            _materialize(model, device, torch.device("cpu") if offload else device)
             _fill(model, files, world, path)
             return _begun(model, adapter)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), head=head)
     _adapt(model, adapter, path, dtype)
-    shard(model, world, dtype)
+    shard(model, world, dtype, offload)
+    if offload:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        return _begun(model, adapter)
     return _begun(model.to(device), adapter)
 
 
@@ -122,15 +128,15 @@ def _is_computed(module: nn.Module) -> bool:
     return "RotaryEmbedding" in type(module).__name__ and hasattr(module, "original_inv_freq")
 
 
-def _materialize(model: Any, device: torch.device) -> None:
-    """Memory on ``device`` for each parameter's part and each buffer. What is tied stays tied."""
+def _materialize(model: Any, device: torch.device, place: torch.device) -> None:
+    """Memory on ``place`` for each parameter's part, and on ``device`` for each buffer. What is tied stays tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_like(parameter, device), requires_grad=parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(_like(parameter, place), requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:

@@ -42,7 +42,7 @@ def cut_layers(model: Any, world: World) -> None:
         if count % size:
             raise SetupError(f"tensor_parallel={size}: {count} {what} cannot be cut into as many parts")
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
-    parallelize_module(model.base_model, world.mesh["tensor"], styles, src_data_rank=None)
+    parallelize_module(model.base_model, world.tensor_mesh, styles, src_data_rank=None)
     parts = tuple(name.rpartition(".")[2] for name, style in plan.items() if style == PARTIAL)
     names = [name for name, _ in model.named_parameters() if name.split(".")[-2] in parts]
     model.penstock_partial = names
@@ -54,7 +54,7 @@ def sum_partial(model: Any, parameters: dict[str, torch.nn.Parameter], world: Wo
         gradient = parameters[name].grad
         if gradient is not None:
             mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(mine, group=world.mesh["tensor"].get_group())
+            dist.all_reduce(mine, group=world.tensor_mesh.get_group())
 
 
 class Turned:
@@ -77,7 +77,7 @@ class Turned:
     def gather(self) -> None:
         """Every rank that shares the matrix gives the others their rows: to be called by all of them, when it has
         changed."""
-        mesh = self._world.mesh["tensor"]
+        mesh = self._world.tensor_mesh
         mine = self._parameter.to_local().detach()
         size, columns = mesh.size(), mine.shape[1]
         counts = [self._share(place)[1] for place in range(size)]

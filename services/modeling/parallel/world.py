@@ -65,7 +65,7 @@ class World:
         """Of its own, over hosts, so that ranks can agree on a publish beside the training's collectives."""
         self.save_group: Any = None
         """Of its own, over hosts, so that a checkpoint is written beside the training's collectives."""
-        if self.size > 1:
+        if self.size > 1 and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=DEADLINE)
             self.publish_group = dist.new_group(backend="gloo", timeout=DEADLINE)
             self.save_group = dist.new_group(backend="gloo", timeout=DEADLINE)
@@ -79,7 +79,12 @@ class World:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=DEADLINE)
         return init_device_mesh(self.device.type, self._sizes, mesh_dim_names=DIMENSIONS)
 
-    @property
+    @cached_property
+    def tensor_mesh(self) -> DeviceMesh:
+        """Over which each layer's matrices are cut."""
+        return self.mesh["tensor"]
+
+    @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """Over which rows are cut, and copied where there are replicas."""
         return self.mesh["replica", "shard"] if self.shape.replicas > 1 else self.mesh["shard"]

@@ -14,7 +14,7 @@ from penstock.protocols.cut import Cut
 from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import digests_of
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.parallel.fsdp import block_of, local
+from penstock.services.modeling.parallel.fsdp import first_row, local
 from penstock.services.modeling.parallel.gathered import Gathered
 from penstock.services.modeling.parallel.world import World
 from penstock.services.weights.byte_views import as_memory, copy_bytes
@@ -135,8 +135,7 @@ def _sent(weight: torch.Tensor | Gathered, first: int, count: int) -> torch.Tens
     """These rows, flat."""
     width = math.prod(weight.shape[1:])
     if isinstance(weight, torch.Tensor):
-        begun = int(block_of(weight)[0].start) if isinstance(weight, DTensor) else 0
-        mine = local(weight)
+        begun, mine = first_row(weight), local(weight)
     else:
         begun, mine = weight.first, weight.local()
     return mine[(first - begun) * width : (first - begun + count) * width]
@@ -147,4 +146,4 @@ def _is_block(weight: torch.Tensor | Gathered) -> bool:
     if not isinstance(weight, DTensor):
         return False
     how = dict(zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=False))
-    return "tensor" in how and how["tensor"].is_shard()
+    return "tensor" in how and how["tensor"].is_shard(0)

@@ -1,0 +1,27 @@
+"""Selective gradient checkpointing: what took matrices or attention to compute is kept, all else is computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+KEPT = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_flash_attention_forward",
+    )
+    if hasattr(torch.ops.aten, name)
+)  # fmt: skip
+
+
+def _choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_products() -> Any:
+    """`torch.utils.checkpoint.checkpoint`'s ``context_fn``."""
+    return create_selective_checkpoint_contexts(_choose)

@@ -1,0 +1,92 @@
+"""Less memory, the same numbers: what selective checkpointing computes again, and what happens to what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.services.learning import out_of_memory
+from penstock.services.learning.out_of_memory import DoesNotFit
+from penstock.services.modeling.packing import Rows
+from penstock.services.trainer import learner as module
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from tests.trainer.rank_program import a_model
+from tests.trainer.steps import a_step
+
+
+def learner(**given: Any) -> Learner:
+    return Learner(a_model(), TrainerConfig.model_validate({"optimizer": {"lr": 1e-2}, **given}), 1.0)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def products(checkpointing: Any) -> tuple[int, float]:
+    one = learner(gradient_checkpointing=checkpointing)
+    with Products() as counted:
+        loss, _ = one.accumulate(a_step(0))
+    return counted.count, loss
+
+
+def test_selective_checkpointing_computes_no_product_again() -> None:
+    (none, loss), (some, second), (every, third) = products(False), products("selective"), products(True)
+    assert none == some < every, "a full one computes each product twice"
+    assert loss == second == third
+
+
+class Small:
+    """A device on which a forward pass of more than ``limit`` tokens does not fit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+        self.failed, real = 0, module.forward_statistics
+
+        def forward(model: Any, rows: Rows, *arguments: Any) -> torch.Tensor:
+            if rows.tokens.numel() > limit:
+                self.failed += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore of it")
+            return real(model, rows, *arguments)
+
+        monkeypatch.setattr(module, "forward_statistics", forward)
+        monkeypatch.setattr(out_of_memory, "LEAST_TOKENS", 8)
+
+
+def test_what_does_not_fit_is_tried_again_with_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = learner(tokens_per_micro_batch=10_000)
+    metrics = wanted.train(a_step(0))
+    small = Small(monkeypatch, 30)
+    found = learner(tokens_per_micro_batch=10_000)
+    again = found.train(a_step(0))
+    assert small.failed and found.micro_batches.tokens <= 39
+    for name in ("loss", "grad_norm", "entropy"):
+        assert again[name] == pytest.approx(metrics[name], rel=1e-4), name
+    for name, parameter in wanted.parameters.items():
+        torch.testing.assert_close(found.parameters[name], parameter, rtol=1e-3, atol=1e-4)
+    failed = small.failed
+    found.train(a_step(1))
+    assert small.failed == failed, "the next step begins with what fits"
+
+
+def test_where_it_may_not_shrink_the_error_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    Small(monkeypatch, 30)
+    with pytest.raises(
+        DoesNotFit, match=r"forward or backward pass, with micro-batches of 10000 tokens.*Tried to"
+    ) as e:
+        learner(tokens_per_micro_batch=10_000, halve_micro_batches=False).train(a_step(0))
+    for key in ("gradient_checkpointing=true", "tokens_per_micro_batch", "trainer.ranks", "trainer.offload"):
+        assert key in str(e.value)
+    Small(monkeypatch, 1)
+    with pytest.raises(DoesNotFit, match="micro-batches of 9 tokens"):
+        learner(tokens_per_micro_batch=10_000).train(a_step(0))
