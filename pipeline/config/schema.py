@@ -51,6 +51,9 @@ class RunConfig(Section):
     trackers: tuple[TrackerName, ...] = ()
     """Where the metrics of steps and evaluations go besides the run's own files, e.g. ``[wandb]``: ``tensorboard``,
     ``wandb``, ``mlflow``, ``trackio``. See docs/metrics.md."""
+    prometheus: str | None = Field(None, pattern=r"^[^:]*:\d{1,5}$")
+    """Where the broker serves the run's state for Prometheus, e.g. ``127.0.0.1:9400``; port 0: any that is free, which
+    ``prometheus-NAME.json`` beside the run's folder says; null: nowhere. See docs/prometheus.md."""
     project: str = "penstock"
     """What trackers file the run under, e.g. ``sorting``."""
     gpu_gib: float | None = Field(None, gt=0)

@@ -191,6 +191,8 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         learners=registry.learners(config),
         agents=config.gateway.count > 0,
         trackers=config.run.trackers,
+        prometheus=config.run.prometheus,
+        wanted={spec.kind: len(spec.names(config)) for spec in registry.actors(config).values()},
         project=config.run.project,
         described=yaml.safe_load(dump(config)),
         deterministic=config.run.deterministic,

@@ -123,6 +123,8 @@ class Broker:
                 state.router.flush()
         finally:
             state.recorder.close()
+            if state.exporter:
+                state.exporter.close()
             state.router.close()
         return state.progress.error
 
@@ -175,6 +177,8 @@ class Broker:
             self._actors_at = now
             shown = live_state(state)
             state.recorder.actors(shown["members"], shown["queues"])
+            if state.exporter:
+                state.exporter.show(shown)
 
     def _expire(self, now: float) -> None:
         """Work of holders that do not renew it is free again."""

@@ -30,6 +30,7 @@ from penstock.services.broker.config import (
 from penstock.services.broker.latency import Latency
 from penstock.services.broker.membership import Member, Members
 from penstock.services.broker.payloads import Payloads
+from penstock.services.broker.prometheus import Exporter
 from penstock.services.broker.recorder import Recorder
 from penstock.services.broker.records import Records
 from penstock.services.broker.rules.course import Best, best_of
@@ -76,6 +77,10 @@ class BrokerSettings:
     columns: ColumnTable
     """What a group needs before it may be trained on."""
     trackers: tuple[TrackerName, ...] = ()
+    prometheus: str | None = None
+    """Where metrics are served; None: nowhere."""
+    wanted: dict[str, int] = field(default_factory=dict)
+    """How many actors of each kind the config asks for, for these metrics."""
     project: str = "penstock"
     """What trackers file the run under."""
     described: dict[str, Any] = field(default_factory=dict)
@@ -160,6 +165,7 @@ class BrokerState:
             settings.folder,
             Trackers(settings.trackers, settings.folder, settings.project, settings.described),
         )
+        self.exporter = Exporter(settings.prometheus, settings.folder, settings.wanted) if settings.prometheus else None
         self.archive = Archive(settings.folder, settings.replay.archive)
         rests = settings.prompts.curriculum
         bounds = Bounds(**rests.model_dump()) if rests else None
