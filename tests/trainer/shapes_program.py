@@ -1,6 +1,6 @@
 """Run under torchrun by test_shapes.py: a learner of several ranks beside one of a single process, on the same steps,
 the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the model to
-begin with in start/, and what the config says of the shape, as JSON."""
+begin with in start/, what the config says of the shape, as JSON, and on what device to compute."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import digests_of
 from penstock.services.learning import checkpoint
-from penstock.services.modeling.parallel.fsdp import full
-from penstock.services.modeling.parallel.tensor import is_turned
-from penstock.services.modeling.parallel.world import Shape, World
+from penstock.services.modeling.parallel.fsdp import forward, full
+from penstock.services.modeling.parallel.tensor import is_turned, sum_partial
+from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
@@ -25,7 +25,6 @@ from penstock.services.weights.byte_views import as_memory
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.trainer.steps import Tokenizer, a_step
 
-CPU = torch.device("cpu")
 COMMON = {
     "optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60,
     "algorithm": {"correction": {"type": "truncated", "normalize": True}, "entropy_bonus": 0.01},
@@ -49,15 +48,16 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: full(p.detach()) for name, p in learner.parameters.items()}
 
 
-def main(folder: Path, given: dict[str, Any]) -> None:
+def main(folder: Path, given: dict[str, Any], kind: str) -> None:
     config = TrainerConfig.model_validate(COMMON | given)
     alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora",)})
-    world, start = World.of_torchrun(CPU, Shape.of(config)), str(folder / "start")
+    device = local_device(torch.device(kind), "trainer")
+    world, single, start = World.of_torchrun(device, Shape.of(config)), World(device), str(folder / "start")
 
     def learn(path: str, config: TrainerConfig, world: World) -> Learner:
         return Learner(load_policy(path, start, world, "float32", config.lora, config.offload), config, 1.0, world)
 
-    cut, plain = learn(start, config, world), learn(start, alone, World(CPU))
+    cut, plain = learn(start, config, world), learn(start, alone, single)
     assert version_of(cut) == version_of(plain), "before any step"
     for number in range(3):
         # From the same weights, the gradient of every parameter.
@@ -65,8 +65,6 @@ def main(folder: Path, given: dict[str, Any]) -> None:
             learner.optimizer.zero_grad(set_to_none=True)
         found = [learner.accumulate(a_step(number)) for learner in (cut, plain)]
         assert abs(found[0][0] - found[1][0]) <= 1e-5 * abs(found[1][0]), found
-        from penstock.services.modeling.parallel.tensor import sum_partial
-
         sum_partial(cut.model, cut.parameters, world)
         for name, parameter in cut.parameters.items():
             mine, wanted = full(parameter.grad), plain.parameters[name].grad
@@ -88,7 +86,7 @@ def main(folder: Path, given: dict[str, Any]) -> None:
     saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", keep=1)
     path = saver.begin().result()
     world.share(b"saved")
-    for where, how in ((world, config), (World(CPU), alone)):
+    for where, how in ((world, config), (single, alone)):
         again = learn(str(path), how, where)
         checkpoint.restore(again, path)
         assert version_of(again) == version_of(cut), "as it was saved"
@@ -99,10 +97,8 @@ def main(folder: Path, given: dict[str, Any]) -> None:
 
 
 def _logprobs(learner: Learner, rows: Any) -> torch.Tensor:
-    from penstock.services.modeling.parallel.fsdp import forward
-
     return forward(learner.model, rows, 1.0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

@@ -37,7 +37,6 @@ def test_ranks_in_a_shape_are_one_process(name: str, tmp_path: Path) -> None:
     a_model().save_pretrained(tmp_path / "start")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(SHAPES[name]["ranks"]), "-m", "tests.trainer.shapes_program"]
-    done = subprocess.run(
-        [*command, str(tmp_path), json.dumps(SHAPES[name])], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    run = [*command, str(tmp_path), json.dumps(SHAPES[name]), "cpu"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
