@@ -31,7 +31,8 @@ def cut_layers(model: Any, world: World) -> None:
     size, config = world.shape.tensor, model.config.get_text_config()
     if size == 1:
         return
-    plan = getattr(config, "base_model_tp_plan", None) or {}
+    every = getattr(config, "base_model_tp_plan", None) or {}
+    plan = {name: style for name, style in every.items() if name.startswith("layers.")}  # embeddings stay whole
     if odd := sorted(set(plan.values()) - STYLES.keys() - {PARTIAL}) or ([] if plan else ["nothing"]):
         raise SetupError(
             f"tensor_parallel: transformers' plan for {config.model_type} says {odd[0]}, which is not known "
