@@ -48,7 +48,8 @@ class HostNeeds:
             "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version,
         }
         if config.with_critic:
-            uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.staging
+            offloaded = self.staging * 16 / 12 * config.critic.offload
+            uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.staging + offloaded
         return {name: f"{max(8, round(SPARE * gib + 0.5))}g" for name, gib in uses.items()}
 
 

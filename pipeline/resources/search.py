@@ -77,6 +77,9 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
     if vllm and any(int(vllm.vllm.get(f"{kind}_parallel_size", 1)) > 1 for kind in ("data", "pipeline")):
         return  # each engine has more GPUs than are searched for
     for lora, ranks in product(adapters, [*range(1, min(16, count)), *range(16, count, 8)]):
+        together = config.trainer.replicas * config.trainer.sequence_parallel * config.trainer.tensor_parallel
+        if ranks % together or (lora and config.trainer.tensor_parallel > 1):
+            continue  # the config would be refused
         trained = _trained(config, shape, ranks, lora, device)
         if trained is None:
             continue

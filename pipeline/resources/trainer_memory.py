@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.pipeline.resources.model_shape import Shape
 from penstock.services.critic.config import CriticConfig
-from penstock.services.learning.config import GRADIENT_SHARE
+from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig
 from penstock.services.trainer.config import TrainerConfig
 
 GIB = float(1 << 30)
@@ -71,8 +71,7 @@ def _activations(shape: Shape, trainer: TrainerConfig) -> float:
 
 def critic_gib(shape: Shape, critic: CriticConfig, gpu_gib: float | None = None) -> float:
     """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted."""
-    names = ("ranks", "tokens_per_micro_batch", "gradient_checkpointing", "sum_gradients")
-    same = {name: getattr(critic, name) for name in names}
+    same = {name: getattr(critic, name) for name in LearnerConfig.model_fields}
     return trainer_gib(shape, TrainerConfig(**same), gpu_gib)
 
 

@@ -54,9 +54,12 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     start = checkpoint.path_of(checkpoints, usable[-1]) if usable else None
     begun = str(model_path(config, folder))
     world = World(device_of(config.trainer.device))
-    model = load_policy(str(start or begun), begun, world, config.model.dtype, config.trainer.lora)
-    teacher = self_teacher(config.trainer, begun, config.template)
-    learner = Learner(model, config.trainer, config.rollout.sampling.temperature, world, teacher)
+    trainer = config.trainer
+    if config.run.deterministic:  # as the run itself did
+        trainer = trainer.model_copy(update={"halve_micro_batches": False})
+    model = load_policy(str(start or begun), begun, world, config.model.dtype, trainer.lora, trainer.offload)
+    teacher = self_teacher(trainer, begun, config.template)
+    learner = Learner(model, trainer, config.rollout.sampling.temperature, world, teacher)
     if start:
         checkpoint.restore(learner, start)
     gmac = Gmac.of_run(run_key(folder))

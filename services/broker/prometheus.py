@@ -40,12 +40,15 @@ class Exporter(Collector):
         host, _, port = address.rpartition(":")
         try:
             self._server, self._thread = start_http_server(int(port), host or "127.0.0.1", registry)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise SetupError(f"run.prometheus: cannot listen at {address}: {error}; choose another port") from error
         self.port = int(self._server.server_port)
         target = f"{host or '127.0.0.1'}:{self.port}"
         self._targets = folder.parent / TARGETS.format(folder.name)
-        write_whole(self._targets, json.dumps([{"targets": [target], "labels": {"run": folder.name}}]))
+        try:
+            write_whole(self._targets, json.dumps([{"targets": [target], "labels": {"run": folder.name}}]))
+        except OSError as error:  # whoever knows the address can ask all the same
+            log.warning("Prometheus is not told where the metrics are", file=str(self._targets), error=str(error))
         log.info("metrics for Prometheus", at=f"http://{target}/metrics")
 
     def show(self, state: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class CriticLearner(ModelLearner):
             loss, metrics = self.micro_batches.fitting(
                 "forward or backward pass",
                 partial(self._accumulate, step, rows[step.rewarded[rows]], returns),
-                lambda: self.optimizer.zero_grad(set_to_none=True),
+                self.give_up_update,
             )
             ended = self.end_update(loss)
             metrics |= {"critic_grad_norm": ended["grad_norm"], "critic_skipped": ended["skipped"]}

@@ -96,10 +96,10 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_are_dealt(self) -> LearnerConfig:
-        if self.offload and self.tensor_parallel > 1:
+        if (self.offload or self.offload_activations) and self.tensor_parallel > 1:
             raise ValueError(
-                "offload: what ranks of tensor_parallel share must lie where they compute; set one of the two to its "
-                "default"
+                f"{'offload' if self.offload else 'offload_activations'}: what ranks of tensor_parallel share must lie "
+                "where they compute; set one of the two to its default"
             )
         parts = self.replicas * self.sequence_parallel * self.tensor_parallel
         if self.ranks % parts:

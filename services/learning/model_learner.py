@@ -19,7 +19,7 @@ from penstock.services.modeling.checkpointing import keep_products
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
-from penstock.services.modeling.parallel.fsdp import clip_gradients, reshard
+from penstock.services.modeling.parallel.fsdp import clip_gradients, forget_backward, reshard
 from penstock.services.modeling.parallel.gathered import Gathered
 from penstock.services.modeling.parallel.tensor import Turned, is_turned, sum_partial
 from penstock.services.modeling.parallel.world import World
@@ -93,6 +93,11 @@ class ModelLearner:
         found = self.micro_batches.fitting("first pass over a step", of_all, lambda: reshard(self.model))
         reshard(self.model)
         return found
+
+    def give_up_update(self) -> None:
+        """Forgets the gradient, also of a backward that was broken off."""
+        forget_backward(self.model)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def keeping(self) -> AbstractContextManager[Any]:
         """Around a forward that a backward follows: where activations are kept."""

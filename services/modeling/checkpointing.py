@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers the operation that packed rows take on GPUs
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 KEPT = frozenset(
-    getattr(torch.ops.aten, name).default
+    getattr(library, name).default
+    for library in (torch.ops.aten, torch.ops.torch_attn)
     for name in (
         "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_flash_attention_forward",
+        "_flash_attention_forward", "_varlen_attn",
     )
-    if hasattr(torch.ops.aten, name)
+    if hasattr(library, name)
 )  # fmt: skip
 
 

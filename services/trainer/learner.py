@@ -73,7 +73,7 @@ class Learner(ModelLearner):
             loss, metrics = self.micro_batches.fitting(
                 "forward or backward pass",
                 partial(self.accumulate, step, rows, advantages, proximal),
-                lambda: self.optimizer.zero_grad(set_to_none=True),
+                self.give_up_update,
             )
             ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen)
             updates.append(metrics | ended | {"loss": loss, "lr": rate})

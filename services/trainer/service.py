@@ -118,7 +118,7 @@ class Trainer:
             begun = time.monotonic()
             assert self._publication
             self._desk.wait(self._publication.read)
-            waited = time.monotonic() - begun
+            waited += time.monotonic() - begun  # it may be asked twice
 
         with self.actor.busy():
             self._world.order("train", batch)

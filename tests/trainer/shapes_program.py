@@ -83,6 +83,10 @@ def main(folder: Path, given: dict[str, Any], kind: str) -> None:
     assert version_of(cut) == version_of(plain), "after steps"
     assert cut.score(list(range(2, 9))) and cut.evaluate(a_step(9), lambda rows: _logprobs(cut, rows))
 
+    unrewarded = a_step(5)
+    unrewarded.values["reward"][:] = float("nan")
+    assert cut.train(unrewarded)["grad_norm"] == 0.0, "a step without rewards ends nobody"
+    cut.version -= 1
     saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", keep=1)
     path = saver.begin().result()
     world.share(b"saved")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.services.learning import out_of_memory
 from penstock.services.learning.out_of_memory import DoesNotFit
 from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.parallel.start import load_trainable
+from penstock.services.modeling.parallel.world import World
 from penstock.services.trainer import learner as module
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -77,6 +80,34 @@ def test_what_does_not_fit_is_tried_again_with_smaller_micro_batches(monkeypatch
     failed = small.failed
     found.train(a_step(1))
     assert small.failed == failed, "the next step begins with what fits"
+
+
+def test_a_backward_that_does_not_fit_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP, which every bf16 model has around it, must sum the gradients of the second try and of later steps."""
+    a_model().save_pretrained(tmp_path)
+    given = {"optimizer": {"lr": 1e-2}}
+    cpu, found = torch.device("cpu"), []
+    world = World(cpu)
+    for fails, tokens in ((False, 30), (True, 60)):
+        config = TrainerConfig.model_validate({**given, "tokens_per_micro_batch": tokens})
+        one = Learner(load_trainable(str(tmp_path), world, cpu, "bfloat16"), config, 1.0, world)
+        layer, left = one.model.model.layers[0], [fails]
+
+        def fail(module: Any, inputs: Any, output: Any, left: list[bool] = left) -> None:
+            def hook(gradient: torch.Tensor) -> None:
+                if left.pop() if left else False:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+            if output.requires_grad:
+                output.register_hook(hook)
+
+        layer.register_forward_hook(fail)
+        monkeypatch.setattr(out_of_memory, "LEAST_TOKENS", 8)
+        found.append([one.train(a_step(number)) for number in range(3)])
+        assert one.micro_batches.tokens == 30
+    for clean, again in zip(*found, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert again[name] == pytest.approx(clean[name], rel=1e-5), name
 
 
 def test_where_it_may_not_shrink_the_error_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:

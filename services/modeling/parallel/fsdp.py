@@ -90,6 +90,13 @@ def reshard(model: Any) -> None:
         model.reshard()
 
 
+def forget_backward(model: Any) -> None:
+    """After a backward that was broken off: what FSDP remembers of it would keep the next one from summing gradients.
+    Nobody wants what it leaves in them."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def sum_gradients(model: Any, now: bool) -> None:
     """Whether the coming backward sums gradients over the ranks. Where not, each rank keeps its whole own sum, in fp32,
     until one that does."""
@@ -134,6 +141,8 @@ def clip_gradients(parameters: Mapping[str, torch.nn.Parameter], world: World, b
     if world.size == 1:
         return full(torch.nn.utils.clip_grad_norm_(parameters.values(), bound))
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    if not gradients:  # on any rank: nothing of the step has a reward
+        return torch.zeros(())
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for gradient in gradients:
         total += local(gradient).float().norm().double().square() / _copies(gradient, world)
