@@ -178,6 +178,8 @@ class Learner(ModelLearner):
     def _advantages(self, step: TrainingBatch) -> tuple[torch.Tensor, dict[str, float]]:
         """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""
         rewarded = np.flatnonzero(step.rewarded)
+        if not rewarded.size:  # every call of a reward function failed: nothing is learned, and nobody dies
+            return torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0))), {}
         rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, self.state)
         metrics = rewards.metrics
         columns: dict[str, torch.Tensor] = {}

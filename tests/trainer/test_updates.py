@@ -28,6 +28,16 @@ def weights(of: Learner) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in of.parameters.values()])
 
 
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_step_without_any_reward_changes_nothing(mini_batches: int) -> None:
+    one, step = learner(mini_batches=mini_batches), a_step(0)
+    step.values["reward"][:] = float("nan")
+    before = weights(one)
+    metrics = one.train(step)
+    assert metrics["grad_norm"] == 0 and metrics["reward_missing"] == len(step.trajectories) and one.version == 1
+    assert torch.equal(weights(one), before)
+
+
 @settings(max_examples=50, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=9), epochs=st.integers(1, 3), parts=st.integers(1, 4))
 def test_every_epoch_has_every_group_once_and_whole(sizes: list[int], epochs: int, parts: int) -> None:
