@@ -39,7 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "together": {},
     "apart": {},
     "tensor": {"ranks": 2, "tensor_parallel": 2},
-    "sequence": {"ranks": 2, "sequence_parallel": 2},
     "lora": {"lora": {"rank": 3}, "gradient_checkpointing": True},
     "dora": {"lora": {"rank": 3, "variant": "dora", "targets": ["q_proj", "down_proj"]}},
 }
@@ -74,7 +73,7 @@ def main(address: str, folder: Path, shape: str) -> None:
         publisher = Publisher(weights, source, "test-ranks", box)
         box.ask(Hello(kind="trainer", name="trainer", host="", pid=1), 10)
     # Sums in another order: AdamW makes much of small gradients. tests/trainer/test_shapes.py compares the gradients.
-    near = 2e-3 if shape in ("tensor", "sequence") else 1e-5
+    near = 2e-3 if shape == "tensor" else 1e-5
     for version in range(1, VERSIONS + 1):
         mine, other = learner.train(a_step(version)), plain.train(a_step(version))
         for key in ("loss", "grad_norm", "entropy"):
