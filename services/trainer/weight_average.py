@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.checkpoint import AVERAGE
+from penstock.services.modeling.parallel.fsdp import local
 
 
 class WeightAverage:
@@ -39,7 +39,7 @@ class WeightAverage:
                 continue
             if AVERAGE not in state:
                 state[AVERAGE] = self._first.pop(name)
-            _local(state[AVERAGE]).lerp_(_local(parameter), self._rate)
+            local(state[AVERAGE]).lerp_(local(parameter), self._rate)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -55,12 +55,7 @@ class WeightAverage:
         for name, parameter in self._parameters.items():
             average = self._optimizer.state.get(parameter, {}).get(AVERAGE, self._first.get(name))
             if average is not None:
-                one, other = _local(parameter), _local(average)
+                one, other = local(parameter), local(average)
                 kept = one.clone()
                 one.copy_(other)
                 other.copy_(kept)
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value

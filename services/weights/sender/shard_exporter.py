@@ -40,11 +40,14 @@ class ShardExporter:
         blocks = tuple(number for number, weight in enumerate(self._weights) if _is_block(weight))
         self.cut = Cut(replicas=world.shape.replicas, shards=world.shards, tensor=world.shape.tensor, blocks=blocks)
         self.pieces = pieces_of(self.layout, world.rank, self.cut)
+        shapes = enumerate(weight.shape for weight in self._weights)
+        self._rows = [self.cut.rows(number, shape[0], world.rank) for number, shape in shapes]
+        """First row and number of rows that this rank sends, of each weight."""
 
     def buckets(self, buffer: torch.Tensor, hashed: bool = False) -> Iterator[tuple[int, str | None]]:
         """For a world of one on a CPU: writes bucket after bucket to its place in ``buffer`` (uint8 ``[bytes]``), and
         yields its number, and with ``hashed`` its digest, made while writing."""
-        parts, put = self._parts(), self.putter()
+        parts, put = _Parts(self._weights, self._rows), self.putter()
         for index, (start, end) in enumerate(self.layout.spans):
             digest = self._write_hashed(parts, index, buffer[start:end]) if hashed else None
             if not hashed:
@@ -59,13 +62,8 @@ class ShardExporter:
 
     def putter(self) -> Callable[[Piece, torch.Tensor, int], None]:
         """What writes a piece, cast, to a target (uint8 ``[bytes]``) from a byte of it on."""
-        parts = self._parts()
+        parts = _Parts(self._weights, self._rows)
         return lambda piece, target, start: self._put(self._elements(parts, piece), target, start)
-
-    def _parts(self) -> _Parts:
-        rank = self.world.rank
-        rows = [self.cut.rows(number, weight.shape[0], rank) for number, weight in enumerate(self._weights)]
-        return _Parts(self._weights, rows)
 
     def digest(self) -> str:
         """Of the version that the weights make as they are now; for a world of one."""
