@@ -18,12 +18,15 @@ class Cut(BaseModel):
 
     FSDP cuts rows over the shards. Ranks that hold the same rows (replicas, and tensor parallel ranks of what that does
     not cut) share the sending: each has a part of them. ``blocks`` are cut by tensor parallelism first, and then over
-    the shards.
+    the shards. ``dealt`` are cut over the ranks that share experts, which follow each other among the shards, and then
+    over the shards that are left.
 
     >>> cut = Cut(shards=2, tensor=2, blocks=(1,))
     >>> [cut.rows(0, 8, rank) for rank in range(4)]  # rank 1 is shard 0, second in tensor parallelism
     [(0, 2), (2, 2), (4, 2), (6, 2)]
     >>> [cut.rows(1, 8, rank) for rank in range(4)]
+    [(0, 2), (4, 2), (2, 2), (6, 2)]
+    >>> [Cut(shards=4, experts=2, dealt=(0,)).rows(0, 8, rank) for rank in range(4)]
     [(0, 2), (4, 2), (2, 2), (6, 2)]
     """
 
@@ -33,6 +36,9 @@ class Cut(BaseModel):
     tensor: int = Field(1, ge=1)
     blocks: tuple[int, ...] = ()
     """Numbers, in the layout, of the weights whose rows tensor parallelism cuts."""
+    experts: int = Field(1, ge=1)
+    dealt: tuple[int, ...] = ()
+    """Numbers of the weights whose rows are experts, and are dealt out."""
 
     @property
     def ranks(self) -> int:
@@ -47,6 +53,9 @@ class Cut(BaseModel):
         parts = [(shard, self.shards), (place, self.tensor), (replica, self.replicas)]
         if weight in self.blocks:
             parts[:2] = reversed(parts[:2])
+        elif weight in self.dealt:
+            outer, inner = divmod(shard, self.experts)
+            parts[:1] = [(inner, self.experts), (outer, self.shards // self.experts)]
         for part, size in parts:
             more, count = rows_of(count, part, size)
             first += more

@@ -35,7 +35,7 @@ from penstock.services.modeling.load import attention_of, load_config
 from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.packing import Rows
-from penstock.services.modeling.parallel import start
+from penstock.services.modeling.parallel import expert, start
 from penstock.services.modeling.parallel.fsdp import clip_gradients, forward, shard, sum_gradients
 from penstock.services.modeling.parallel.tensor import sum_partial
 from penstock.services.modeling.parallel.world import Shape as Ranks
@@ -115,7 +115,8 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trainer.ranks)
     # Ranks that share a sequence have each a part of it, and the same part of everything else.
     world = World(CPU, size=trainer.ranks, shape=replace(Ranks.of(trainer), sequence=1))
-    _ = world.fsdp_mesh, world.tensor_mesh  # real ones, made before nothing is real
+    # Real ones, made before nothing is real.
+    _ = world.fsdp_mesh, world.tensor_mesh, world.expert_fsdp_mesh, world.expert_mesh["expert"].get_group()
     shape = shape_of(config)
     assert shape is not None
     whole = keeps_whole_gradients(trainer, shape, gpu_gib)
@@ -176,11 +177,19 @@ def _rows(tokens: int, longest: int = 2048) -> Rows:
     return Rows((0,), ids, ids, Segments.of(starts, starts, None, CPU), mask, every, torch.zeros_like(every))
 
 
+def _balanced(chosen: torch.Tensor, experts: int, group: Any) -> tuple[torch.Tensor, list[int], list[int]]:
+    """`expert._traffic` where all experts are chosen alike: which are, nobody knows of tokens without contents."""
+    ranks = dist.get_world_size(group)
+    each = [len(chosen) // ranks] * ranks
+    return chosen.new_empty(experts), each, each
+
+
 def main() -> None:
     """``fake_memory trainer|reference FILE GIB``"""
     what, path, gib = sys.argv[1:4]
     attention._loop = attention._flash  # as on a GPU; its kernel's shapes are known without one
     vars(shard_exporter)["copy_bytes"] = lambda source, target: target.copy_(source)  # there are no bytes
+    vars(expert)["_traffic"] = _balanced
     config = load(Path(path))
     found = trainer_peak(config, float(gib) or None) if what == "trainer" else reference_peak(config)
     sys.stdout.write(json.dumps(found) + "\n")

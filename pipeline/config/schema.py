@@ -108,6 +108,11 @@ class TinyModel(Section):
     """Width of the vectors between the layers."""
     intermediate_size: int = Field(512, ge=8)
     """Width inside a layer's feed-forward part."""
+    experts: int = Field(0, ge=0)
+    """Feed-forward parts of a layer, of which each token takes `experts_per_token`, e.g. ``8``: a mixture of experts, a
+    Qwen3-MoE; 0: there is one, for all tokens."""
+    experts_per_token: int = Field(2, ge=1)
+    """Experts that a token goes to, in a mixture."""
     layers: int = Field(2, ge=1)
     """Number of decoder layers."""
     heads: int = Field(4, ge=1)

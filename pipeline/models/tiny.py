@@ -45,15 +45,24 @@ def build(
 ) -> None:
     """Makes tokenizer and model, warm-starts it on ``source`` and saves both in ``folder``. ``progress`` is told step,
     steps and loss."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     random = np.random.default_rng([seed, 1])
     seen = _usable(source, range(min(SEEN_PROMPTS, len(source))))
     characters = set(ALPHABET).union(*(p.as_text() + (answer_of(p) if config.warm_start.steps else "") for p in seen))
     tokenizer = make_tokenizer(characters)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
+    mixture = {
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.intermediate_size,
+        "norm_topk_prob": True,
+    }
+    kind, made, more = (
+        (Qwen3MoeForCausalLM, Qwen3MoeConfig, mixture) if config.experts else (Qwen3ForCausalLM, Qwen3Config, {})
+    )
+    model = kind(
+        made(
             vocab_size=len(tokenizer),
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -67,6 +76,7 @@ def build(
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
+            **more,
         )
     )
     warm = config.warm_start

@@ -1,4 +1,4 @@
-"""A dense decoder's sizes, from its config.json. Imports no torch."""
+"""A decoder's sizes, from its config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.resources.model_files import read_config
 from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.modeling.families import MIXTURES
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense decoder's sizes."""
+    """A decoder's sizes: a dense one's, or those of a mixture of experts."""
 
     name: str
     hidden: int
@@ -26,21 +27,46 @@ class Shape:
     vocabulary: int
     tied: bool
     max_length: int
+    experts: int = 0
+    """Of each layer, in a mixture; `intermediate` is the size of one."""
+    chosen: int = 0
+    """Experts that a token goes to."""
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each of a layer's, by the name of its module."""
+        """Inputs and outputs of each of a layer's, by the name of its module; of a mixture, those that are no
+        expert's."""
         hidden, inner = self.hidden, self.intermediate
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
-            "gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden),
-        }  # fmt: skip
+        attention = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+        if self.experts:
+            return attention
+        return attention | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+
+    @property
+    def shared(self) -> int:
+        """Parameters of a layer that every token meets, less the router's."""
+        return sum(inputs * outputs for inputs, outputs in self.matrices.values())
+
+    @property
+    def router(self) -> int:
+        """Parameters of what chooses a token's experts."""
+        return self.experts * self.hidden
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one of a mixture's experts."""
+        return 3 * self.hidden * self.intermediate if self.experts else 0
 
     @property
     def layer(self) -> int:
         """Parameters of one layer's matrices."""
-        return sum(inputs * outputs for inputs, outputs in self.matrices.values())
+        return self.shared + self.router + self.experts * self.expert
+
+    @property
+    def active(self) -> int:
+        """Parameters of a layer that one token meets."""
+        return self.shared + self.router + self.chosen * self.expert
 
     def adapter(self, rank: int, targets: Sequence[str] = ()) -> int:
         """Parameters of a LoRA adapter; none of ``targets``: all of a layer's matrices are."""
@@ -77,14 +103,17 @@ def shape_of(config: Config) -> Shape | None:
 
 
 def _shape(name: str, data: dict[str, Any]) -> Shape | None:
-    if any("experts" in key for key in data):
-        return None  # a mixture of experts is not counted yet
+    experts = any("experts" in key for key in data)
+    if experts and (data.get("model_type") not in MIXTURES or data.get("mlp_only_layers")):
+        return None  # other mixtures are not counted
     try:
         heads = data["num_attention_heads"]
+        inner = data["moe_intermediate_size" if experts else "intermediate_size"]
         return Shape(
-            name, data["hidden_size"], data["intermediate_size"], data["num_hidden_layers"], heads,
+            name, data["hidden_size"], inner, data["num_hidden_layers"], heads,
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(data.get("tie_word_embeddings")), data.get("max_position_embeddings") or 1 << 20,
+            data.get("num_experts") or data.get("num_local_experts") or 0, data.get("num_experts_per_tok") or 0,
         )  # fmt: skip
     except KeyError:
         return None

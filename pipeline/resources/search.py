@@ -18,7 +18,7 @@ from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
-from penstock.services.trainer.config import LoraConfig
+from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
 FLOPS_SHARE = 0.35
 """Of a GPU's peak that a trainer reaches on long rows."""
@@ -77,9 +77,8 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
     if vllm and any(int(vllm.vllm.get(f"{kind}_parallel_size", 1)) > 1 for kind in ("data", "pipeline")):
         return  # each engine has more GPUs than are searched for
     for lora, ranks in product(adapters, [*range(1, min(16, count)), *range(16, count, 8)]):
-        together = config.trainer.replicas * config.trainer.sequence_parallel * config.trainer.tensor_parallel
-        if ranks % together or (lora and config.trainer.tensor_parallel > 1):
-            continue  # the config would be refused
+        if not _takes(config.trainer, ranks, lora):
+            continue
         trained = _trained(config, shape, ranks, lora, device)
         if trained is None:
             continue
@@ -93,6 +92,14 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
         if engines:
             generate_s, tensor, rollouts = min(engines)
             yield Layout(ranks, checkpointing, lora, rollouts, tensor, need, train_s, generate_s)
+
+
+def _takes(trainer: TrainerConfig, ranks: int, lora: LoraConfig | None) -> bool:
+    """The config would not be refused."""
+    if ranks % (trainer.replicas * trainer.sequence_parallel * trainer.tensor_parallel):
+        return False
+    shards = ranks // (trainer.replicas * trainer.tensor_parallel)
+    return not shards % trainer.expert_parallel and not (lora and trainer.tensor_parallel > 1)
 
 
 def _trained(
@@ -131,7 +138,7 @@ def _train_s(
     shape: Shape, load: Load, ranks: int, checkpointing: bool, lora: bool, device: Device, epochs: int
 ) -> float:
     tokens = load.tokens
-    matrices = shape.layers * shape.layer + shape.head
+    matrices = shape.layers * shape.active + shape.head
     forward = 2 * matrices + 2 * shape.layers * shape.heads * shape.head_dim * load.length
     backward = 2 if not lora else 1  # a frozen matrix has no gradient of its own
     flops = tokens * forward * (1 + backward + checkpointing) * epochs
@@ -146,5 +153,6 @@ def _generate_s(config: Config, shape: Shape, load: Load, tensor: int, device: D
     weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / tensor
     kv = batch * load.length / 2 * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)
-    compute_s = batch * 2 * shape.parameters / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
+    met = shape.layers * shape.active + shape.head
+    compute_s = batch * 2 * met / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
     return tokens / batch * max(read_s, compute_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from penstock.pipeline.resources.model_shape import Shape
 from penstock.services.critic.config import CriticConfig
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig
@@ -25,18 +27,23 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
     published, in 16 bits. With an adapter that alone has gradient and moments, and the model is in 16 bits."""
     lora, tensor = trainer.lora, trainer.tensor_parallel
     shards = trainer.ranks / (trainer.replicas * tensor)
-    whole = shape.layers * shape.layer / tensor + shape.ends  # what one rank would gather, were it all at once
-    cut = whole / shards
+    # Of a layer, what one rank gathers: experts are not cut by tensor parallelism, but dealt out.
+    dealt = shape.experts / trainer.expert_parallel
+    layer = shape.shared / tensor + shape.router + dealt * shape.expert
+    whole = shape.layers * layer + shape.ends
+    own = math.ceil(dealt / (shards / trainer.expert_parallel))  # an expert is not cut
+    even = (shape.layers * (shape.shared / tensor + shape.router) + shape.ends) / shards
+    cut = even + shape.layers * own * shape.expert
     trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut
     if lora:
-        ends, layers, sums = 2 * shape.ends, 4.0 * shape.layer, 0.0
+        ends, layers, sums = 2 * shape.ends, 4.0 * layer, 0.0
     else:
         ends = 2 * (shape.ends + shape.head)  # gathered in bf16, with the head's gradient
-        layers = 8 * shape.layer / tensor  # one gathered, one on its way, one's gradient in fp32
+        layers = 8 * layer  # one gathered, one on its way, one's gradient in fp32
         sums = 6 * shape.ends
         if trainer.replicas > 1:  # each layer's part is kept beside its gradient until all replicas' are summed
-            sums += 4 * shape.layers * shape.layer / tensor / shards
-    turned = sum(shape.matrices[name][0] * shape.matrices[name][1] for name in ("o_proj", "down_proj"))
+            sums += 4 * (cut - shape.ends / shards)
+    turned = sum(math.prod(size) for name, size in shape.matrices.items() if name in ("o_proj", "down_proj"))
     activations, logits = _activations(shape, trainer), LOGITS_GIB * GIB
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
@@ -61,7 +68,11 @@ def _activations(shape: Shape, trainer: TrainerConfig) -> float:
     """Bytes that a backward begins with, in bf16."""
     tokens, tensor = trainer.tokens_per_micro_batch / trainer.sequence_parallel, trainer.tensor_parallel
     kept = 2 * tokens * shape.hidden * shape.layers  # what goes into each layer
-    inner = 2 * tokens * (8 * shape.hidden + (4 * shape.hidden + 5 * shape.intermediate) / tensor)  # and what it does
+    inner = 2 * tokens * (8 * shape.hidden + 4 * shape.hidden / tensor)  # and what it does
+    if shape.experts:
+        inner += 2 * tokens * shape.chosen * (2 * shape.hidden + 6 * shape.intermediate)
+    else:
+        inner += 2 * tokens * 5 * shape.intermediate / tensor
     if not trainer.gradient_checkpointing:
         kept = inner * (shape.layers - 1)
     elif trainer.gradient_checkpointing == "selective":  # and what the matrices gave

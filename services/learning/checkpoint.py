@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
-from penstock.services.modeling.parallel.fsdp import of_local
+from penstock.services.modeling.experts import is_experts, separate
+from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.errors import SetupError
@@ -56,6 +57,8 @@ class _Staged:
     """A version on the host, as it was when it was staged: what this rank has of it."""
 
     version: int
+    files: dict[str, int]
+    """Which file each of the weights goes into, of all ranks'."""
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     ledger: list[dict[str, Any]]
@@ -106,9 +109,7 @@ class Saver:
             own.mkdir(parents=True)
         cut = world.size > 1
         together = {"process_group": world.save_group, "no_dist": not cut}
-        # peft knows one file for an adapter, however large.
-        files = dict.fromkeys(staged.weights, 1) if self._learner.adapted else _numbered(staged.weights)
-        weights = ShardWriter(str(aside), files, save_distributed=cut, enable_consolidation=cut)
+        weights = ShardWriter(str(aside), staged.files, save_distributed=cut, enable_consolidation=cut)
         dcp.save(staged.weights, storage_writer=weights, **together)
         if staged.optimizer:
             optimizer = ShardWriter(str(own / OPTIMIZER), save_distributed=True)
@@ -235,9 +236,10 @@ def empty_state(parameter: torch.Tensor, averaged: bool = False) -> dict[str, to
 
 def _stage(
     learner: ModelLearner, pages: dict[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Copies of this rank's part, on its host: of the weights, and of the optimizer's state. They lie in ``pages``, by
-    name, from one save to the next: fresh memory takes longer to get than to fill, registered memory far longer."""
+) -> tuple[dict[str, int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Which file each weight goes into; and copies of this rank's part, on its host: of the weights, and of the
+    optimizer's state. They lie in ``pages``, by name, from one save to the next: fresh memory takes longer to get than
+    to fill, registered memory far longer."""
 
     def on_host(name: str, value: torch.Tensor) -> torch.Tensor:
         mine = (value.to_local() if isinstance(value, DTensor) else value).detach()
@@ -249,7 +251,17 @@ def _stage(
         return of_local(value, copied, learner.world.on_hosts(value.device_mesh))
 
     saved = learner.adapted.saved if learner.adapted else {**learner.parameters, **dict(_buffers(learner))}
-    weights = {name: on_host(name, value) for name, value in saved.items()}
+    weights: dict[str, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, value in saved.items():
+        found = on_host(name, value)
+        if is_experts(name, value):  # each is whole on a rank
+            weights |= separate(name, found.to_local() if isinstance(found, DTensor) else found, first_row(value))
+        else:
+            weights[name] = found
+        whole |= separate(name, torch.empty(value.shape, dtype=value.dtype, device="meta"))
+    # peft knows one file for an adapter, however large.
+    files = dict.fromkeys(whole, 1) if learner.adapted else _numbered(whole)
     optimizer = {
         f"{name}/{key}": on_host(f"{name}/{key}", value)
         for name, parameter in learner.parameters.items()
@@ -257,7 +269,7 @@ def _stage(
     }
     if learner.device.type == "cuda":
         torch.cuda.synchronize(learner.device)
-    return weights, optimizer
+    return files, weights, optimizer
 
 
 def _buffers(learner: ModelLearner) -> Iterator[tuple[str, torch.Tensor]]:

@@ -61,6 +61,10 @@ class LearnerConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that share each layer's matrices, e.g. ``2``: what is gathered of a layer is half as large. It must divide
     the heads of keys and values."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that share the experts of each layer, in a mixture of experts, e.g. ``8``: tokens travel to the experts
+    that they chose, and what is gathered of a layer's experts is an eighth. It must divide the experts, and `ranks` /
+    `replicas` / `tensor_parallel`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -106,6 +110,12 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"ranks={self.ranks} is no multiple of replicas={self.replicas} x sequence_parallel="
                 f"{self.sequence_parallel} x tensor_parallel={self.tensor_parallel} = {parts}"
+            )
+        shards = self.ranks // (self.replicas * self.tensor_parallel)
+        if shards % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel={self.expert_parallel} does not divide the {shards} ranks that cut the model: ranks="
+                f"{self.ranks} / replicas={self.replicas} / tensor_parallel={self.tensor_parallel}"
             )
         return self
 

@@ -1,7 +1,9 @@
 """What families of models are known for. Imports nothing."""
 
-PLAIN = {"llama", "qwen2", "qwen3"}
+PLAIN = {"llama", "qwen2", "qwen3", "qwen3_moe"}
 """Families that take positions, and a mask or `attention.Segments` of ours, where no layer has a window; and whose
 logits are the output embedding of the hidden state, nothing more."""
 OUR_ATTENTION = "penstock"
 """By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
+MIXTURES = {"qwen3_moe"}
+"""Mixtures of experts whose files have the names of `experts`."""

@@ -35,6 +35,8 @@ def attention_of(config: Any) -> str | None:
     """transformers' attention that computes what the model's authors did: ours for the families that it is right for;
     ``sdpa``, transformers' own choice (None) wherever the model has it, knows no soft cap (Gemma 2's)."""
     if config.model_type in PLAIN:
+        import penstock.services.modeling.attention  # noqa: F401  # it makes itself known to transformers
+
         return OUR_ATTENTION
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 

@@ -1,4 +1,5 @@
-"""The safetensors files of a model in transformers' layout, read in parts: a rank takes its own rows and no more."""
+"""The safetensors files of a model in transformers' layout, read in parts: a rank takes its own rows and no more. The
+matrices of a layer's experts are read as the one tensor that the model has of them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+
+from penstock.services.modeling.experts import counted, matrices_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,6 +24,7 @@ class WeightFiles:
         self._folder, self._stack = folder, ExitStack()
         self._open: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._experts: dict[str, int] = {}
 
     def __enter__(self) -> WeightFiles:
         index = self._folder / INDEX
@@ -28,22 +32,31 @@ class WeightFiles:
             self._file_of = json.loads(index.read_text())["weight_map"]
         elif (self._folder / SINGLE).is_file():
             self._file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        self._experts = counted(self._file_of)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or name in self._experts
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return tuple(self._slice(name).get_shape())
+        if (experts := self._experts.get(name)) is None:
+            return tuple(self._slice(name).get_shape())
+        shapes = [self._slice(part).get_shape() for part in matrices_of(name, 0)]
+        return experts, sum(rows for rows, _ in shapes), shapes[0][1]
 
     def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
         """A part of it, in the file's dtype, on the host."""
-        found: torch.Tensor = self._slice(name)[block]
-        return found
+        if (experts := self._experts.get(name)) is None:
+            found: torch.Tensor = self._slice(name)[block]
+            return found
+        first, *inner = block
+        numbers = range(*first.indices(experts))
+        each = [torch.cat([self._slice(part)[:] for part in matrices_of(name, number)]) for number in numbers]
+        return torch.stack(each)[(slice(None), *inner)]
 
     def _slice(self, name: str) -> Any:
         return self._file(self._file_of[name]).get_slice(name)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.deploy.stack import PROJECT, ROOT, Stack, docker, until
-from tests.e2e.runs import SHORT, check_promises
+from tests.e2e.runs import WHOLE, check_promises
 
 pytestmark = [
     pytest.mark.deploy,
@@ -146,7 +146,7 @@ def serving(stack: Stack) -> int:
 
 def test_a_stack_that_was_stopped_goes_on(stack: Stack) -> None:
     stack.compose("build", seconds=1500)
-    stack.env["PENSTOCK_OVERRIDES"] = " ".join([*SHORT, "trainer.steps=300"])
+    stack.env["PENSTOCK_OVERRIDES"] = " ".join([*WHOLE, "trainer.steps=300"])
     stack.compose("up", "-d", "--wait")
     stack.wait_for_step(8)
     started = time.monotonic()

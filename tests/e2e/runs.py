@@ -21,8 +21,13 @@ SHORT = [
     "model.warm_start.steps=2",
     "model.warm_start.batch=16",
     "rollout.sampling.n=4",
+    "rollout.count=1",
+    "trainer.algorithm.kl.coefficient=0",
 ]
-"""Overrides that make the quickstart a matter of seconds."""
+"""Overrides that make the quickstart a matter of seconds: what starts takes longer than what it does, so there are one
+rollout and no reference."""
+WHOLE = [*SHORT, "rollout.count=2", "trainer.algorithm.kl.coefficient=0.001"]
+"""With two rollouts and a reference, as the quickstart has."""
 
 
 class Run:

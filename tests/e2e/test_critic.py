@@ -57,14 +57,14 @@ def test_every_step_waits_for_the_critics_values(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_critic_of_two_ranks_and_a_trainer_killed_in_the_middle_of_steps_redo_them_to_the_bit(tmp_path: Path) -> None:
-    points = "critic-taken:2,critic-valued:3,trained:3,critic-trained:6,taken:7,critic-valued:9,committed:9"
+    points = "critic-taken:2,critic-valued:3,trained:3,critic-trained:6,committed:9"
     several = ["trainer.epochs=2", "trainer.mini_batches=2", "critic.mini_batches=4"]
     several += ["trainer.algorithm.ratio=proximal"]
     several += ["trainer.algorithm.kl={coefficient: 0.05, place: reward, target: 0.01, horizon: 500}"]
     run = killed_at(points, tmp_path, [*SMALL, *PPO, *DETERMINISTIC, *several, "critic.ranks=2"])
     summary = run.wait()
     check_promises(summary)
-    assert summary["restarts"] == 7 and summary["steps"] == 12
+    assert summary["restarts"] == 5 and summary["steps"] == 12
     coefficients = [row["kl_coefficient"] for row in steps_of(run.folder)]
     assert coefficients[0] == 0.05 and len(set(coefficients)) == 12, "it adapts, and a redo finds where it stood"
     command = [sys.executable, "-m", "penstock.pipeline.cli", "replay", str(run.folder)]

@@ -12,10 +12,10 @@ import pytest
 
 import penstock
 from penstock.pipeline.run.summary import steps_of
-from tests.e2e.runs import ROOT, SHORT, Run, check_promises
+from tests.e2e.runs import ROOT, WHOLE, Run, check_promises
 
 EXAMPLE = ROOT / "examples" / "own-environment" / "config.yaml"
-TINY = [*SHORT, "prompts.eval=null"]
+TINY = [*WHOLE, "prompts.eval=null"]
 
 
 def test_an_environment_that_misbehaves_costs_its_own_trajectories(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A thousand random sessions through a whole run, on each engine: what is trained on is what the engine sampled."""
+"""Random sessions through a whole run, on each engine: what is trained on is what the engine sampled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from penstock.services.broker import archive
 from tests.e2e.runs import Run, check_promises
 from tests.e2e.test_agents import CONFIG, TINY, TOOL, pieces
 
-STEPS, SESSIONS, AT_ONCE = 63, 1000, 24
+AT_ONCE = 24
+PER_STEP = 16
+"""Sessions."""
 ENGINES = {
     "torch": "{type: torch, max_sequences: 64, max_length: 96}",
     "vllm": "{type: vllm, max_sequences: 64, max_length: 96, vllm: {enforce_eager: true}}",
@@ -142,13 +144,20 @@ async def play_all(folder: Path, heard: Heard) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_a_thousand_sessions_are_trained_on_bit_for_bit(tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "steps"),
+    [
+        ("torch", 25),
+        pytest.param("torch", 63, marks=pytest.mark.chaos),
+        pytest.param("vllm", 63, marks=pytest.mark.vllm),
+    ],
+)
+def test_sessions_are_trained_on_bit_for_bit(tmp_path: Path, engine: str, steps: int) -> None:
     record = tmp_path / "record"
     record.mkdir()
     rollout = f"{{engine: {ENGINES[engine]}, sampling: {{n: 4, max_new_tokens: 12}}}}"
     plugin = f"{{type: plugin, name: 'tests.e2e.recorder:recorded', options: {{record: {record}, rollout: {rollout}}}}}"
-    settings = [f"trainer.steps={STEPS}", "rollout.count=1", f"rollout.engine={plugin}"]
+    settings = [f"trainer.steps={steps}", "rollout.count=1", f"rollout.engine={plugin}"]
     run = Run(tmp_path, [*TINY, *settings], CONFIG)
     heard = Heard()
     asyncio.run(asyncio.wait_for(play_all(run.folder, heard), 800))
@@ -176,5 +185,5 @@ def test_a_thousand_sessions_are_trained_on_bit_for_bit(tmp_path: Path, engine: 
     for (_, logprob, _), count in trained.items():
         by_logprob[logprob] += count
     assert by_logprob == due, "what agents have heard is trained on, and nothing else"
-    assert sessions >= SESSIONS and mixed > 50 and heard.branches > 200 and heard.asked_again > 100
+    assert sessions == PER_STEP * steps and mixed > 20 and heard.branches > 80 and heard.asked_again > 40
     assert heard.given_up < 20

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.runs import ROOT, SHORT, Run
+from tests.e2e.runs import ROOT, SHORT, WHOLE, Run
 
 FILES = ROOT / "docs" / "prometheus"
 prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="Prometheus is not installed")
@@ -53,7 +53,7 @@ def scrape(target: str) -> dict[str, list[Any]]:
 
 @pytest.mark.slow
 def test_a_run_serves_what_the_broker_knows(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*SHORT, "run.prometheus=127.0.0.1:0", "trainer.steps=30"])
+    run = Run(tmp_path, [*WHOLE, "run.prometheus=127.0.0.1:0", "trainer.steps=30"])
     target = target_of(run)
 
     def after_a_step() -> dict[str, list[Any]] | None:
@@ -109,7 +109,7 @@ def test_prometheus_finds_the_run_answers_the_board_and_tells_of_a_rollout_that_
          f"--web.listen-address={address}"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    run = Run(tmp_path, [*SHORT, "run.prometheus=127.0.0.1:0", "trainer.steps=100000", "run.log_level=debug"])
+    run = Run(tmp_path, [*WHOLE, "run.prometheus=127.0.0.1:0", "trainer.steps=100000", "run.log_level=debug"])
 
     def ask(path: str, **query: str) -> Any:
         url = f"http://{address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
@@ -129,8 +129,7 @@ def test_prometheus_finds_the_run_answers_the_board_and_tells_of_a_rollout_that_
             return [query for query in asked if not ask("query", query=query)["result"]]
 
         until(lambda: not unanswered(), 90, "an answer to every query of the board")
-        last = (run.folder / "actors.jsonl").read_text().splitlines()[-2]
-        pid = json.loads(last)["actors"]["rollout-1"]["pid"]
+        pid = run.actors()["rollout-1"].pid
         os.kill(pid, signal.SIGSTOP)
 
         def firing() -> list[str]:

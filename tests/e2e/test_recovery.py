@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from penstock.pipeline.run.summary import steps_of
-from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
+from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises
 
 
 def resume(run: Run, overrides: list[str]) -> subprocess.CompletedProcess[str]:
@@ -68,7 +68,7 @@ def test_a_process_that_is_asked_to_leave_is_started_again(tmp_path: Path) -> No
 
 
 def test_a_stall_is_named(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*SHORT, "trainer.steps=40", "broker.stall_s=2", "broker.dead_after_s=60"])
+    run = Run(tmp_path, [*WHOLE, "trainer.steps=40", "broker.stall_s=2", "broker.dead_after_s=60"])
     run.wait_for_step(3)
     trainer = run.actors()["trainer"]
     trainer.suspend()
@@ -88,7 +88,7 @@ def test_a_stall_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 def test_a_deterministic_run_is_not_continued_on_another_kind_of_machine(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*SHORT, "run.deterministic=true", "trainer.steps=100000"])
+    run = Run(tmp_path, [*WHOLE, "run.deterministic=true", "trainer.steps=100000"])
     run.wait_for_step(1)
     run.process.send_signal(signal.SIGINT)
     run.process.wait(60)

@@ -24,7 +24,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.run.summary import read_lines, steps_of
 from penstock.services.learning import checkpoint
 from tests.e2e.documented import undocumented
-from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises, page_of
+from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises, page_of
 
 FIELDS = """
     steps version reward_first reward_last eval_before eval_after max_lag lag_max_seen groups_leased groups_finished
@@ -33,7 +33,7 @@ FIELDS = """
 
 
 def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*SHORT, "run.trackers=[tensorboard]", "prompts.eval_every=3"])
+    run = Run(tmp_path, [*WHOLE, "run.trackers=[tensorboard]", "prompts.eval_every=3"])
     summary = run.wait()
     check_promises(summary)
     assert set(FIELDS) <= summary.keys()
@@ -290,7 +290,7 @@ def serve_each(tmp_path: Path, redis_url: str, port: int, overrides: list[str]) 
 
 def test_actors_can_be_started_one_by_one(tmp_path: Path, redis_url: str) -> None:
     folder, port = tmp_path / "run", free_port()
-    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "store.shutdown=true", "trainer.steps=40"]
+    overrides = [*WHOLE, f"broker.bind=tcp://127.0.0.1:{port}", "store.shutdown=true", "trainer.steps=40"]
     actors = serve_each(tmp_path, redis_url, port, overrides)
     watching = [sys.executable, "-m", "penstock.pipeline.cli", "top", "--broker", f"tcp://127.0.0.1:{port}"]
     while not (folder / "metrics.jsonl").is_file():
@@ -332,7 +332,7 @@ def test_a_stopped_trainer_of_two_ranks_leaves_a_checkpoint_and_the_broker_ends_
     tmp_path: Path, redis_url: str
 ) -> None:
     folder, port = tmp_path / "run", free_port()
-    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "trainer.steps=5000", "trainer.ranks=2"]
+    overrides = [*WHOLE, f"broker.bind=tcp://127.0.0.1:{port}", "trainer.steps=5000", "trainer.ranks=2"]
     actors = serve_each(tmp_path, redis_url, port, overrides)
     deadline = time.monotonic() + 90
     while len(steps_of(folder)) < 3:
@@ -351,7 +351,7 @@ def test_a_stopped_trainer_of_two_ranks_leaves_a_checkpoint_and_the_broker_ends_
 @pytest.mark.chaos
 def test_a_failed_run_of_single_actors_ends_and_can_go_on(tmp_path: Path, redis_url: str) -> None:
     folder, port = tmp_path / "run", free_port()
-    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "broker.max_consecutive_drops=4"]
+    overrides = [*WHOLE, f"broker.bind=tcp://127.0.0.1:{port}", "broker.max_consecutive_drops=4"]
     broken = "reward.functions=[{function: 'tests.e2e.rewards:breaks'}]"
     actors = serve_each(tmp_path, redis_url, port, [*overrides, broken])
     codes = {actor: process.wait(120) for actor, process in actors.items()}
@@ -369,7 +369,7 @@ def test_a_failed_run_of_single_actors_ends_and_can_go_on(tmp_path: Path, redis_
 def test_a_trainer_that_would_only_die_again_ends_the_run_of_single_actors(tmp_path: Path, redis_url: str) -> None:
     port = free_port()
     loss = "trainer.algorithm.loss={type: custom, function: 'tests.e2e.mistakes:soon_raises'}"
-    overrides = [*SHORT, f"broker.bind=tcp://127.0.0.1:{port}", "trainer.steps=500", loss]
+    overrides = [*WHOLE, f"broker.bind=tcp://127.0.0.1:{port}", "trainer.steps=500", loss]
     actors = serve_each(tmp_path, redis_url, port, overrides)
     arguments = actors["trainer"].args
     assert actors.pop("trainer").wait(120) == 1

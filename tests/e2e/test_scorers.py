@@ -11,7 +11,7 @@ from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.summary import steps_of
 from penstock.protocols.experience import unpack_group
 from penstock.services.broker.archive import read
-from tests.e2e.runs import QUICKSTART, SHORT, Run, check_promises
+from tests.e2e.runs import QUICKSTART, WHOLE, Run, check_promises
 
 
 def scorer(folder: Path, **more: str) -> list[str]:
@@ -28,7 +28,7 @@ def scorer(folder: Path, **more: str) -> list[str]:
 
 
 def test_a_scorer_of_the_tests_joins_a_run_is_killed_twice_and_its_column_arrives_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*SHORT, *scorer(tmp_path), "trainer.checkpoint.every=2", "prompts.eval=null"])
+    run = Run(tmp_path, [*WHOLE, *scorer(tmp_path), "trainer.checkpoint.every=2", "prompts.eval=null"])
     summary = run.wait()
     check_promises(summary)
     assert summary["steps"] == 6 and summary["restarts"] == 2 and summary["groups_dropped"] == 0

@@ -25,6 +25,6 @@ pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 def test_two_gpus_are_one(shape: dict[str, Any], machine: Machine, tmp_path: Path) -> None:
     a_model().save_pretrained(tmp_path / "start")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.trainer.shapes_program", str(tmp_path), json.dumps({"ranks": 2, **shape})]
+    command += ["-m", "tests.trainer.shapes_program", str(tmp_path), json.dumps({"shape": {"ranks": 2, **shape}})]
     done = subprocess.run([*command, machine.device.type], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]

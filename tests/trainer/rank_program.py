@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
@@ -48,6 +48,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 def a_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**TINY))
+
+
+def a_mixture() -> Qwen3MoeForCausalLM:
+    """Of 8 experts in the second layer; the first has none."""
+    torch.manual_seed(0)
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **mixture, norm_topk_prob=True))
 
 
 def tokens() -> torch.Tensor:

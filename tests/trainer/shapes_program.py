@@ -1,6 +1,7 @@
 """Run under torchrun by test_shapes.py: a learner of several ranks beside one of a single process, on the same steps,
-the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the model to
-begin with in start/, what the config says of the shape, as JSON, and on what device to compute."""
+the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the models
+to begin with, start/ and, where experts are dealt out, mixture/; what the config says of each shape, by name, as JSON;
+and on what device to compute."""
 
 from __future__ import annotations
 
@@ -48,11 +49,12 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: full(p.detach()) for name, p in learner.parameters.items()}
 
 
-def main(folder: Path, given: dict[str, Any], kind: str) -> None:
+def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     config = TrainerConfig.model_validate(COMMON | given)
     alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora",)})
     device = local_device(torch.device(kind), "trainer")
-    world, single, start = World.of_torchrun(device, Shape.of(config)), World(device), str(folder / "start")
+    world, single = World.of_torchrun(device, Shape.of(config)), World(device)
+    start = str(folder.parent / ("mixture" if world.shape.expert > 1 else "start"))
 
     def learn(path: str, config: TrainerConfig, world: World) -> Learner:
         return Learner(load_policy(path, start, world, "float32", config.lora, config.offload), config, 1.0, world)
@@ -97,11 +99,19 @@ def main(folder: Path, given: dict[str, Any], kind: str) -> None:
         for name, parameter in cut.parameters.items():
             one, two = cut.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]
             assert torch.equal(full(one["exp_avg_sq"]), full(two["exp_avg_sq"])), name
-    world.close()
 
 
 def _logprobs(learner: Learner, rows: Any) -> torch.Tensor:
     return forward(learner.model, rows, 1.0)
+
+
+def main(folder: Path, shapes: dict[str, dict[str, Any]], kind: str) -> None:
+    for number, (name, given) in enumerate(shapes.items()):
+        print("shape:", name, flush=True)  # noqa: T201  # the last one is the one that failed
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        check(own, given, kind)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -58,11 +58,12 @@ def test_two_ranks_resume_from_one_and_one_from_two(tmp_path: Path, dtype: str) 
         torch.testing.assert_close(value, whole(tmp_path / "on-2" / "step-000003")[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "qwen3_moe"])
 def test_a_model_starts_without_memory_and_is_the_one_in_its_files(tmp_path: Path, family: str) -> None:
     """Buffers that are in no file included, in several files, with tied and untied embeddings."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=family != "llama")
+    mixture = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "moe" in family else {}
+    config = AutoConfig.for_model(family, **TINY, **mixture, tie_word_embeddings=family != "llama")
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="50KB")
     assert (tmp_path / weight_files.INDEX).is_file()
     made, wanted = load_trainable(str(tmp_path), World(CPU), CPU, "float32"), load_model(str(tmp_path), "float32", CPU)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import ROOT
-from tests.trainer.rank_program import a_model
+from tests.trainer.rank_program import a_mixture, a_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "two replicas of two shards": {"ranks": 4, "replicas": 2},
@@ -29,14 +29,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "everything on the host": {
         "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
     },
+    "experts": {"ranks": 2, "expert_parallel": 2},
+    "two shards of experts": {"ranks": 4, "expert_parallel": 2, "gradient_checkpointing": True},
+    "experts, tensor parallel": {"ranks": 4, "expert_parallel": 2, "tensor_parallel": 2},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_ranks_in_a_shape_are_one_process(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_in_a_shape_are_one_process(ranks: int, tmp_path: Path) -> None:
     a_model().save_pretrained(tmp_path / "start")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(SHAPES[name]["ranks"]), "-m", "tests.trainer.shapes_program"]
-    run = [*command, str(tmp_path), json.dumps(SHAPES[name]), "cpu"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    a_mixture().save_pretrained(tmp_path / "mixture")
+    shapes = {name: shape for name, shape in SHAPES.items() if shape["ranks"] == ranks}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = [*command, "-m", "tests.trainer.shapes_program", str(tmp_path), json.dumps(shapes), "cpu"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]

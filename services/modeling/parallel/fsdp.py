@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from penstock.protocols.cut import rows_of
 from penstock.services.modeling.logprobs import shares_prompts, statistics
 from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.parallel.expert import deal_experts
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.tensor import cut_layers
 from penstock.services.modeling.parallel.world import World
@@ -46,6 +47,7 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
             "model.dtype=float32"
         )
     cut_layers(model, world)
+    experts = deal_experts(model, world)
     if group := world.sequence_group:
         if not shares_prompts(model):
             raise SetupError(
@@ -55,10 +57,11 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()
     place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
-    units = [*layers, model]
-    for unit in units:
-        fully_shard(unit, mesh=world.fsdp_mesh, mp_policy=policy, offload_policy=place)
-    for unit in units:
+    meshes = dict.fromkeys(experts, world.expert_fsdp_mesh) if experts else {}
+    meshes |= dict.fromkeys([*layers, model], world.fsdp_mesh)
+    for unit, mesh in meshes.items():
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
+    for unit in meshes:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
     # FSDP gathers a unit's parameters before its forward: the log-probabilities go around `forward`.
@@ -128,7 +131,7 @@ def first_row(value: torch.Tensor) -> int:
         return 0
     mesh, first, rows = value.device_mesh, 0, value.shape[0]
     how = dict(zip(mesh.mesh_dim_names or (), value.placements, strict=True))
-    for name in ("tensor", "shard"):  # tensor parallelism cuts first
+    for name in ("expert", "tensor", "shard"):  # FSDP cuts last
         if name in how and getattr(how[name], "dim", None) == 0:  # FSDP's around tensor parallelism is no `Shard`
             more, rows = rows_of(rows, mesh.get_local_rank(name), mesh[name].size())
             first += more

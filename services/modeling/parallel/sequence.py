@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.services.modeling.parallel.exchange import exchange
 from penstock.services.runtime.errors import SetupError
 
 
@@ -57,12 +58,12 @@ class SequenceParallel:
         """``[own tokens, heads, size]`` to ``[length, own heads, size]``. Differentiable."""
         count, heads, width = tokens.shape
         mine = tokens.view(count, self.size, heads // self.size, width).transpose(0, 1).contiguous()
-        return _Exchange.apply(mine, self.group).flatten(0, 1)[:length]
+        return exchange(mine, self.group).flatten(0, 1)[:length]
 
     def to_tokens(self, heads: torch.Tensor) -> torch.Tensor:
         """The inverse."""
         padded = self._padded(heads, 0)
-        found = _Exchange.apply(padded.view(self.size, -1, *padded.shape[1:]).contiguous(), self.group)
+        found = exchange(padded.view(self.size, -1, *padded.shape[1:]), self.group)
         return found.transpose(0, 1).flatten(1, 2)
 
     def shared(self, heads: int, key: torch.Tensor) -> torch.Tensor:
@@ -93,21 +94,6 @@ class SequenceParallel:
         shape = [*tensor.shape]
         shape[dim] = missing
         return torch.cat([tensor, tensor.new_zeros(shape)], dim)
-
-
-class _Exchange(torch.autograd.Function):
-    """``[ranks, ...]``: part i goes to rank i. Its own inverse, and so its gradient's."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        found = torch.empty_like(parts)
-        dist.all_to_all_single(found, parts, group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _Exchange.apply(gradients[0].contiguous(), ctx.group), None
 
 
 class _Gather(torch.autograd.Function):

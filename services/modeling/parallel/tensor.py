@@ -32,14 +32,16 @@ def cut_layers(model: Any, world: World) -> None:
     if size == 1:
         return
     every = getattr(config, "base_model_tp_plan", None) or {}
-    plan = {name: style for name, style in every.items() if name.startswith("layers.")}  # embeddings stay whole
+    # Embeddings stay whole, and experts, which are dealt out.
+    plan = {name: style for name, style in every.items() if name.startswith("layers.") and ".experts" not in name}
     if odd := sorted(set(plan.values()) - STYLES.keys() - {PARTIAL}) or ([] if plan else ["nothing"]):
         raise SetupError(
             f"tensor_parallel: transformers' plan for {config.model_type} says {odd[0]}, which is not known "
             "here; set it to 1"
         )
     heads = {"attention heads": config.num_attention_heads, "heads of keys": config.num_key_value_heads}
-    for what, count in {**heads, "features between": config.intermediate_size}.items():
+    between = {"features between": config.intermediate_size} if any(".mlp." in name for name in plan) else {}
+    for what, count in {**heads, **between}.items():
         if count % size:
             raise SetupError(f"tensor_parallel={size}: {count} {what} cannot be cut into as many parts")
     styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}

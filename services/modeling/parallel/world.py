@@ -21,6 +21,8 @@ Order = Literal["publish", "train", "save", "wait", "end"]
 """What rank 0 tells the others to do."""
 
 DIMENSIONS = ("replica", "shard", "tensor")
+OF_EXPERTS = ("replica", "shard", "expert", "tensor")
+"""Where shards deal out experts: each of `DIMENSIONS`' shards is one of these, and a place in its group."""
 DEADLINE = timedelta(minutes=10)
 """For anything that one rank waits for from another; rank 0 speaks more often than that, also when it has no work."""
 IDLE_S = 20.0
@@ -37,11 +39,13 @@ class Shape:
     """Ranks that share the tokens of a micro-batch (Ulysses)."""
     tensor: int = 1
     """Ranks that share each layer's matrices (tensor parallelism)."""
+    expert: int = 1
+    """Of the ranks that cut the model, those that share each layer's experts (expert parallelism)."""
 
     @classmethod
     def of(cls, config: Any) -> Shape:
         """As a learner's config says."""
-        return cls(config.replicas, config.sequence_parallel, config.tensor_parallel)
+        return cls(config.replicas, config.sequence_parallel, config.tensor_parallel, config.expert_parallel)
 
     @property
     def together(self) -> int:
@@ -90,12 +94,27 @@ class World:
         return self.mesh["replica", "shard"] if self.shape.replicas > 1 else self.mesh["shard"]
 
     @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """Of all ranks, as those that share experts see them: ``replica``, ``shard``, ``expert``, ``tensor``."""
+        return init_device_mesh(self.device.type, self._expert_sizes, mesh_dim_names=OF_EXPERTS)
+
+    @cached_property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """Over which a rank's experts are cut, and copied where there are replicas."""
+        return self.expert_mesh["replica", "shard"] if self.shape.replicas > 1 else self.expert_mesh["shard"]
+
+    @cached_property
     def _host_mesh(self) -> DeviceMesh:
         return init_device_mesh("cpu", self._sizes, mesh_dim_names=DIMENSIONS)
 
+    @cached_property
+    def _host_expert_mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", self._expert_sizes, mesh_dim_names=OF_EXPERTS)
+
     def on_hosts(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Of the same ranks' hosts: for copies of what is cut over ``mesh``, a part of `mesh`."""
-        return self._host_mesh[mesh.mesh_dim_names]
+        """Of the same ranks' hosts: for copies of what is cut over ``mesh``, a part of `mesh` or `expert_mesh`."""
+        names = mesh.mesh_dim_names or ()
+        return (self._host_expert_mesh if "expert" in names else self._host_mesh)[names]
 
     @cached_property
     def sequence_group(self) -> Any:
@@ -114,6 +133,10 @@ class World:
     @property
     def _sizes(self) -> tuple[int, int, int]:
         return self.shape.replicas, self.shards, self.shape.tensor
+
+    @property
+    def _expert_sizes(self) -> tuple[int, int, int, int]:
+        return self.shape.replicas, self.shards // self.shape.expert, self.shape.expert, self.shape.tensor
 
     @classmethod
     def of_torchrun(cls, device: torch.device, shape: Shape | None = None) -> World:

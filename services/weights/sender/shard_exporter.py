@@ -37,8 +37,14 @@ class ShardExporter:
         self._weights = [named[weight.name] for weight in self.layout.weights]
         self.device = self._weights[0].device
         """Of the model."""
-        blocks = tuple(number for number, weight in enumerate(self._weights) if _is_block(weight))
-        self.cut = Cut(replicas=world.shape.replicas, shards=world.shards, tensor=world.shape.tensor, blocks=blocks)
+        cut_over = {
+            name: tuple(number for number, weight in enumerate(self._weights) if _cuts_rows(name, weight))
+            for name in ("tensor", "expert")
+        }
+        self.cut = Cut(
+            replicas=world.shape.replicas, shards=world.shards, tensor=world.shape.tensor, blocks=cut_over["tensor"],
+            experts=world.shape.expert, dealt=cut_over["expert"],
+        )  # fmt: skip
         self.pieces = pieces_of(self.layout, world.rank, self.cut)
         shapes = enumerate(weight.shape for weight in self._weights)
         self._rows = [self.cut.rows(number, shape[0], world.rank) for number, shape in shapes]
@@ -139,9 +145,9 @@ def _sent(weight: torch.Tensor | Gathered, first: int, count: int) -> torch.Tens
     return mine[(first - begun) * width : (first - begun + count) * width]
 
 
-def _is_block(weight: torch.Tensor | Gathered) -> bool:
-    """Tensor parallelism cuts its rows."""
+def _cuts_rows(name: str, weight: torch.Tensor | Gathered) -> bool:
+    """The ranks of this dimension of the mesh cut its rows, before FSDP does."""
     if not isinstance(weight, DTensor):
         return False
     how = dict(zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=False))
-    return "tensor" in how and how["tensor"].is_shard(0)
+    return name in how and how[name].is_shard(0)

@@ -24,6 +24,7 @@ import structlog
 import torch
 
 from penstock.protocols.experience import Finish
+from penstock.services.modeling.experts import separate
 from penstock.services.rollout.engines.asynchronous import AsyncEngine
 from penstock.services.rollout.engines.base import (
     Completion,
@@ -158,7 +159,8 @@ class HttpEngine(AsyncEngine):
             if (self._model_path / name).is_file():
                 shutil.copyfile(self._model_path / name, folder / name)
         # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
-        save_file({n: t.detach().clone() for n, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+        matrices = (part for name, weight in weights.items() for part in separate(name, weight))
+        save_file({n: t.detach().clone() for n, t in matrices}, folder / "model.safetensors", {"format": "pt"})
         return Version(folder)
 
     def submit(self, request: Request) -> None:

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.versions import Layout
+from penstock.services.modeling.experts import separate
 from penstock.services.rollout.engines.base import refuse_partial
 from penstock.services.weights.buffers import Mappings
 from penstock.services.weights.config import WeightsConfig
@@ -83,7 +84,8 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
             assert self.receiver
             weights = self.receiver.take(update_info.epoch, update_info.version)
             refuse_partial(weights.keys())
-        loaded = self.model.load_weights(iter(weights.items()))
+        matrices = (part for name, weight in weights.items() for part in separate(name, weight))
+        loaded = self.model.load_weights(matrices)
         if loaded is not None and (missing := self._awaited - loaded):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
 

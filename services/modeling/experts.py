@@ -1,0 +1,50 @@
+"""The experts of a mixture: one tensor for all of a layer's, as transformers computes with them and versions have them;
+or matrices of each expert, as files have them and engines read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+
+EXPERTS = ("gate_up_proj", "down_proj")
+"""Parameters ``[experts, ...]`` of a layer's experts."""
+_STACKED = re.compile(rf"(.*\.experts)\.({'|'.join(EXPERTS)})")
+_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
+
+
+def matrices_of(name: str, number: int) -> list[str]:
+    """What files call the matrices of expert ``number``, which are side by side in the tensor with this ``name``; empty
+    where it is no layer's experts."""
+    match = _STACKED.fullmatch(name)
+    if not match:
+        return []
+    parts = ("gate_proj", "up_proj") if match[2] == EXPERTS[0] else ("down_proj",)
+    return [f"{match[1]}.{number}.{part}.weight" for part in parts]
+
+
+def counted(names: Iterable[str]) -> dict[str, int]:
+    """How many experts' matrices the ``names`` of a file's tensors are of, by the name of the tensor that has all."""
+    found: dict[str, int] = {}
+    for name in names:
+        if match := _SINGLE.fullmatch(name):
+            for part in EXPERTS:
+                stacked = f"{match[1]}.{part}"
+                found[stacked] = max(found.get(stacked, 0), int(match[2]) + 1)
+    return found
+
+
+def is_experts(name: str, weight: torch.Tensor) -> bool:
+    """It is the tensor of a layer's experts."""
+    return weight.ndim == 3 and _STACKED.fullmatch(name) is not None
+
+
+def separate(name: str, weight: torch.Tensor, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """``weight``, or each matrix of each expert in it, as views. Its first expert has the number ``first``."""
+    if not is_experts(name, weight):
+        yield name, weight
+        return
+    for number, expert in enumerate(weight, first):
+        names = matrices_of(name, number)
+        yield from zip(names, expert.chunk(len(names)), strict=True)
