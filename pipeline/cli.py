@@ -22,6 +22,7 @@ from penstock.pipeline.tools.merge import merge
 from penstock.pipeline.tools.page_cli import page
 from penstock.pipeline.tools.plan_cli import compose_env, plan_run
 from penstock.pipeline.tools.play_cli import play
+from penstock.pipeline.tools.simulate_cli import simulate
 from penstock.pipeline.tools.trace_cli import trace
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
@@ -64,6 +65,7 @@ app.command("page")(page)
 app.command("merge")(merge)
 app.command("plan")(plan_run)
 app.command("compose-env")(compose_env)
+app.command("simulate")(simulate)
 app.command("trace")(trace)
 
 

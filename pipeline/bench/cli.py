@@ -221,3 +221,18 @@ def bench_soak(
     from penstock.pipeline.bench.soak import bench as run_bench
 
     raise typer.Exit(0 if run_bench(Console(), config, folder, steps, every) else 1)
+
+
+@bench.command("simulate")
+def bench_simulate(
+    config: Annotated[Path, typer.Option(help="The task.")] = Path("configs/quickstart.yaml"),
+    folder: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/bench-simulate"),
+    steps: Annotated[int, typer.Option(min=20, help="Training steps of each run.")] = 50,
+) -> None:
+    """Five real runs beside what `penstock simulate` says of them: lag, rollouts and a judge's delay are varied.
+
+    For instance: penstock bench simulate --steps 30
+    """
+    from penstock.pipeline.bench.simulate import bench as bench_runs
+
+    bench_runs(Console(), config, folder, steps)

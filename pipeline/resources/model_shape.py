@@ -88,6 +88,11 @@ class Shape:
         """All, less norms and biases."""
         return self.layers * self.layer + self.ends
 
+    @property
+    def met(self) -> int:
+        """Parameters that one token meets."""
+        return self.layers * self.active + self.head
+
     def kv_bytes(self, dtype: str) -> int:
         """KV of one token, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]

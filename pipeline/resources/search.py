@@ -83,7 +83,9 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
         if trained is None:
             continue
         checkpointing, need = trained
-        train_s = _train_s(shape, load, ranks, checkpointing, lora is not None, device, config.trainer.epochs)
+        seconds = train_s(
+            shape, load.tokens, load.length, ranks, checkpointing, lora is not None, device, config.trainer.epochs
+        )
         engines = [
             (_generate_s(config, shape, load, tensor, device, rollouts), tensor, rollouts)
             for tensor in tensors
@@ -91,7 +93,7 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
         ]
         if engines:
             generate_s, tensor, rollouts = min(engines)
-            yield Layout(ranks, checkpointing, lora, rollouts, tensor, need, train_s, generate_s)
+            yield Layout(ranks, checkpointing, lora, rollouts, tensor, need, seconds, generate_s)
 
 
 def _takes(trainer: TrainerConfig, ranks: int, lora: LoraConfig | None) -> bool:
@@ -134,12 +136,11 @@ def _sequences(config: Config, shape: Shape, tensor: int, device: Device, length
     return max(0.0, device.gib * VLLM_SHARE - weights - OVERHEAD_GIB) / token / length
 
 
-def _train_s(
-    shape: Shape, load: Load, ranks: int, checkpointing: bool, lora: bool, device: Device, epochs: int
+def train_s(
+    shape: Shape, tokens: float, length: float, ranks: int, checkpointing: bool, lora: bool, device: Device, epochs: int
 ) -> float:
-    tokens = load.tokens
-    matrices = shape.layers * shape.active + shape.head
-    forward = 2 * matrices + 2 * shape.layers * shape.heads * shape.head_dim * load.length
+    """Seconds that ``ranks`` train on so many ``tokens``, of trajectories of this ``length``."""
+    forward = 2 * shape.met + 2 * shape.layers * shape.heads * shape.head_dim * length
     backward = 2 if not lora else 1  # a frozen matrix has no gradient of its own
     flops = tokens * forward * (1 + backward + checkpointing) * epochs
     return flops / (ranks * device.tflops * 1e12 * FLOPS_SHARE)
@@ -153,6 +154,5 @@ def _generate_s(config: Config, shape: Shape, load: Load, tensor: int, device: D
     weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / tensor
     kv = batch * load.length / 2 * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)
-    met = shape.layers * shape.active + shape.head
-    compute_s = batch * 2 * met / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
+    compute_s = batch * 2 * shape.met / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
     return tokens / batch * max(read_s, compute_s)

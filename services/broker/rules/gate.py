@@ -61,4 +61,4 @@ class Gate:
         """Of the ``ready`` groups (ascending), those that may be trained on while ``oldest_open`` is the lowest
         number that is neither ready nor dropped."""
         limit = self.rank(oldest_open) + self.window
-        return [number for number in ready if self.rank(number) < limit]
+        return list(ready[: bisect_left(ready, limit, key=self.rank)])  # ranks ascend as numbers do

@@ -1,0 +1,94 @@
+"""Costs as a run had them that is over.
+
+What a decoding step takes is nowhere written down: it is what makes the simulated run as fast as the real one was. So
+the run should be one in which generation is waited for, and nobody for a core: with ``gate.max_lag=0``, and rewards
+that answer at once.
+"""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise
+from pathlib import Path
+
+import psutil
+
+from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.run.summary import read_lines
+from penstock.pipeline.simulate.costs import Costs, mean
+from penstock.pipeline.simulate.world import World
+from penstock.services.broker import archive
+from penstock.services.runtime.gpus import visible_gpus
+
+SKIPPED = 2
+"""First steps, in which everything warms up."""
+LEAST = 10
+STEPS = 40
+"""That a trial simulates."""
+PER_SEQUENCE = 1 / 64
+"""Of a decoding step, what each sequence adds: as small batches on a CPU were seen to."""
+READ_STEPS = 20
+"""Steps whose lengths are looked at."""
+TRIALS = 14
+
+
+def like(run: Path, cores: float | None = None) -> Costs:
+    """As the run in this folder had them, on this machine. Raises `ConfigError` where it says too little."""
+    config = load(run / "config.yaml")
+    rows = [row for row in read_lines(run / "metrics.jsonl") if row["kind"] == "step"][SKIPPED:]
+    if len(rows) < LEAST:
+        raise ConfigError(f"--like {run}: {len(rows) + SKIPPED} steps say too little; it takes {LEAST + SKIPPED}")
+    loads = read_lines(run / "weights.jsonl")
+    lengths, prompt = _lengths(run)
+    tokens = sum(row["tokens"] for row in rows)
+    known = Costs(
+        length=mean([row["response_tokens"] for row in rows]),
+        lengths=lengths,
+        prompt=prompt,
+        train_token_s=sum(row["train_step_s"] for row in rows) / tokens,
+        publish_s=mean([row["receive_s"] + row["verify_s"] + row["prepare_s"] + row["gather_s"] for row in loads]),
+        pause_s=mean([row["pause_s"] for row in loads]),
+        score_token_s=_scoring(run, config) / tokens,
+        cores=cores or (None if visible_gpus() else float(psutil.cpu_count() or 1)),
+    )
+    return known.model_copy(update=_decoding(config, known, (len(rows) - 1) / (rows[-1]["time"] - rows[0]["time"])))
+
+
+def _lengths(run: Path) -> tuple[tuple[int, ...], float]:
+    """Of the responses in the archive, where there is one; and of a prompt on average."""
+    found: list[int] = []
+    prompts: list[int] = []
+    for batch, _ in islice(archive.read(run), READ_STEPS):
+        for taken in batch.groups:
+            for trajectory in archive.open_group(taken).trajectories:
+                sampled = int(trajectory.loss_mask.sum())
+                found.append(sampled)
+                prompts.append(len(trajectory.tokens) - sampled)
+    return tuple(found), mean(prompts)
+
+
+def _scoring(run: Path, config: Config) -> float:
+    """Seconds that scorers other than the rewards were busy."""
+    kinds = {column.scorer for column in config.columns.columns} - {"reward"}
+    beats = read_lines(run / "actors.jsonl")
+    worked = 0.0
+    for before, beat in pairwise(beats):
+        busy = [a.get("busy") or 0.0 for a in beat["actors"].values() if a["kind"] in kinds]
+        worked += sum(busy) * (beat["time"] - before["time"])
+    return worked / max(1, len(kinds))
+
+
+def _decoding(config: Config, known: Costs, steps_per_s: float) -> dict[str, float]:
+    """What a decoding step takes, found by halving."""
+    low, high = 1e-6, 10.0
+    for _ in range(TRIALS):
+        middle = (low * high) ** 0.5
+        trial = known.model_copy(update=_step(middle))
+        if World(config, trial, STEPS).run().steps_per_s > steps_per_s:
+            low = middle
+        else:
+            high = middle
+    return _step((low * high) ** 0.5)
+
+
+def _step(seconds: float) -> dict[str, float]:
+    return {"decode_s": seconds, "decode_sequence_s": seconds * PER_SEQUENCE}

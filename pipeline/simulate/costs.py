@@ -1,0 +1,120 @@
+"""What things cost, for a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+from pydantic import Field
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.resources.devices import Device
+from penstock.pipeline.resources.model_shape import Shape
+from penstock.pipeline.resources.search import BANDWIDTH_SHARE, FLOPS_SHARE, train_s
+from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.runtime.settings import Section
+
+NETWORK_GB_S = 10.0
+"""At which a version is supposed to reach each rollout, where nobody has measured it."""
+
+
+class Costs(Section):
+    """Seconds and tokens. Whatever is drawn has a mean and a spread (its standard deviation over its mean)."""
+
+    length: float = Field(512.0, gt=0)
+    """Tokens of a response, on average."""
+    length_spread: float = Field(0.8, ge=0)
+    """Of the lengths, e.g. ``1.0``: a long tail (log-normal); 0: all are alike."""
+    lengths: tuple[int, ...] = ()
+    """Lengths that were seen, which are drawn from instead."""
+    prompt: float = Field(256.0, ge=0)
+    """Tokens of a prompt."""
+    decode_s: float = Field(0.01, gt=0)
+    """A decoding step, whatever it decodes."""
+    decode_sequence_s: float = Field(0.0, ge=0)
+    """More, for each sequence that is decoded."""
+    prefill_token_s: float = Field(0.0, ge=0)
+    """Of a rollout, for each token of a prompt."""
+    train_token_s: float = Field(1e-4, ge=0)
+    """Of the trainer, for each sampled token of a step."""
+    score_token_s: float = Field(0.0, ge=0)
+    """Of a scorer that computes (reference, critic, …), for each sampled token."""
+    reward_s: float = Field(0.0, ge=0)
+    """Until a response has its reward; any number at once. A group waits for its slowest."""
+    reward_spread: float = Field(0.5, ge=0)
+    """Of these."""
+    reward_most_s: float = Field(600.0, ge=0)
+    """The longest that a reward takes."""
+    publish_s: float = Field(0.0, ge=0)
+    """From the end of a step until rollouts have its version; the trainer does not wait for it."""
+    pause_s: float = Field(0.0, ge=0)
+    """That a rollout stands still for a version."""
+    start_s: float = Field(60.0, ge=0)
+    """From the death of a process until another has taken its place."""
+    rollout_lives_s: float | None = Field(None, gt=0)
+    """Until a rollout dies, on average, e.g. ``36000``; null: none does."""
+    trainer_lives_s: float | None = Field(None, gt=0)
+    """The same of the trainer."""
+    cores: float | None = Field(None, gt=0)
+    """That all actors share, on a machine without a GPU, e.g. ``2``; null: each has its own."""
+
+    def draw_lengths(self, random: np.random.Generator, count: int, longest: int) -> np.ndarray:
+        """int64 ``[count]``."""
+        if self.lengths:
+            found = random.choice(np.array(self.lengths), count)
+        else:
+            found = draw(random, self.length, self.length_spread, count)
+        return np.clip(np.rint(found), 1, longest).astype(np.int64)
+
+    def draw_reward_s(self, random: np.random.Generator, count: int) -> float:
+        """Seconds until a group of so many responses has all its rewards."""
+        return min(float(draw(random, self.reward_s, self.reward_spread, count).max()), self.reward_most_s)
+
+
+def draw(random: np.random.Generator, mean: float, spread: float, count: int) -> np.ndarray:
+    """float64 ``[count]``, log-normal with this mean."""
+    sigma = np.sqrt(np.log1p(spread**2))
+    return mean * random.lognormal(-(sigma**2) / 2, sigma, count)
+
+
+def of_file(path: Path) -> Costs:
+    """As a file says that `save` has written, or somebody by hand."""
+    return Costs.model_validate(yaml.safe_load(path.read_text()) or {})
+
+
+def save(costs: Costs, path: Path) -> None:
+    """As YAML."""
+    path.write_text(yaml.safe_dump(costs.model_dump(mode="json"), sort_keys=False))
+
+
+def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt: float) -> Costs:
+    """On paper: rooflines, as `penstock plan` counts them."""
+    engine = config.rollout.engine
+    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
+    tensor = int(options.get("tensor_parallel_size", 1))
+    size, bandwidth = DTYPE_BYTES[config.model.dtype], device.gb_s * 1e9 * BANDWIDTH_SHARE
+    kv = (prompt + length / 2) * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
+    flops = device.tflops * 1e12 * FLOPS_SHARE
+    trained = train_s(
+        shape, 1.0, prompt + length, config.trainer.ranks, bool(config.trainer.gradient_checkpointing),
+        config.trainer.lora is not None, device, config.trainer.epochs,
+    )  # fmt: skip
+    return Costs(
+        length=length,
+        prompt=prompt,
+        decode_s=shape.parameters * size / tensor / bandwidth,
+        decode_sequence_s=kv / bandwidth,
+        prefill_token_s=2 * shape.met / (tensor * flops),
+        train_token_s=trained,
+        score_token_s=2 * shape.met / flops,
+        publish_s=shape.parameters * size / (NETWORK_GB_S * 1e9),
+        pause_s=shape.parameters * size / tensor / bandwidth,
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 of none."""
+    return float(np.mean(values)) if len(values) else 0.0

@@ -1,0 +1,305 @@
+"""A whole run in virtual time: the rules are the broker's own, its members are not.
+
+Leases, the gate, replay and ledger are `services.broker.rules`; who has most room is served first, as by the broker's
+scheduler. Rollouts, scorers, rewards and the trainer do nothing but take their time. Evaluations are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.simulate.clock import Clock, Event
+from penstock.pipeline.simulate.costs import Costs
+from penstock.pipeline.simulate.engine import Finished, VirtualEngine
+from penstock.protocols.columns import REWARD
+from penstock.services.broker.membership import Member
+from penstock.services.broker.rules.gate import Gate
+from penstock.services.broker.rules.groups import GroupTracker
+from penstock.services.broker.rules.journal import Volatile
+from penstock.services.broker.rules.leases import Lease
+from penstock.services.broker.scheduler import Room
+from penstock.services.rollout.config import PluginEngineConfig
+
+TURN_S = 0.002
+"""The broker grants at most this often; and for each rollout, which makes a turn of a large fleet longer."""
+TURN_ROLLOUT_S = 2e-5
+STUCK_S = 1e7
+"""A step that takes longer will never end."""
+
+
+class Stuck(Exception):
+    """Nothing is left that could happen, though steps are to be trained: a bug of the simulation, or of the rules."""
+
+
+@dataclass
+class Outcome:
+    """Of a simulated run."""
+
+    steps: int
+    seconds: float
+    """Until the last step was trained."""
+    steps_per_s: float
+    """After the first step, with which everything begins."""
+    tokens_per_s: float
+    """Trained on."""
+    trainer_busy: float
+    """Share of the time."""
+    rollouts_busy: float
+    """On average over the rollouts."""
+    scorers_busy: dict[str, float]
+    """By kind, on average over its actors: those that compute."""
+    lag_mean: float
+    """Versions, on average over the trained tokens; and the largest."""
+    lag_max: int
+    deaths: int
+
+
+class Rollout:
+    """One of them: what the broker knows of it, and its engine."""
+
+    def __init__(self, number: int, engine: VirtualEngine, limit: int) -> None:
+        self.member = Member(f"rollout-{number}#0", f"rollout-{number}", "rollout", "", 0, 0.0, credit=limit)
+        self.engine, self.limit, self.deaths = engine, limit, 0
+        self.alive = True
+
+
+class Scorer:
+    """Actors of a kind that compute a column, one group after the other each."""
+
+    def __init__(self, clock: Clock, count: int) -> None:
+        self._clock, self._free, self.count = clock, count, count
+        self.busy_s = 0.0
+        self._queue: list[tuple[float, Callable[[], None]]] = []
+
+    def score(self, seconds: float, then: Callable[[], None]) -> None:
+        """``then`` is called when a group that takes so long is scored."""
+        self._queue.append((seconds, then))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._free and self._queue:
+            seconds, then = self._queue.pop(0)
+            self._free -= 1
+            self.busy_s += seconds
+            self._clock.begins()
+            self._clock.after_work(seconds, partial(self._done, then))
+
+    def _done(self, then: Callable[[], None]) -> None:
+        self._free += 1
+        self._clock.ends()
+        self._go_on()
+        then()
+
+
+class World:
+    """The run of ``config``, at these ``costs``, for ``steps`` steps."""
+
+    def __init__(self, config: Config, costs: Costs, steps: int, seed: int = 0) -> None:
+        self._costs, self._steps, self._config = costs, steps, config
+        self._random = np.random.default_rng(seed)
+        self.clock = Clock(costs.cores)
+        sampling, engine = config.rollout.sampling, config.rollout.engine
+        self._n, self._longest = config.sampling.trajectories, sampling.max_new_tokens
+        columns = config.columns.columns
+        gate = Gate(config.gate.groups_per_step, config.gate.window, config.gate.max_lag)
+        self._groups = GroupTracker(
+            Volatile(), gate, columns, steps, None, config.gate.prefetch,
+            release=lambda number: None, archive=lambda step: None, on_drop=lambda number, reason, kind: None,
+        )  # fmt: skip
+        self._columns = {kind: [c for c in columns if c.scorer == kind] for kind in {c.scorer for c in columns}}
+        counts = {kind: getattr(getattr(config, kind, None), "count", 1) for kind in self._columns}
+        self._scorers = {kind: Scorer(self.clock, counts[kind]) for kind in self._columns if kind != REWARD}
+        slots = 256 if isinstance(engine, PluginEngineConfig) else engine.max_sequences
+        fit = max(1, slots // self._n)
+        limit = config.rollout.groups_in_flight or fit + (fit + 1) // 2
+        self._rollouts: list[Rollout] = []
+        for number in range(config.rollout.count):
+            made = VirtualEngine(self.clock, costs, slots, partial(self._finished, number))
+            self._rollouts.append(Rollout(number, made, limit))
+        self._of = {rollout.member.identity: rollout for rollout in self._rollouts}
+        self._made: dict[int, Finished] = {}
+        self._version, self._saved = 0, 0
+        self._training: Event | None = None
+        self._trains = False
+        self._turn_due = False
+        self._train_s, self._tokens, self._lags = 0.0, 0, 0.0
+        self._lag_max, self._deaths = 0, 0
+        self._first: tuple[float, int] | None = None
+
+    def run(self, progress: Callable[[int], None] = lambda step: None) -> Outcome:
+        """Until all steps are trained; ``progress`` is told each. Raises `Stuck`."""
+        for rollout in self._rollouts:
+            self.clock.after(0.0, partial(self._serve, rollout, 0))
+            self._mortal(self._costs.rollout_lives_s, partial(self._die, rollout))
+        self._mortal(self._costs.trainer_lives_s, self._trainer_dies)
+        told, at = -1, 0.0
+        while self._version < self._steps:
+            if not self.clock.step() or self.clock.now - at > STUCK_S:
+                raise Stuck(f"after step {self._version}, {self.clock.now:.1f} s")
+            if self._version != told:
+                told, at = self._version, self.clock.now
+                progress(told)
+        seconds = self.clock.now
+        began, steps = self._first or (0.0, 0)
+        worked = max(self.clock.worked, 1e-9)
+        return Outcome(
+            steps=self._version,
+            seconds=seconds,
+            steps_per_s=(self._version - steps) / max(seconds - began, 1e-9),
+            tokens_per_s=self._tokens / seconds,
+            trainer_busy=self._train_s / worked,
+            rollouts_busy=sum(r.engine.busy_s for r in self._rollouts) / worked / len(self._rollouts),
+            scorers_busy={kind: s.busy_s / worked / s.count for kind, s in self._scorers.items()},
+            lag_mean=self._lags / max(1, self._tokens),
+            lag_max=self._lag_max,
+            deaths=self._deaths,
+        )
+
+    # --- the broker ---------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Soon the broker grants and serves what it can."""
+        if not self._turn_due:
+            self._turn_due = True
+            self.clock.after(TURN_S + TURN_ROLLOUT_S * len(self._rollouts), self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn_due = False
+        self._grant()
+        self._take()
+
+    def _grant(self) -> None:
+        needed = self._groups.blocked_lease()
+        if needed is None or needed > self._version:
+            return
+        rollouts = [r.member for r in self._rollouts if r.member.room > 0 and r.member.version >= 0]
+        newest = max((m.version for m in rollouts), default=-1)
+        if not self._next_group(newest):
+            return
+        room = Room(rollouts)
+        while room and (lease := self._next_group(newest)):
+            member = room.take(self._groups.gate.required_version(lease.number))
+            if member is None:
+                return
+            self._groups.leases.grant(lease, member.identity, float("inf"))
+            member.given += 1
+            lengths = self._costs.draw_lengths(self._random, self._n, self._longest)
+            self._of[member.identity].engine.add(lease.number, lengths.tolist())
+            room.put_back(member)
+
+    def _next_group(self, newest: int) -> Lease | None:
+        """As the broker's scheduler: what was leased too often without an answer is dropped."""
+        while lease := self._groups.next_lease(newest):
+            if lease.attempt < self._config.broker.max_attempts:
+                return lease
+            self._groups.drop(lease.number, "unanswered", "unanswered")
+        return None
+
+    def _finished(self, rollout: int, made: Finished) -> None:
+        self._rollouts[rollout].member.credit += 1
+        if self._groups.finish(made.number, made.oldest, self._n, made.tokens):
+            self._made[made.number] = made
+            for kind, columns in self._columns.items():
+                then = partial(self._scored, made.number, [column.name for column in columns])
+                if kind == REWARD:
+                    took = self._costs.draw_reward_s(self._random, self._n)
+                    self.clock.after(took, then)
+                else:
+                    self._scorers[kind].score(made.tokens * self._costs.score_token_s, then)
+        self._turn()
+
+    def _scored(self, number: int, columns: list[str]) -> None:
+        for column in columns:
+            self._groups.scored(number, column)
+        self._turn()
+
+    # --- the trainer --------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        if self._trains or self._version >= self._steps:
+            return
+        taken = self._groups.ledger.length > self._version  # by a trainer that died with it
+        if not taken and len(self._groups.replay.ready()) < self._groups.gate.batch:
+            return
+        step = self._groups.take(self._version, 0)
+        if step is None:
+            return
+        made = [self._made[number] for number in step.groups]
+        tokens = sum(group.tokens for group in made)
+        self._trains = True
+        self.clock.begins()
+        seconds = tokens * self._costs.train_token_s
+        self._training = self.clock.after_work(seconds, partial(self._trained, made, tokens, seconds))
+
+    def _trained(self, made: list[Finished], tokens: int, seconds: float) -> None:
+        self.clock.ends()
+        self._trains, self._training = False, None
+        self._train_s += seconds
+        held = self._version
+        self._tokens += tokens
+        self._lags += held * tokens - sum(group.versions for group in made)
+        self._lag_max = max(self._lag_max, held - min(group.oldest for group in made))
+        self._groups.ledger.commit(held, str(held))
+        for group in made:
+            del self._made[group.number]
+        self._version += 1
+        if self._first is None:
+            self._first = self.clock.now, self._version
+        if self._version % self._config.trainer.checkpoint.every == 0:
+            self._saved = self._version
+            self._groups.free(self._version)
+        for rollout in self._rollouts:
+            self.clock.after(self._costs.publish_s, partial(self._serve, rollout, self._version))
+        self._turn()
+
+    # --- versions, and who dies ---------------------------------------------------------------------------------------
+
+    def _serve(self, rollout: Rollout, version: int) -> None:
+        """A version has reached a rollout, which may have died meanwhile."""
+        if rollout.alive and rollout.member.version < version:
+            rollout.engine.swap(version)
+            rollout.member.version = version
+            self._turn()
+
+    def _mortal(self, lives_s: float | None, dies: Callable[[], None]) -> None:
+        if lives_s:
+            self.clock.after(float(self._random.exponential(lives_s)), dies)
+
+    def _die(self, rollout: Rollout) -> None:
+        self._deaths += 1
+        rollout.deaths += 1
+        member = rollout.member
+        self._groups.leases.holds.release(member.identity)
+        del self._of[member.identity]
+        rollout.engine.die()
+        member.identity = f"{member.name}#{rollout.deaths}"
+        member.version, member.credit, member.given = -1, 0, 0
+        rollout.alive = False
+        self._of[member.identity] = rollout
+        self.clock.after(self._costs.start_s + self._costs.publish_s, partial(self._return, rollout))
+        self._turn()
+
+    def _return(self, rollout: Rollout) -> None:
+        rollout.member.credit, rollout.alive = rollout.limit, True
+        self._serve(rollout, self._version)
+        self._mortal(self._costs.rollout_lives_s, partial(self._die, rollout))
+
+    def _trainer_dies(self) -> None:
+        """Another one redoes the steps since the checkpoint, with the same groups: nothing is generated again."""
+        self._deaths += 1
+        redone = (self._version - self._saved) * self._train_s / max(1, self._version)
+        if self._training:
+            self.clock.call_off(self._training)
+            self.clock.ends()
+        self._training, self._trains = None, True
+        self.clock.after(self._costs.start_s + redone, self._trainer_returns)
+
+    def _trainer_returns(self) -> None:
+        self._trains = False
+        self._mortal(self._costs.trainer_lives_s, self._trainer_dies)
+        self._turn()

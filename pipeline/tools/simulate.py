@@ -1,0 +1,101 @@
+"""`penstock simulate`: what a run would do, before anybody has a machine for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.resources.devices import devices_of
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.simulate import costs as known
+from penstock.pipeline.simulate.calibrate import like
+from penstock.pipeline.simulate.costs import Costs
+from penstock.pipeline.simulate.world import Outcome, World
+
+BUSY = 0.9
+"""Who is busy for more of the time than this is what a run waits for."""
+
+
+def costs_of(
+    config: Config, run: Path | None, file: Path | None, gpus: str | None, length: float | None, prompt: float,
+    changes: Sequence[str],
+) -> Costs:  # fmt: skip
+    """From a run, a file, or a data sheet, whichever is given; with ``changes`` like ``reward_s=4``. Raises
+    `ConfigError`."""
+    if sum(source is not None for source in (run, file, gpus)) != 1:
+        raise ConfigError("say what things cost by one of --like RUN, --costs FILE, --gpus H100")
+    if run is not None:
+        found = like(run)
+    elif file is not None:
+        found = known.of_file(file)
+    else:
+        shape = shape_of(config)
+        if shape is None:
+            raise ConfigError("model.path: the model's sizes are not known here; give a folder with its config.json")
+        assert gpus is not None
+        _, device = devices_of(gpus if gpus[:1].isdigit() else f"1x{gpus}")
+        response = length or max(1.0, config.rollout.sampling.max_new_tokens / 2)
+        found = known.on_gpus(config, shape, device, response, prompt)
+    data = found.model_dump() | dict(_pair("--cost", change) for change in changes)
+    try:
+        return Costs.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"--cost {'.'.join(map(str, first['loc']))}: {first['msg']}; see docs/simulate.md") from None
+
+
+def show(
+    console: Console, path: Path, overrides: Sequence[str], costs: Costs, varied: Sequence[str], steps: int
+) -> None:
+    """Prints a row for each combination of what is ``varied``, like ``gate.max_lag=0,1,2``."""
+    keys = [_pair("--vary", each) for each in varied]
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in [key for key, _ in keys]:
+        table.add_column(name.replace(".", ".\n"), justify="right", no_wrap=True)
+    for name in ("s/step", "faster", "tokens/s", "busy:\ntrainer", "\nrollouts", "lag", "most", "waits for"):
+        table.add_column(name, justify="right", no_wrap=True)
+    first: Outcome | None = None
+    with Progress(console=console, transient=True) as bar:
+        for values in _combinations(keys):
+            config = load(path, [*overrides, *(f"{key}={value}" for (key, _), value in zip(keys, values, strict=True))])
+            task = bar.add_task(" ".join(values) or "simulating", total=steps)
+            found = World(config, costs, steps).run(lambda step, task=task: bar.update(task, completed=step))  # type: ignore[misc]
+            bar.remove_task(task)
+            first = first or found
+            table.add_row(
+                *values,
+                f"{1 / found.steps_per_s:.3g}",
+                f"{found.steps_per_s / first.steps_per_s:.2f}x",
+                f"{found.tokens_per_s:,.0f}",
+                f"{found.trainer_busy:.0%}",
+                f"{found.rollouts_busy:.0%}",
+                f"{found.lag_mean:.2f}",
+                f"{found.lag_max}",
+                _waits_for(found),
+            )
+    console.print(table)
+
+
+def _waits_for(found: Outcome) -> str:
+    shares = {"trainer": found.trainer_busy, "rollouts": found.rollouts_busy, **found.scorers_busy}
+    busiest = max(shares, key=lambda kind: shares[kind])
+    return busiest if shares[busiest] > BUSY else "each other"
+
+
+def _combinations(keys: Sequence[tuple[str, str]]) -> Iterator[tuple[str, ...]]:
+    yield from product(*(values.split(",") for _, values in keys))
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not value:
+        raise ConfigError(f"{option}: {text!r} is not like KEY=VALUE")
+    return key, value

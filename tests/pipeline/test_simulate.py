@@ -1,0 +1,107 @@
+"""Runs in virtual time: the broker's rules hold in every world, and times are those that can be worked out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from penstock.pipeline.cli import app
+from penstock.pipeline.config import Config, load
+from penstock.pipeline.simulate.costs import Costs, of_file
+from penstock.pipeline.simulate.world import World
+
+QUICKSTART = Path("configs/quickstart.yaml")
+
+
+def config(**changes: Any) -> Config:
+    keys = {"rollout.engine.max_length": 4096, "rollout.sampling.max_new_tokens": 4000, "gate.prefetch": "null"}
+    return load(QUICKSTART, [f"{key}={value}" for key, value in (keys | changes).items()])
+
+
+def alike(**changes: Any) -> Costs:
+    """Every response has 100 tokens, of 10 ms each."""
+    return Costs(length=100, length_spread=0, decode_s=0.01, train_token_s=0, reward_spread=0).model_copy(
+        update=changes
+    )
+
+
+def in_one_go(max_lag: int = 0, **changes: Any) -> Config:
+    """A step is what one rollout decodes at once."""
+    keys = {"gate.groups_per_step": 4, "rollout.sampling.n": 2, "rollout.count": 1, "rollout.engine.max_sequences": 8}
+    return config(**keys, **{"gate.max_lag": max_lag, "trainer.algorithm.kl.coefficient": 0}, **changes)
+
+
+def test_a_synchronous_run_takes_what_its_parts_take() -> None:
+    """One second of decoding, half a second until all are rewarded, a quarter to train 800 tokens, and to publish."""
+    costs = alike(reward_s=0.5, train_token_s=0.25 / 800, publish_s=0.2, pause_s=0.05)
+    found = World(in_one_go(), costs, 20).run()
+    assert found.steps_per_s == pytest.approx(1 / 2.0, rel=0.01)
+    assert found.trainer_busy == pytest.approx(0.25 / 2.0, rel=0.02) and found.lag_max == 0
+    assert found.rollouts_busy == pytest.approx(1 / 2.0, rel=0.05)
+    assert found.tokens_per_s == pytest.approx(800 / 2.0, rel=0.1)
+
+
+def test_with_lag_the_slowest_part_is_what_a_step_takes() -> None:
+    found = World(in_one_go(max_lag=4), alike(reward_s=1.5, train_token_s=0.9 / 800), 60).run()
+    assert found.steps_per_s == pytest.approx(1.0, rel=0.03), "a second of decoding: training and rewards are hidden"
+    slow = World(in_one_go(max_lag=4), alike(train_token_s=3 / 800), 60).run()
+    assert slow.steps_per_s == pytest.approx(1 / 3, rel=0.03) and slow.trainer_busy > 0.95
+
+
+def test_cores_are_shared() -> None:
+    """Two who compute all the time on one core take twice as long."""
+    costs = alike(train_token_s=1 / 800)
+    alone, shared = (World(in_one_go(max_lag=4), costs.model_copy(update={"cores": c}), 40).run() for c in (2, 1))
+    assert alone.steps_per_s / shared.steps_per_s == pytest.approx(2.0, rel=0.06)
+
+
+def test_more_sequences_decode_slower() -> None:
+    costs = alike(decode_s=0.002, decode_sequence_s=0.001)
+    assert World(in_one_go(), costs, 10).run().steps_per_s == pytest.approx(1.0, rel=0.03)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    max_lag=st.integers(0, 5), rollouts=st.integers(1, 6), batch=st.integers(1, 12), window=st.integers(1, 6),
+    prefetch=st.one_of(st.none(), st.integers(1, 20)), spread=st.floats(0, 2), reward_s=st.floats(0, 20),
+    publish_s=st.floats(0, 5), lives=st.one_of(st.none(), st.floats(20, 200)), seed=st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_in_every_world_the_bound_holds_and_nothing_stalls(
+    max_lag: int, rollouts: int, batch: int, window: int, prefetch: int | None, spread: float, reward_s: float,
+    publish_s: float, lives: float | None, seed: int,
+) -> None:  # fmt: skip
+    window = min(window, max_lag * batch + 1)
+    keys = {"gate.max_lag": max_lag, "gate.groups_per_step": batch, "gate.window": window, "rollout.count": rollouts}
+    keys |= {"gate.prefetch": prefetch or "null", "rollout.engine.max_sequences": 8, "trainer.checkpoint.every": 3}
+    made = config(**keys, **{"rollout.sampling.n": 2})
+    costs = Costs(
+        length=50, length_spread=spread, reward_s=reward_s, publish_s=publish_s, pause_s=0.1, start_s=3.0,
+        rollout_lives_s=lives, trainer_lives_s=lives, score_token_s=1e-3,
+    )  # fmt: skip
+    found = World(made, costs, 12, seed).run()
+    assert found.steps == 12 and -1e-9 <= found.lag_mean <= found.lag_max + 1e-9 <= max_lag + 1e-8
+
+
+def test_the_command_compares_and_its_costs_can_be_kept(tmp_path: Path) -> None:
+    file = tmp_path / "costs.yaml"
+    call = ["simulate", "configs/grpo-8b.yaml", "--gpus", "H100", "--steps", "6", "--vary", "gate.max_lag=0,2"]
+    done = CliRunner().invoke(app, [*call, "--save", str(file), "--cost", "reward_s=4"])
+    assert done.exit_code == 0, done.output
+    assert "1.00x" in done.output and of_file(file).reward_s == 4
+    again = CliRunner().invoke(app, ["simulate", "configs/grpo-8b.yaml", "--costs", str(file), "--steps", "6"])
+    assert again.exit_code == 0, again.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [([], "one of --like RUN"), (["--gpus", "T1000"], "T1000"), (["--gpus", "H100", "--cost", "reward=4"], "reward"),
+     (["--gpus", "H100", "--cost", "decode_s=-1"], "decode_s"), (["--gpus", "H100", "--vary", "gate"], "KEY=VALUE")],
+)  # fmt: skip
+def test_what_it_cannot_take_is_named(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(app, ["simulate", "configs/grpo-8b.yaml", "--steps", "2", *arguments])
+    assert done.exit_code and says in done.output + str(done.exception)
