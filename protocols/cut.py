@@ -37,6 +37,7 @@ class Cut(BaseModel):
     blocks: tuple[int, ...] = ()
     """Numbers, in the layout, of the weights whose rows tensor parallelism cuts."""
     experts: int = Field(1, ge=1)
+    """Ranks that share each layer's experts."""
     dealt: tuple[int, ...] = ()
     """Numbers of the weights whose rows are experts, and are dealt out."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, critic_gib, trainer_gib
@@ -30,6 +30,7 @@ def plan(config: Config) -> Plan:
     """Counts what ``config`` needs of GPUs of ``run.gpu_gib``, where the model's sizes are known here."""
     shape = shape_of(config)
     found = Plan()
+    _check_experts(config, shape, found)
     if shape is None:
         if config.run.gpu_gib:
             found.lines.append("nothing counted (run.gpu_gib): no config.json of a dense decoder at model.path")
@@ -59,6 +60,15 @@ def plan(config: Config) -> Plan:
             )
     found.lines.append(f"GPUs: {total_gpus(config)}" + (f" of {room:g} GiB" if room else ""))
     return found
+
+
+def _check_experts(config: Config, shape: Shape | None, found: Plan) -> None:
+    """Of the policy; a critic's model may be another."""
+    size = config.trainer.expert_parallel
+    experts = config.model.experts if isinstance(config.model, TinyModel) else shape.experts if shape else size
+    if size > 1 and (not experts or experts % size):
+        of = f"{experts} experts of each layer" if experts else "model, which has no experts"
+        found.problems.append(f"trainer.expert_parallel={size} does not divide the {of}; set it to a divisor, or to 1")
 
 
 def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) -> None:

@@ -48,6 +48,10 @@ class TrainerConfig(LearnerConfig):
     """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
     this is warned of. See docs/engines.md."""
 
+    profile_steps: tuple[int, ...] = ()
+    """Steps that torch's profiler watches, e.g. ``[10, 11]``: a trace of each rank, in the run's folder ``profiles/``,
+    to be opened at ui.perfetto.dev. A step that is watched takes longer."""
+
     @model_validator(mode="after")
     def _adapters_are_not_cut_by_layers(self) -> TrainerConfig:
         if self.lora and self.tensor_parallel > 1:

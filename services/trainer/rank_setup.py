@@ -25,6 +25,7 @@ from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.canary import canary_tokens
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.profiling import profiled
 from penstock.services.trainer.self_teacher import SelfTeacher
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
@@ -50,6 +51,8 @@ class TrainerSettings:
     reference_every: int = 0
     """The reference reads checkpoints of versions that are multiples of it; 0: none."""
     deterministic: bool = False
+    profiles: Path = Path("profiles")
+    """Where traces of `TrainerConfig.profile_steps` go."""
     template: dict[str, Any] = field(default_factory=dict)
     """What the tokenizer's chat template is told beside the messages."""
 
@@ -108,4 +111,6 @@ def train(
     """One step on ``batch``, the same on every rank."""
     torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
     step = open_batch(batch, settings.columns)
-    return learner.train(step, before_update, frozen=batch.step < settings.critic_warmup)
+    rank = learner.world.named("trainer")
+    with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank):
+        return learner.train(step, before_update, frozen=batch.step < settings.critic_warmup)

@@ -222,6 +222,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         temperature=config.rollout.sampling.temperature,
         run_key=context.run_key,
         checkpoints=context.folder / "checkpoints",
+        profiles=context.folder / "profiles",
         columns=config.columns,
         deterministic=config.run.deterministic,
         template=config.template,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -33,7 +34,7 @@ FIELDS = """
 
 
 def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*WHOLE, "run.trackers=[tensorboard]", "prompts.eval_every=3"])
+    run = Run(tmp_path, [*WHOLE, "run.trackers=[tensorboard]", "prompts.eval_every=3", "trainer.profile_steps=[4]"])
     summary = run.wait()
     check_promises(summary)
     assert set(FIELDS) <= summary.keys()
@@ -47,6 +48,9 @@ def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
     lines = (run.folder / "logs" / "trainer.jsonl").read_text().splitlines()
     assert all({"run", "actor", "event"} <= json.loads(line).keys() for line in lines)
     assert not undocumented(run.folder)
+    (profile,) = (run.folder / "profiles").iterdir()
+    with gzip.open(profile, "rt") as trace:
+        assert {"aten::mm", "Optimizer.step#AdamW.step"} <= {event["name"] for event in json.load(trace)["traceEvents"]}
     checkpoint = run.folder / "checkpoints" / "step-000006"
     assert (checkpoint / "model.safetensors").is_file() and (checkpoint / "tokenizer.json").is_file()
 

@@ -87,6 +87,8 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
         ("grpo-70b", "trainer.algorithm.kl.coefficient=0.001", "reference's 135"),
         ("grpo-32b", "trainer.ranks=4", r"trainer\.ranks=4: .*; 16 ranks|trainer\.ranks=4: .*; 8 ranks"),
         ("grpo-8b", "rollout.engine.max_length=50000", "has positions for 40960"),
+        ("grpo-8b", "trainer.expert_parallel=2", r"trainer\.expert_parallel=2 .* no experts"),
+        ("grpo-30b-a3b", "trainer={ranks: 12, expert_parallel: 3}", "does not divide the 128 experts"),
     ],
 )
 def test_what_cannot_fit_is_an_error_that_names_the_key(path: str, override: str, message: str) -> None:
