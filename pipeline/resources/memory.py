@@ -127,5 +127,6 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
 def reference_gib(shape: Shape, config: Config) -> float:
     """GiB of a reference at its peak: weights, a layer's activations, a chunk of logits."""
     tokens = config.reference.tokens_per_batch
-    inner = 2 * tokens * (8 * shape.hidden + 3 * shape.intermediate) / GIB
+    wide = shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 3 * shape.intermediate
+    inner = 2 * tokens * (8 * shape.hidden + wide) / GIB
     return shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB

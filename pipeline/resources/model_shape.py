@@ -109,7 +109,8 @@ def shape_of(config: Config) -> Shape | None:
 
 def _shape(name: str, data: dict[str, Any]) -> Shape | None:
     experts = any("experts" in key for key in data)
-    if experts and (data.get("model_type") not in MIXTURES or data.get("mlp_only_layers")):
+    plain = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1
+    if experts and (data.get("model_type") not in MIXTURES or plain):
         return None  # other mixtures are not counted
     try:
         heads = data["num_attention_heads"]

@@ -121,7 +121,7 @@ def _tensor_parallel(config: Config, shape: Shape, device: Device) -> Iterator[i
     for tensor in (2**power for power in range(4)):
         if shape.heads % tensor or (shape.kv_heads % tensor and tensor % shape.kv_heads):
             continue
-        if _sequences(config, shape, tensor, device, _longest(config, shape)) >= LEAST_SEQUENCES:
+        if sequences(config, shape, tensor, device, _longest(config, shape)) >= LEAST_SEQUENCES:
             yield tensor
 
 
@@ -129,7 +129,7 @@ def _longest(config: Config, shape: Shape) -> float:
     return float(min(getattr(config.rollout.engine, "max_length", shape.max_length), shape.max_length))
 
 
-def _sequences(config: Config, shape: Shape, tensor: int, device: Device, length: float) -> float:
+def sequences(config: Config, shape: Shape, tensor: int, device: Device, length: float) -> float:
     """Of ``length`` tokens, that the KV of one engine has room for."""
     weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB / tensor
     token = shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads) / GIB
@@ -150,7 +150,7 @@ def _generate_s(config: Config, shape: Shape, load: Load, tensor: int, device: D
     """Of engines that share a step: every decoding step reads the weights, and the KV of who is decoded."""
     most = getattr(config.rollout.engine, "max_sequences", 256)
     tokens = load.tokens / engines
-    batch = max(1.0, min(most, _sequences(config, shape, tensor, device, load.length), tokens / load.length))
+    batch = max(1.0, min(most, sequences(config, shape, tensor, device, load.length), tokens / load.length))
     weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / tensor
     kv = batch * load.length / 2 * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)

@@ -47,7 +47,7 @@ def like(run: Path, cores: float | None = None) -> Costs:
         train_token_s=sum(row["train_step_s"] for row in rows) / tokens,
         publish_s=mean([row["receive_s"] + row["verify_s"] + row["prepare_s"] + row["gather_s"] for row in loads]),
         pause_s=mean([row["pause_s"] for row in loads]),
-        score_token_s=_scoring(run, config) / tokens,
+        score_token_s=_scoring(run, config, rows[0]["time"], rows[-1]["time"]) / tokens,
         cores=cores or (None if visible_gpus() else float(psutil.cpu_count() or 1)),
     )
     return known.model_copy(update=_decoding(config, known, (len(rows) - 1) / (rows[-1]["time"] - rows[0]["time"])))
@@ -66,13 +66,15 @@ def _lengths(run: Path) -> tuple[tuple[int, ...], float]:
     return tuple(found), mean(prompts)
 
 
-def _scoring(run: Path, config: Config) -> float:
-    """Seconds that scorers other than the rewards were busy."""
+def _scoring(run: Path, config: Config, begun: float, ended: float) -> float:
+    """Seconds that scorers other than the rewards were busy between these times, on average over their kinds."""
     kinds = {column.scorer for column in config.columns.columns} - {"reward"}
     beats = read_lines(run / "actors.jsonl")
     worked = 0.0
     for before, beat in pairwise(beats):
         busy = [a.get("busy") or 0.0 for a in beat["actors"].values() if a["kind"] in kinds]
+        if not begun < beat["time"] <= ended:
+            continue
         worked += sum(busy) * (beat["time"] - before["time"])
     return worked / max(1, len(kinds))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from penstock.pipeline.config import Config
+from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.devices import Device
 from penstock.pipeline.resources.model_shape import Shape
-from penstock.pipeline.resources.search import BANDWIDTH_SHARE, FLOPS_SHARE, train_s
+from penstock.pipeline.resources.search import BANDWIDTH_SHARE, FLOPS_SHARE, sequences, train_s
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.settings import Section
@@ -36,6 +37,10 @@ class Costs(Section):
     """A decoding step, whatever it decodes."""
     decode_sequence_s: float = Field(0.0, ge=0)
     """More, for each sequence that is decoded."""
+    decode_compute_s: float = Field(0.0, ge=0)
+    """A decoding step takes at least this for each sequence: its arithmetic."""
+    most_sequences: int | None = Field(None, ge=1)
+    """That an engine has memory for, e.g. ``200``; null: as many as it may decode at once."""
     prefill_token_s: float = Field(0.0, ge=0)
     """Of a rollout, for each token of a prompt."""
     train_token_s: float = Field(1e-4, ge=0)
@@ -82,12 +87,31 @@ def draw(random: np.random.Generator, mean: float, spread: float, count: int) ->
 
 def of_file(path: Path) -> Costs:
     """As a file says that `save` has written, or somebody by hand."""
-    return Costs.model_validate(yaml.safe_load(path.read_text()) or {})
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--costs {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"--costs {path}: not keys and values; see docs/simulate.md")
+    return checked("--costs", data)
+
+
+def checked(option: str, data: dict[str, Any]) -> Costs:
+    """Raises `ConfigError`, which names the ``option`` and the key."""
+    try:
+        return Costs.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{option} {key}: {first['msg']}; docs/simulate.md has all keys") from None
 
 
 def save(costs: Costs, path: Path) -> None:
-    """As YAML."""
-    path.write_text(yaml.safe_dump(costs.model_dump(mode="json"), sort_keys=False))
+    """As YAML. Raises `ConfigError`."""
+    try:
+        path.write_text(yaml.safe_dump(costs.model_dump(mode="json"), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"--save {path}: {error}") from None
 
 
 def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt: float) -> Costs:
@@ -102,17 +126,21 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         shape, 1.0, prompt + length, config.trainer.ranks, bool(config.trainer.gradient_checkpointing),
         config.trainer.lora is not None, device, config.trainer.epochs,
     )  # fmt: skip
-    return Costs(
-        length=length,
-        prompt=prompt,
-        decode_s=shape.parameters * size / tensor / bandwidth,
-        decode_sequence_s=kv / bandwidth,
-        prefill_token_s=2 * shape.met / (tensor * flops),
-        train_token_s=trained,
-        score_token_s=2 * shape.met / flops,
-        publish_s=shape.parameters * size / (NETWORK_GB_S * 1e9),
-        pause_s=shape.parameters * size / tensor / bandwidth,
-    )
+    whole = prompt + length
+    found = {
+        "length": length,
+        "prompt": prompt,
+        "most_sequences": max(1, int(sequences(config, shape, tensor, device, whole))),
+        "decode_compute_s": 2 * shape.met / (tensor * flops),
+        "decode_s": shape.parameters * size / tensor / bandwidth,
+        "decode_sequence_s": kv / bandwidth,
+        "prefill_token_s": 2 * shape.met / (tensor * flops),
+        "train_token_s": trained,
+        "score_token_s": 2 * shape.met / flops,
+        "publish_s": shape.parameters * size / (NETWORK_GB_S * 1e9),
+        "pause_s": shape.parameters * size / tensor / bandwidth,
+    }
+    return checked("--length or --prompt:", found)
 
 
 def mean(values: Sequence[float]) -> float:

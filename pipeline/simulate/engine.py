@@ -23,14 +23,19 @@ class Finished:
     versions: float = 0.0
     """Summed over the tokens."""
     left: int = field(default=0, repr=False)
+    read: bool = field(default=False, repr=False)
+    """Its prompt was prefilled."""
 
 
 class VirtualEngine:
-    """Decodes up to ``slots`` sequences; says which groups are ``finished``. What is under way goes on under the next
-    version, as in the real ones."""
+    """Decodes up to ``slots`` sequences, of which those of a group begin ``together`` or each when there is room; says
+    which groups are ``finished``. What is under way goes on under the next version, as in the real ones."""
 
-    def __init__(self, clock: Clock, costs: Costs, slots: int, finished: Callable[[Finished], None]) -> None:
+    def __init__(
+        self, clock: Clock, costs: Costs, slots: int, together: bool, finished: Callable[[Finished], None]
+    ) -> None:
         self._clock, self._costs, self._slots, self._finished = clock, costs, slots, finished
+        self._together = together
         self._queue: deque[tuple[Finished, list[int]]] = deque()
         self._running: list[tuple[float, int, float, Finished]] = []
         """A heap: by the place, counted in tokens since the start, at which each ends; a number; and began."""
@@ -51,7 +56,8 @@ class VirtualEngine:
     def add(self, number: int, lengths: list[int]) -> None:
         """A group to generate, with the lengths that its sequences will have."""
         self._move()
-        self._queue.append((Finished(number, left=len(lengths)), lengths))
+        group = Finished(number, left=len(lengths))
+        self._queue += [(group, lengths)] if self._together else [(group, [length]) for length in lengths]
         self._go_on()
 
     def swap(self, version: int) -> None:
@@ -79,7 +85,8 @@ class VirtualEngine:
         self._go_on()
 
     def _step_s(self) -> float:
-        return self._costs.decode_s + self._costs.decode_sequence_s * len(self._running)
+        costs, count = self._costs, len(self._running)
+        return max(costs.decode_s + costs.decode_sequence_s * count, costs.decode_compute_s * count)
 
     def _move(self) -> None:
         """To where the clock is."""
@@ -96,7 +103,9 @@ class VirtualEngine:
         """Takes in what there is room for, and says when the next sequence ends."""
         while self._queue and len(self._running) + len(self._queue[0][1]) <= max(self._slots, len(self._queue[0][1])):
             group, lengths = self._queue.popleft()
-            self._debt += self._costs.prompt * self._costs.prefill_token_s
+            if not group.read:
+                group.read = True
+                self._debt += self._costs.prompt * self._costs.prefill_token_s
             for length in lengths:
                 self._count += 1
                 heappush(self._running, (self._place + length, self._count, self._place, group))

@@ -22,8 +22,10 @@ from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.rules.leases import Lease
-from penstock.services.broker.scheduler import Room
-from penstock.services.rollout.config import PluginEngineConfig
+from penstock.services.broker.scheduler import SUSPECT_AFTER, Room
+from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
+from penstock.services.runtime.errors import SetupError
 
 TURN_S = 0.002
 """The broker grants at most this often; and for each rollout, which makes a turn of a large fleet longer."""
@@ -32,8 +34,8 @@ STUCK_S = 1e7
 """A step that takes longer will never end."""
 
 
-class Stuck(Exception):
-    """Nothing is left that could happen, though steps are to be trained: a bug of the simulation, or of the rules."""
+class StuckError(SetupError):
+    """The run would not get on; says why."""
 
 
 @dataclass
@@ -65,7 +67,9 @@ class Rollout:
     def __init__(self, number: int, engine: VirtualEngine, limit: int) -> None:
         self.member = Member(f"rollout-{number}#0", f"rollout-{number}", "rollout", "", 0, 0.0, credit=limit)
         self.engine, self.limit, self.deaths = engine, limit, 0
-        self.alive = True
+        self.alive, self.fetches = True, False
+        self.offered = -1
+        """Newest version that it may fetch."""
 
 
 class Scorer:
@@ -105,21 +109,25 @@ class World:
         self.clock = Clock(costs.cores)
         sampling, engine = config.rollout.sampling, config.rollout.engine
         self._n, self._longest = config.sampling.trajectories, sampling.max_new_tokens
-        columns = config.columns.columns
+        columns = config.columns.scored
         gate = Gate(config.gate.groups_per_step, config.gate.window, config.gate.max_lag)
         self._groups = GroupTracker(
             Volatile(), gate, columns, steps, None, config.gate.prefetch,
             release=lambda number: None, archive=lambda step: None, on_drop=lambda number, reason, kind: None,
         )  # fmt: skip
         self._columns = {kind: [c for c in columns if c.scorer == kind] for kind in {c.scorer for c in columns}}
-        counts = {kind: getattr(getattr(config, kind, None), "count", 1) for kind in self._columns}
+        counts = {kind: registry.actors(config)[kind].count(config) for kind in self._columns}
         self._scorers = {kind: Scorer(self.clock, counts[kind]) for kind in self._columns if kind != REWARD}
         slots = 256 if isinstance(engine, PluginEngineConfig) else engine.max_sequences
+        if isinstance(engine, VllmEngineConfig):
+            slots *= int(engine.vllm.get("data_parallel_size", 1))
+        slots = min(slots, costs.most_sequences or slots)
+        together = isinstance(engine, TorchEngineConfig)
         fit = max(1, slots // self._n)
         limit = config.rollout.groups_in_flight or fit + (fit + 1) // 2
         self._rollouts: list[Rollout] = []
         for number in range(config.rollout.count):
-            made = VirtualEngine(self.clock, costs, slots, partial(self._finished, number))
+            made = VirtualEngine(self.clock, costs, slots, together, partial(self._finished, number))
             self._rollouts.append(Rollout(number, made, limit))
         self._of = {rollout.member.identity: rollout for rollout in self._rollouts}
         self._made: dict[int, Finished] = {}
@@ -128,11 +136,11 @@ class World:
         self._trains = False
         self._turn_due = False
         self._train_s, self._tokens, self._lags = 0.0, 0, 0.0
-        self._lag_max, self._deaths = 0, 0
+        self._lag_max, self._deaths, self._redone_s = 0, 0, 0.0
         self._first: tuple[float, int] | None = None
 
     def run(self, progress: Callable[[int], None] = lambda step: None) -> Outcome:
-        """Until all steps are trained; ``progress`` is told each. Raises `Stuck`."""
+        """Until all steps are trained; ``progress`` is told each. Raises `StuckError`."""
         for rollout in self._rollouts:
             self.clock.after(0.0, partial(self._serve, rollout, 0))
             self._mortal(self._costs.rollout_lives_s, partial(self._die, rollout))
@@ -140,7 +148,10 @@ class World:
         told, at = -1, 0.0
         while self._version < self._steps:
             if not self.clock.step() or self.clock.now - at > STUCK_S:
-                raise Stuck(f"after step {self._version}, {self.clock.now:.1f} s")
+                raise StuckError(
+                    f"step {self._version} would never end: {self.clock.now - at:,.0f} s of it are simulated; do "
+                    "processes live long enough (rollout_lives_s, trainer_lives_s) for what they have to do?"
+                )
             if self._version != told:
                 told, at = self._version, self.clock.now
                 progress(told)
@@ -152,7 +163,7 @@ class World:
             seconds=seconds,
             steps_per_s=(self._version - steps) / max(seconds - began, 1e-9),
             tokens_per_s=self._tokens / seconds,
-            trainer_busy=self._train_s / worked,
+            trainer_busy=(self._train_s + self._redone_s) / worked,
             rollouts_busy=sum(r.engine.busy_s for r in self._rollouts) / worked / len(self._rollouts),
             scorers_busy={kind: s.busy_s / worked / s.count for kind, s in self._scorers.items()},
             lag_mean=self._lags / max(1, self._tokens),
@@ -178,19 +189,36 @@ class World:
         if needed is None or needed > self._version:
             return
         rollouts = [r.member for r in self._rollouts if r.member.room > 0 and r.member.version >= 0]
+        leases = self._groups.leases
+        if self._costs.rollout_lives_s:  # else nothing is leased twice
+            alone = {leases.holder(lease.number) for lease in leases.open.values() if lease.attempt > SUSPECT_AFTER}
+            rollouts = [member for member in rollouts if member.identity not in alone]
         newest = max((m.version for m in rollouts), default=-1)
         if not self._next_group(newest):
             return
         room = Room(rollouts)
         while room and (lease := self._next_group(newest)):
-            member = room.take(self._groups.gate.required_version(lease.number))
+            required = self._groups.gate.required_version(lease.number)
+            if lease.attempt >= SUSPECT_AFTER:
+                busy = leases.holds.holders()
+                idle = [m for m in rollouts if m.room > 0 and m.identity not in busy and m.version >= required]
+                if not idle:
+                    return
+                rollouts.remove(idle[0])
+                room = Room(rollouts)
+                self._lease(lease, idle[0])
+                continue
+            member = room.take(required)
             if member is None:
                 return
-            self._groups.leases.grant(lease, member.identity, float("inf"))
-            member.given += 1
-            lengths = self._costs.draw_lengths(self._random, self._n, self._longest)
-            self._of[member.identity].engine.add(lease.number, lengths.tolist())
+            self._lease(lease, member)
             room.put_back(member)
+
+    def _lease(self, lease: Lease, member: Member) -> None:
+        self._groups.leases.grant(lease, member.identity, float("inf"))
+        member.given += 1
+        lengths = self._costs.draw_lengths(self._random, self._n, self._longest)
+        self._of[member.identity].engine.add(lease.number, lengths.tolist())
 
     def _next_group(self, newest: int) -> Lease | None:
         """As the broker's scheduler: what was leased too often without an answer is dropped."""
@@ -198,6 +226,11 @@ class World:
             if lease.attempt < self._config.broker.max_attempts:
                 return lease
             self._groups.drop(lease.number, "unanswered", "unanswered")
+            if self._groups.consecutive_drops >= self._config.broker.max_consecutive_drops:
+                raise StuckError(
+                    f"{self._groups.consecutive_drops} groups in a row were leased {lease.attempt} times without an "
+                    "answer (broker.max_consecutive_drops): rollouts die before they have answered (rollout_lives_s)"
+                )
         return None
 
     def _finished(self, rollout: int, made: Finished) -> None:
@@ -216,6 +249,7 @@ class World:
     def _scored(self, number: int, columns: list[str]) -> None:
         for column in columns:
             self._groups.scored(number, column)
+        self._groups.keep()
         self._turn()
 
     # --- the trainer --------------------------------------------------------------------------------------------------
@@ -254,10 +288,25 @@ class World:
             self._saved = self._version
             self._groups.free(self._version)
         for rollout in self._rollouts:
-            self.clock.after(self._costs.publish_s, partial(self._serve, rollout, self._version))
+            self._offer(rollout, self._version)
         self._turn()
 
     # --- versions, and who dies ---------------------------------------------------------------------------------------
+
+    def _offer(self, rollout: Rollout, version: int) -> None:
+        """It fetches one version at a time, always the newest."""
+        rollout.offered = version
+        if rollout.alive and not rollout.fetches:
+            rollout.fetches = True
+            self.clock.after(self._costs.publish_s, partial(self._fetched, rollout, rollout.deaths, version))
+
+    def _fetched(self, rollout: Rollout, life: int, version: int) -> None:
+        if rollout.deaths != life:
+            return
+        rollout.fetches = False
+        self._serve(rollout, version)
+        if rollout.offered > version:
+            self._offer(rollout, rollout.offered)
 
     def _serve(self, rollout: Rollout, version: int) -> None:
         """A version has reached a rollout, which may have died meanwhile."""
@@ -279,27 +328,33 @@ class World:
         rollout.engine.die()
         member.identity = f"{member.name}#{rollout.deaths}"
         member.version, member.credit, member.given = -1, 0, 0
-        rollout.alive = False
+        rollout.alive = rollout.fetches = False
         self._of[member.identity] = rollout
-        self.clock.after(self._costs.start_s + self._costs.publish_s, partial(self._return, rollout))
+        self.clock.after(self._costs.start_s, partial(self._return, rollout))
         self._turn()
 
     def _return(self, rollout: Rollout) -> None:
         rollout.member.credit, rollout.alive = rollout.limit, True
-        self._serve(rollout, self._version)
+        self._offer(rollout, self._version)
         self._mortal(self._costs.rollout_lives_s, partial(self._die, rollout))
 
     def _trainer_dies(self) -> None:
         """Another one redoes the steps since the checkpoint, with the same groups: nothing is generated again."""
         self._deaths += 1
-        redone = (self._version - self._saved) * self._train_s / max(1, self._version)
+        redone = (self._version - self._saved) * self._train_s / max(1, self._version)  # as long as they took
         if self._training:
             self.clock.call_off(self._training)
             self.clock.ends()
         self._training, self._trains = None, True
-        self.clock.after(self._costs.start_s + redone, self._trainer_returns)
+        self.clock.after(self._costs.start_s, partial(self._trainer_redoes, redone))
 
-    def _trainer_returns(self) -> None:
+    def _trainer_redoes(self, seconds: float) -> None:
+        self.clock.begins()
+        self.clock.after_work(seconds, partial(self._trainer_returns, seconds))
+
+    def _trainer_returns(self, redone: float) -> None:
+        self.clock.ends()
+        self._redone_s += redone
         self._trains = False
         self._mortal(self._costs.trainer_lives_s, self._trainer_dies)
         self._turn()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from pydantic import ValidationError
+import yaml
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -25,35 +25,40 @@ BUSY = 0.9
 
 
 def costs_of(
-    config: Config, run: Path | None, file: Path | None, gpus: str | None, length: float | None, prompt: float,
-    changes: Sequence[str],
-) -> Costs:  # fmt: skip
-    """From a run, a file, or a data sheet, whichever is given; with ``changes`` like ``reward_s=4``. Raises
-    `ConfigError`."""
+    run: Path | None, file: Path | None, gpus: str | None, length: float | None, prompt: float, changes: Sequence[str]
+) -> Callable[[Config], Costs]:
+    """What things cost in a run of a config: as in another run, as a file says, or from a data sheet, whichever is
+    given; with ``changes`` like ``reward_s=4``. Raises `ConfigError`."""
     if sum(source is not None for source in (run, file, gpus)) != 1:
         raise ConfigError("say what things cost by one of --like RUN, --costs FILE, --gpus H100")
-    if run is not None:
-        found = like(run)
-    elif file is not None:
-        found = known.of_file(file)
-    else:
-        shape = shape_of(config)
-        if shape is None:
-            raise ConfigError("model.path: the model's sizes are not known here; give a folder with its config.json")
-        assert gpus is not None
-        _, device = devices_of(gpus if gpus[:1].isdigit() else f"1x{gpus}")
-        response = length or max(1.0, config.rollout.sampling.max_new_tokens / 2)
-        found = known.on_gpus(config, shape, device, response, prompt)
-    data = found.model_dump() | dict(_pair("--cost", change) for change in changes)
-    try:
-        return Costs.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"--cost {'.'.join(map(str, first['loc']))}: {first['msg']}; see docs/simulate.md") from None
+    changed = {key: yaml.safe_load(value) for key, value in (_pair("--cost", change) for change in changes)}
+    if "length" in changed:
+        changed.setdefault("lengths", ())
+    fixed = like(run) if run is not None else known.of_file(file) if file is not None else None
+
+    def of(config: Config) -> Costs:
+        found = fixed or _on_gpus(config, gpus or "", length, prompt)
+        return known.checked("--cost", found.model_dump() | changed)
+
+    return of
+
+
+def _on_gpus(config: Config, gpus: str, length: float | None, prompt: float) -> Costs:
+    shape = shape_of(config)
+    if shape is None:
+        raise ConfigError("model.path: the model's sizes are not known here; give a folder with its config.json")
+    _, device = devices_of(gpus if gpus[:1].isdigit() else f"1x{gpus}")
+    response = config.rollout.sampling.max_new_tokens / 2 if length is None else length
+    return known.on_gpus(config, shape, device, response, prompt)
 
 
 def show(
-    console: Console, path: Path, overrides: Sequence[str], costs: Costs, varied: Sequence[str], steps: int
+    console: Console,
+    path: Path,
+    overrides: Sequence[str],
+    costs: Callable[[Config], Costs],
+    varied: Sequence[str],
+    steps: int,
 ) -> None:
     """Prints a row for each combination of what is ``varied``, like ``gate.max_lag=0,1,2``."""
     keys = [_pair("--vary", each) for each in varied]
@@ -67,7 +72,7 @@ def show(
         for values in _combinations(keys):
             config = load(path, [*overrides, *(f"{key}={value}" for (key, _), value in zip(keys, values, strict=True))])
             task = bar.add_task(" ".join(values) or "simulating", total=steps)
-            found = World(config, costs, steps).run(lambda step, task=task: bar.update(task, completed=step))  # type: ignore[misc]
+            found = World(config, costs(config), steps).run(lambda step, task=task: bar.update(task, completed=step))  # type: ignore[misc]
             bar.remove_task(task)
             first = first or found
             table.add_row(

@@ -58,7 +58,7 @@ def simulate(
     from penstock.pipeline.simulate import costs as known
     from penstock.pipeline.tools.simulate import costs_of, show
 
-    found = costs_of(load(file, overrides), like, costs, gpus, length, prompt, cost or ())
+    found = costs_of(like, costs, gpus, length, prompt, cost or ())
     if save:
-        known.save(found, save)
+        known.save(found(load(file, overrides)), save)
     show(Console(width=max(WIDTH, Console().width)), file, overrides or (), found, vary or (), steps)

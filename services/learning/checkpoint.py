@@ -30,6 +30,7 @@ from penstock.services.learning.model_learner import ModelLearner
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, separate
+from penstock.services.modeling.families import MIXTURES
 from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import INDEX, SINGLE
@@ -253,13 +254,15 @@ def _stage(
     saved = learner.adapted.saved if learner.adapted else {**learner.parameters, **dict(_buffers(learner))}
     weights: dict[str, torch.Tensor] = {}
     whole: dict[str, torch.Tensor] = {}
+    mixture = learner.model.config.model_type in MIXTURES
     for name, value in saved.items():
         found = on_host(name, value)
-        if is_experts(name, value):  # each is whole on a rank
+        shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if mixture and is_experts(name, value):  # each is whole on a rank
             weights |= separate(name, found.to_local() if isinstance(found, DTensor) else found, first_row(value))
+            whole |= separate(name, shape)
         else:
-            weights[name] = found
-        whole |= separate(name, torch.empty(value.shape, dtype=value.dtype, device="meta"))
+            weights[name], whole[name] = found, shape
     # peft knows one file for an adapter, however large.
     files = dict.fromkeys(whole, 1) if learner.adapted else _numbered(whole)
     optimizer = {

@@ -1,4 +1,5 @@
-"""Selective gradient checkpointing: what took matrices or attention to compute is kept, all else is computed again."""
+"""Selective gradient checkpointing: what took matrices or attention to compute is kept, all else is computed again; and
+so are the experts of a mixture, whose rows would take most of the memory."""
 
 from __future__ import annotations
 

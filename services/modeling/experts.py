@@ -4,9 +4,11 @@ or matrices of each expert, as files have them and engines read them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+
+from penstock.services.modeling.families import MIXTURES
 
 EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters ``[experts, ...]`` of a layer's experts."""
@@ -38,6 +40,12 @@ def counted(names: Iterable[str]) -> dict[str, int]:
 def is_experts(name: str, weight: torch.Tensor) -> bool:
     """It is the tensor of a layer's experts."""
     return weight.ndim == 3 and _STACKED.fullmatch(name) is not None
+
+
+def as_in_files(model_type: str, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A version's ``weights`` by the names that files of this family have."""
+    for name, weight in weights.items():
+        yield from separate(name, weight) if model_type in MIXTURES else [(name, weight)]
 
 
 def separate(name: str, weight: torch.Tensor, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

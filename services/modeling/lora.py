@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.adapter_files import CONFIG, FILE
+from penstock.services.modeling.families import MIXTURES
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
 from penstock.services.runtime.errors import SetupError
 
@@ -47,7 +48,7 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
-        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.targets) or "all-linear",
+        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.targets) or _all_linear(model),
         use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora", task_type="CAUSAL_LM",
         base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
     )  # fmt: skip
@@ -63,6 +64,12 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
         parameter.requires_grad_(is_adapters(name))
         if parameter.requires_grad:  # peft makes them as the matrix is; they are trained, so they are whole
             parameter.data = parameter.data.float()
+
+
+def _all_linear(model: Any) -> str | list[str]:
+    """But the head; of a mixture those of attention, since peft would adapt experts as well, and nobody could merge
+    them."""
+    return ["q_proj", "k_proj", "v_proj", "o_proj"] if model.config.model_type in MIXTURES else "all-linear"
 
 
 def is_adapters(name: str) -> bool:

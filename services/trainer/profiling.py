@@ -24,7 +24,10 @@ def profiled(step: int, steps: Sequence[int], folder: Path, rank: str) -> Iterat
     cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True, profile_memory=True) as found:
         yield
-    folder.mkdir(exist_ok=True)
     path = folder / f"{rank}-step-{step:06d}.json.gz"
-    found.export_chrome_trace(str(path))
-    log.info("profiled", step=step, path=str(path))
+    try:
+        folder.mkdir(exist_ok=True)
+        found.export_chrome_trace(str(path))
+        log.info("profiled", step=step, path=str(path))
+    except (OSError, RuntimeError) as error:  # it costs the trace, and not the step
+        log.warning("a trace could not be written", step=step, path=str(path), error=str(error))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.simulate.costs import Costs, of_file
-from penstock.pipeline.simulate.world import World
+from penstock.pipeline.simulate.world import StuckError, World
 
 QUICKSTART = Path("configs/quickstart.yaml")
 
@@ -65,6 +65,17 @@ def test_more_sequences_decode_slower() -> None:
     assert World(in_one_go(), costs, 10).run().steps_per_s == pytest.approx(1.0, rel=0.03)
 
 
+def test_rollouts_that_die_before_they_answer_end_the_run() -> None:
+    with pytest.raises(StuckError, match="rollout_lives_s"):
+        World(in_one_go(), alike(decode_s=1.0, rollout_lives_s=2.0), 5).run()
+
+
+def test_what_is_on_its_way_holds_up_what_comes_next() -> None:
+    """A version takes ten seconds to a rollout: of steps of one second most are never served."""
+    found = World(in_one_go(max_lag=30), alike(publish_s=10.0), 60).run()
+    assert found.lag_mean > 8 and found.lag_max <= 30
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     max_lag=st.integers(0, 5), rollouts=st.integers(1, 6), batch=st.integers(1, 12), window=st.integers(1, 6),
@@ -95,12 +106,18 @@ def test_the_command_compares_and_its_costs_can_be_kept(tmp_path: Path) -> None:
     assert "1.00x" in done.output and of_file(file).reward_s == 4
     again = CliRunner().invoke(app, ["simulate", "configs/grpo-8b.yaml", "--costs", str(file), "--steps", "6"])
     assert again.exit_code == 0, again.output
+    call = ["simulate", "configs/grpo-8b.yaml", "--gpus", "H100", "--steps", "6", "--cost", "cores=null"]
+    done = CliRunner().invoke(app, [*call, "--vary", "trainer.ranks=4,16"])
+    first, second = [line.split() for line in done.output.splitlines() if line.split()[:1] in (["4"], ["16"])]
+    assert float(first[1]) > float(second[1]), "costs follow what is varied"
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [([], "one of --like RUN"), (["--gpus", "T1000"], "T1000"), (["--gpus", "H100", "--cost", "reward=4"], "reward"),
-     (["--gpus", "H100", "--cost", "decode_s=-1"], "decode_s"), (["--gpus", "H100", "--vary", "gate"], "KEY=VALUE")],
+     (["--gpus", "H100", "--cost", "decode_s=-1"], "decode_s"), (["--costs", "no.yaml"], "no.yaml"),
+     (["--gpus", "H100", "--length", "0"], "length"), (["--gpus", "H100", "--save", "no/such/costs.yaml"], "--save"),
+     (["--gpus", "H100", "--vary", "gate"], "KEY=VALUE")],
 )  # fmt: skip
 def test_what_it_cannot_take_is_named(arguments: list[str], says: str) -> None:
     done = CliRunner().invoke(app, ["simulate", "configs/grpo-8b.yaml", "--steps", "2", *arguments])

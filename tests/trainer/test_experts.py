@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.services.learning import checkpoint
-from penstock.services.modeling.experts import EXPERTS, counted, is_experts, separate
+from penstock.services.modeling.experts import EXPERTS, as_in_files, counted, is_experts
 from penstock.services.modeling.parallel.expert import deal_experts
 from penstock.services.modeling.parallel.world import Shape, World
 from penstock.services.modeling.weight_files import WeightFiles
@@ -26,7 +26,8 @@ def test_the_matrices_are_those_of_transformers_files(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     wanted = load_file(tmp_path / "model.safetensors")
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    found = {part: p for name, weight in parameters.items() for part, p in separate(name, weight)}
+    found = dict(as_in_files("qwen3_moe", parameters))
+    assert dict(as_in_files("mixtral", parameters)) == parameters, "a family whose files have other names"
     assert found.keys() == wanted.keys() and len(found) > len(parameters)
     for name, matrix in wanted.items():
         assert torch.equal(found[name], matrix), name

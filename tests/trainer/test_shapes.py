@@ -30,6 +30,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
     },
     "experts": {"ranks": 2, "expert_parallel": 2},
+    "experts, an adapter": {"ranks": 2, "expert_parallel": 2, "lora": {"rank": 3}},
+    "experts, sequence parallel": {"ranks": 2, "expert_parallel": 2, "sequence_parallel": 2},
+    "two replicas of experts": {"ranks": 4, "replicas": 2, "expert_parallel": 2},
     "two shards of experts": {"ranks": 4, "expert_parallel": 2, "gradient_checkpointing": True},
     "experts, tensor parallel": {"ranks": 4, "expert_parallel": 2, "tensor_parallel": 2},
 }  # fmt: skip

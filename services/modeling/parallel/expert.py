@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.services.modeling.experts import EXPERTS
+from penstock.services.modeling.families import MIXTURES
 from penstock.services.modeling.parallel.exchange import exchange
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
@@ -33,7 +34,7 @@ def deal_experts(model: Any, world: World) -> list[nn.Module]:
     if size == 1:
         return []
     found = list(_experts_of(model))
-    if not found:
+    if not found or model.config.model_type not in MIXTURES:
         raise SetupError(
             f"expert_parallel={size}: {model.config.model_type} is no mixture of experts that is known; set it to 1"
         )

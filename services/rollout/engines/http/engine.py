@@ -24,7 +24,7 @@ import structlog
 import torch
 
 from penstock.protocols.experience import Finish
-from penstock.services.modeling.experts import separate
+from penstock.services.modeling.experts import as_in_files
 from penstock.services.rollout.engines.asynchronous import AsyncEngine
 from penstock.services.rollout.engines.base import (
     Completion,
@@ -101,7 +101,9 @@ class HttpEngine(AsyncEngine):
             raise SetupError(f"rollout.engine: engines over HTTP need httpx; run: {install('http')}") from error
         from transformers import AutoConfig
 
-        vocabulary = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
+        config = AutoConfig.from_pretrained(model_path)
+        self._family: str = config.model_type
+        vocabulary = config.get_text_config().vocab_size
         super().__init__(type(self).__name__, vocabulary, options.max_length, options.max_sequences)
         self.options, self.stop_ids = options, sorted(stop_ids)
         self._model_path, self._generated = Path(model_path), 0
@@ -159,7 +161,7 @@ class HttpEngine(AsyncEngine):
             if (self._model_path / name).is_file():
                 shutil.copyfile(self._model_path / name, folder / name)
         # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
-        matrices = (part for name, weight in weights.items() for part in separate(name, weight))
+        matrices = as_in_files(self._family, weights)
         save_file({n: t.detach().clone() for n, t in matrices}, folder / "model.safetensors", {"format": "pt"})
         return Version(folder)
 

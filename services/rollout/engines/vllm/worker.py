@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.versions import Layout
-from penstock.services.modeling.experts import separate
+from penstock.services.modeling.experts import as_in_files
 from penstock.services.rollout.engines.base import refuse_partial
 from penstock.services.weights.buffers import Mappings
 from penstock.services.weights.config import WeightsConfig
@@ -84,8 +84,7 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
             assert self.receiver
             weights = self.receiver.take(update_info.epoch, update_info.version)
             refuse_partial(weights.keys())
-        matrices = (part for name, weight in weights.items() for part in separate(name, weight))
-        loaded = self.model.load_weights(matrices)
+        loaded = self.model.load_weights(as_in_files(self.model_config.hf_config.model_type, weights))
         if loaded is not None and (missing := self._awaited - loaded):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
 
