@@ -131,6 +131,8 @@ class World:
             self._rollouts.append(Rollout(number, made, limit))
         self._of = {rollout.member.identity: rollout for rollout in self._rollouts}
         self._made: dict[int, Finished] = {}
+        self._suspects: set[int] = set()
+        """Groups that were leased too often without an answer."""
         self._version, self._saved = 0, 0
         self._training: Event | None = None
         self._trains = False
@@ -190,8 +192,9 @@ class World:
             return
         rollouts = [r.member for r in self._rollouts if r.member.room > 0 and r.member.version >= 0]
         leases = self._groups.leases
-        if self._costs.rollout_lives_s:  # else nothing is leased twice
-            alone = {leases.holder(lease.number) for lease in leases.open.values() if lease.attempt > SUSPECT_AFTER}
+        self._suspects &= leases.open.keys()
+        if self._suspects:
+            alone = {leases.holder(number) for number in self._suspects}
             rollouts = [member for member in rollouts if member.identity not in alone]
         newest = max((m.version for m in rollouts), default=-1)
         if not self._next_group(newest):
@@ -216,6 +219,8 @@ class World:
 
     def _lease(self, lease: Lease, member: Member) -> None:
         self._groups.leases.grant(lease, member.identity, float("inf"))
+        if lease.attempt > SUSPECT_AFTER:
+            self._suspects.add(lease.number)
         member.given += 1
         lengths = self._costs.draw_lengths(self._random, self._n, self._longest)
         self._of[member.identity].engine.add(lease.number, lengths.tolist())
