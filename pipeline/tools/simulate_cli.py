@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock.pipeline.config import load
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 
-WIDTH = 100
+WIDTH = 110
 """Characters that the table takes, also where nobody says how wide the terminal is."""
 
 
