@@ -147,7 +147,6 @@ async def play_all(folder: Path, heard: Heard) -> None:
 @pytest.mark.parametrize(
     ("engine", "steps"),
     [
-        ("torch", 25),
         pytest.param("torch", 63, marks=pytest.mark.chaos),
         pytest.param("vllm", 63, marks=pytest.mark.vllm),
     ],

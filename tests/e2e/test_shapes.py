@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.runs import SHORT, Run, check_promises
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_killed_rank_is_redone_and_a_resumed_run_may_have_another_shape(tmp_path: Path) -> None:
     shape = ["trainer.ranks=2", "trainer.tensor_parallel=2"]
     run = Run(tmp_path, [*SHORT, *shape, "trainer.steps=40", "trainer.checkpoint.every=5"])
