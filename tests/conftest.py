@@ -18,10 +18,22 @@ import pytest
 import structlog
 
 from penstock.protocols.experience import Group, Prompt, Trajectory
+from tests.e2e.runs import STARTED
 
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 
 TORCH_ENGINE = "{type: torch, max_length: 128, max_sequences: 32, kv_on_update: recompute}"
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test() -> Iterator[None]:
+    """A test that fails leaves its run behind, which would take a core until the end of all tests."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.kill()  # its actors end with it
+            process.wait()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,6 +29,9 @@ rollout and no reference."""
 WHOLE = [*SHORT, "rollout.count=2", "trainer.algorithm.kl.coefficient=0.001"]
 """With two rollouts and a reference, as the quickstart has."""
 
+STARTED: list[subprocess.Popen[bytes]] = []
+"""Of the test that is running: none may outlive it, also where it fails (tests/conftest.py)."""
+
 
 class Run:
     """``penstock run`` in the background; ``prefix`` stands before the command, such as ``ip netns exec HOST``."""
@@ -49,6 +52,7 @@ class Run:
         ]
         with self.output.open("wb") as out:
             self.process = subprocess.Popen([*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT)
+        STARTED.append(self.process)
 
     @classmethod
     def resumed(cls, run: Run, overrides: list[str]) -> Run:
@@ -58,6 +62,7 @@ class Run:
         command = [sys.executable, "-m", "penstock.pipeline.cli", "run", "--resume", str(run.folder)]
         with again.output.open("wb") as out:
             again.process = subprocess.Popen([*command, *overrides], stdout=out, stderr=out, cwd=ROOT)
+        STARTED.append(again.process)
         return again
 
     def wait(self, seconds: float = 480, code: int = 0) -> dict[str, Any]:
