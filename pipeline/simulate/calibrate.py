@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from penstock.pipeline.config import Config, ConfigError, load
-from penstock.pipeline.run.summary import read_lines
+from penstock.pipeline.run.summary import read_lines, steps_of
 from penstock.pipeline.simulate.costs import Costs, mean
 from penstock.pipeline.simulate.world import World
 from penstock.services.broker import archive
@@ -31,10 +31,10 @@ READ_STEPS = 20
 TRIALS = 14
 
 
-def like(run: Path, cores: float | None = None) -> Costs:
+def like(run: Path) -> Costs:
     """As the run in this folder had them, on this machine. Raises `ConfigError` where it says too little."""
     config = load(run / "config.yaml")
-    rows = [row for row in read_lines(run / "metrics.jsonl") if row["kind"] == "step"][SKIPPED:]
+    rows = steps_of(run)[SKIPPED:]
     if len(rows) < LEAST:
         raise ConfigError(f"--like {run}: {len(rows) + SKIPPED} steps say too little; it takes {LEAST + SKIPPED}")
     loads = read_lines(run / "weights.jsonl")
@@ -48,7 +48,7 @@ def like(run: Path, cores: float | None = None) -> Costs:
         publish_s=mean([row["receive_s"] + row["verify_s"] + row["prepare_s"] + row["gather_s"] for row in loads]),
         pause_s=mean([row["pause_s"] for row in loads]),
         score_token_s=_scoring(run, config, rows[0]["time"], rows[-1]["time"]) / tokens,
-        cores=cores or (None if visible_gpus() else float(psutil.cpu_count() or 1)),
+        cores=None if visible_gpus() else float(psutil.cpu_count() or 1),
     )
     return known.model_copy(update=_decoding(config, known, (len(rows) - 1) / (rows[-1]["time"] - rows[0]["time"])))
 

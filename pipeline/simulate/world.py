@@ -17,12 +17,12 @@ from penstock.pipeline.simulate.clock import Clock, Event
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.engine import Finished, VirtualEngine
 from penstock.protocols.columns import REWARD
+from penstock.services.broker.granting import SUSPECT_AFTER, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.rules.leases import Lease
-from penstock.services.broker.scheduler import SUSPECT_AFTER, Room
 from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.errors import SetupError
@@ -197,25 +197,8 @@ class World:
             alone = {leases.holder(number) for number in self._suspects}
             rollouts = [member for member in rollouts if member.identity not in alone]
         newest = max((m.version for m in rollouts), default=-1)
-        if not self._next_group(newest):
-            return
-        room = Room(rollouts)
-        while room and (lease := self._next_group(newest)):
-            required = self._groups.gate.required_version(lease.number)
-            if lease.attempt >= SUSPECT_AFTER:
-                busy = leases.holds.holders()
-                idle = [m for m in rollouts if m.room > 0 and m.identity not in busy and m.version >= required]
-                if not idle:
-                    return
-                rollouts.remove(idle[0])
-                room = Room(rollouts)
-                self._lease(lease, idle[0])
-                continue
-            member = room.take(required)
-            if member is None:
-                return
-            self._lease(lease, member)
-            room.put_back(member)
+        if self._next_group(newest):  # else nobody needs to be put in order
+            grant_groups(self._groups, rollouts, self._next_group, self._lease)
 
     def _lease(self, lease: Lease, member: Member) -> None:
         self._groups.leases.grant(lease, member.identity, float("inf"))

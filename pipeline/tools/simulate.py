@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def show(
         table.add_column(name, justify="right", no_wrap=True)
     first: Outcome | None = None
     with Progress(console=console, transient=True) as bar:
-        for values in _combinations(keys):
+        for values in product(*(values.split(",") for _, values in keys)):
             config = load(path, [*overrides, *(f"{key}={value}" for (key, _), value in zip(keys, values, strict=True))])
             task = bar.add_task(" ".join(values) or "simulating", total=steps)
             found = World(config, costs(config), steps).run(lambda step, task=task: bar.update(task, completed=step))  # type: ignore[misc]
@@ -93,10 +93,6 @@ def _waits_for(found: Outcome) -> str:
     shares = {"trainer": found.trainer_busy, "rollouts": found.rollouts_busy, **found.scorers_busy}
     busiest = max(shares, key=lambda kind: shares[kind])
     return busiest if shares[busiest] > BUSY else "each other"
-
-
-def _combinations(keys: Sequence[tuple[str, str]]) -> Iterator[tuple[str, ...]]:
-    yield from product(*(values.split(",") for _, values in keys))
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:

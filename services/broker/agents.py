@@ -10,11 +10,12 @@ import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.experience import ExperienceError, as_bytes
+from penstock.services.broker.granting import Room
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Leases
 from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.turns import Turn
-from penstock.services.broker.scheduler import Room, Scheduler
+from penstock.services.broker.scheduler import Scheduler
 from penstock.services.broker.state import BrokerState
 
 log = structlog.get_logger()

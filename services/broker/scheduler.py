@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 import structlog
 
@@ -13,6 +12,7 @@ from penstock.protocols import messages as m
 from penstock.protocols import wire
 from penstock.protocols.columns import Column
 from penstock.protocols.experience import Prompt, Purpose
+from penstock.services.broker.granting import SUSPECT_AFTER, Room, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import LedgerError
@@ -24,8 +24,6 @@ from penstock.services.data import DataError
 
 log = structlog.get_logger()
 
-SUSPECT_AFTER = 2
-"""A group that was leased this often without an answer is given to a rollout that holds nothing else."""
 NOT_READY_AFTER_S = 15.0
 """A take that cannot be served for this long is answered with the reason."""
 
@@ -38,31 +36,6 @@ class Waiting:
     request: int
     step: int
     since: float
-
-
-class Room:
-    """Members with room, the one with the most first."""
-
-    def __init__(self, members: list[Member]) -> None:
-        self._heap = [(-member.room, member.name, member) for member in members if member.room > 0]
-        heapify(self._heap)
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-    def take(self, version: int | None = -1, exact: bool = False) -> Member | None:
-        """The one with the most room of those that serve at least ``version``, or exactly that; None: of all. Who does
-        not is left out from now on: what comes next asks for no less."""
-        while self._heap:
-            member = heappop(self._heap)[2]
-            if version is None or (member.version == version if exact else member.version >= version):
-                return member
-        return None
-
-    def put_back(self, member: Member) -> None:
-        """It may have room for more."""
-        if member.room > 0:
-            heappush(self._heap, (-member.room, member.name, member))
 
 
 class Scheduler:
@@ -114,25 +87,9 @@ class Scheduler:
         return None
 
     def _grant_training(self, rollouts: list[Member], now: float) -> None:
-        groups = self._state.groups
-        room = Room(rollouts)
-        newest = max((r.version for r in rollouts), default=-1)
-        while room and (lease := self.next_group(newest)):
-            required = groups.gate.required_version(lease.number)
-            if lease.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
-                busy = groups.leases.holds.holders()
-                idle = [r for r in rollouts if r.room > 0 and r.identity not in busy and r.version >= required]
-                if not idle:
-                    return
-                rollouts.remove(idle[0])
-                room = Room(rollouts)
-                self.lease("train", lease, idle[0], now)
-                continue
-            rollout = room.take(required)
-            if rollout is None:
-                return
-            self.lease("train", lease, rollout, now)
-            room.put_back(rollout)
+        grant_groups(
+            self._state.groups, rollouts, self.next_group, lambda lease, to: self.lease("train", lease, to, now)
+        )
 
     def lease(self, purpose: Purpose, lease: Lease, rollout: Member, now: float) -> None:
         """Gives it to ``rollout``; a prompt that cannot be used costs its group alone."""

@@ -1,0 +1,66 @@
+"""Which rollout is given which group: by the broker, and by the simulation of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+
+from penstock.services.broker.membership import Member
+from penstock.services.broker.rules.groups import GroupTracker
+from penstock.services.broker.rules.leases import Lease
+
+SUSPECT_AFTER = 2
+"""A group that was leased this often without an answer is given to a rollout that holds nothing else."""
+
+
+class Room:
+    """Members with room, the one with the most first."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self._heap = [(-member.room, member.name, member) for member in members if member.room > 0]
+        heapify(self._heap)
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def take(self, version: int | None = -1, exact: bool = False) -> Member | None:
+        """The one with the most room of those that serve at least ``version``, or exactly that; None: of all. Who does
+        not is left out from now on: what comes next asks for no less."""
+        while self._heap:
+            member = heappop(self._heap)[2]
+            if version is None or (member.version == version if exact else member.version >= version):
+                return member
+        return None
+
+    def put_back(self, member: Member) -> None:
+        """It may have room for more."""
+        if member.room > 0:
+            heappush(self._heap, (-member.room, member.name, member))
+
+
+def grant_groups(
+    groups: GroupTracker,
+    rollouts: list[Member],
+    next_group: Callable[[int], Lease | None],
+    lease: Callable[[Lease, Member], None],
+) -> None:
+    """Gives groups to ``rollouts``, the one with the most room first, as far as the gate allows: ``next_group`` has the
+    one that may be leased while this version is the newest served, and ``lease`` gives it."""
+    room = Room(rollouts)
+    newest = max((r.version for r in rollouts), default=-1)
+    while room and (due := next_group(newest)):
+        required = groups.gate.required_version(due.number)
+        if due.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes nobody with it
+            busy = groups.leases.holds.holders()
+            idle = [r for r in rollouts if r.room > 0 and r.identity not in busy and r.version >= required]
+            if not idle:
+                return
+            rollouts.remove(idle[0])
+            room = Room(rollouts)
+            lease(due, idle[0])
+            continue
+        rollout = room.take(required)
+        if rollout is None:
+            return
+        lease(due, rollout)
+        room.put_back(rollout)
