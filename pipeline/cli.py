@@ -72,7 +72,7 @@ app.command("trace")(trace)
 def main() -> None:
     """Entry point: errors a user can mend are one clear message and exit code 2."""
     try:
-        app()
+        app(prog_name="penstock")
     except (SetupError, KeysError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

@@ -20,6 +20,7 @@ from penstock.pipeline.resources.placement import place
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.finish import conclude
 from penstock.pipeline.run.folder import keys_folder, run_key
+from penstock.pipeline.run.forking import fork_server
 from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.supervisor import Child, Supervisor
@@ -83,7 +84,7 @@ class _Launch:
         self._config, self._folder, self._console = config, folder, console
         self._interrupted = interrupted
         """Signals that came, one after the other."""
-        self._supervisor = Supervisor(config.run.max_restarts)
+        self._supervisor = Supervisor(config.run.max_restarts, fork_server(self._stderr("forkserver")))
         self._redis: PrivateRedis | None = None
         self._mailbox: Mailbox | None = None
         self._told: dict[str, int] = {}
@@ -131,6 +132,7 @@ class _Launch:
             self._stderr("prepare"),
             restartable=False,
             foreign=True,
+            preloaded=True,
         )
         with self._console.status("making the tiny model; its warm start is supervised (about 20 s) …"):
             while child.alive:
@@ -187,7 +189,8 @@ class _Launch:
         command += ["--folder", str(self._folder), "--name", name, "--supervised", *arguments]
         gpus = {"CUDA_VISIBLE_DEVICES": self._gpus[name]} if name in self._gpus else {}
         env = environment(spec, self._config) | gpus | (env or {})
-        return self._supervisor.start(name, command, self._stderr(name), env, pass_fds=pass_fds)
+        preloaded = spec.preloaded(self._config)
+        return self._supervisor.start(name, command, self._stderr(name), env, pass_fds=pass_fds, preloaded=preloaded)
 
     def _stderr(self, name: str) -> Path:
         return self._folder / "logs" / f"{name}.stderr"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import structlog
 
+from penstock.pipeline.run.forking import Forked, ForkError, ForkServer
 from penstock.services.runtime.errors import EXIT_SETUP
 from penstock.services.runtime.processes import with_parent
 
@@ -36,8 +38,10 @@ class Child:
     stderr: Path
     restartable: bool
     foreign: bool = False
-    """Not a process of ours: it does not watch its stdin for the supervisor's end."""
-    process: subprocess.Popen[bytes] | None = None
+    """Not an actor of ours: it does not watch its stdin for the supervisor's end."""
+    preloaded: bool = False
+    """It may be forked from a process that has loaded torch and transformers."""
+    process: subprocess.Popen[bytes] | Forked | None = None
     started_at: float = 0.0
     restarts: int = 0
     failures: int = 0
@@ -70,6 +74,7 @@ class Supervisor:
     """The processes of a run."""
 
     max_restarts: int
+    forks: ForkServer | None = None
     children: list[Child] = field(default_factory=list)
 
     def start(
@@ -81,9 +86,10 @@ class Supervisor:
         restartable: bool = True,
         pass_fds: tuple[int, ...] = (),
         foreign: bool = False,
+        preloaded: bool = False,
     ) -> Child:
         """Starts a process. Its stdin stays open as long as this process lives: its lifeline."""
-        child = Child(name, command, {**os.environ, **(env or {})}, stderr, restartable, foreign)
+        child = Child(name, command, {**os.environ, **(env or {})}, stderr, restartable, foreign, preloaded)
         self.children.append(child)
         self._spawn(child, pass_fds)
         return child
@@ -136,6 +142,8 @@ class Supervisor:
                 child.process.wait()
                 if child.process.stdin:
                     child.process.stdin.close()
+        if self.forks:
+            self.forks.close()
         return [child.name for child in forced]
 
     def wait(self, names: set[str], deadline_s: float) -> list[str]:
@@ -149,7 +157,7 @@ class Supervisor:
     def _spawn(self, child: Child, pass_fds: tuple[int, ...] = ()) -> None:
         child.stderr.parent.mkdir(parents=True, exist_ok=True)
         with child.stderr.open("ab") as stderr:
-            child.process = subprocess.Popen(
+            child.process = self._forked(child, stderr) or subprocess.Popen(
                 child.command,
                 stdin=subprocess.PIPE,
                 stdout=stderr,
@@ -162,9 +170,19 @@ class Supervisor:
         child.started_at = time.monotonic()
         log.info("started", child=child.name, pid=child.process.pid, restarts=child.restarts)
 
+    def _forked(self, child: Child, stderr: io.BufferedWriter) -> Forked | None:
+        if not child.preloaded or not self.forks or self.forks.dead:
+            return None
+        try:
+            return self.forks.fork(child.command, child.env, stderr, child.foreign)
+        except ForkError as error:
+            log.warning("processes load for themselves from now on", why=str(error))
+            return None
+
     def _died(self, child: Child, now: float) -> None:
         assert child.process
         code = child.process.returncode
+        assert code is not None
         if child.process.stdin:
             child.process.stdin.close()
         if code == 0 and (not child.restartable or child.leaving):

@@ -8,6 +8,7 @@ SPEC = ActorSpec(
     make="penstock.services.critic.service:make",
     count=lambda config: int(config.with_critic),
     threads=lambda config: config.critic.threads,
+    preloaded=lambda config: config.critic.ranks == 1,
     ranks=lambda config: config.critic.ranks,
     gpus=lambda config: config.critic.ranks * (config.critic.device != "cpu"),
     columns=lambda config: [Column(name=VALUES, scorer="critic", per="token", of_step=True)],

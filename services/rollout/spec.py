@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime.registry import ActorSpec
 
 
@@ -24,5 +24,6 @@ SPEC = ActorSpec(
     make="penstock.services.rollout.service:make",
     count=lambda config: config.rollout.count,
     threads=lambda config: config.rollout.threads,
+    preloaded=lambda config: isinstance(config.rollout.engine, TorchEngineConfig),
     gpus=_gpus,
 )

@@ -40,6 +40,8 @@ class ActorSpec:
     """Compute threads of one process."""
     ranks: Callable[[Any], int] = lambda config: 1
     """Processes that make one actor, under torchrun."""
+    preloaded: Callable[[Any], bool] = lambda config: False
+    """Its process begins with torch and transformers: on a CPU it may be forked from one that has loaded them."""
     gpus: Callable[[Any], int] = lambda config: 0
     """GPUs that one process wants."""
     columns: Callable[[Any], list[Column]] = lambda config: []

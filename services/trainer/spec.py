@@ -6,6 +6,7 @@ SPEC = ActorSpec(
     kind="trainer",
     make="penstock.services.trainer.service:make",
     threads=lambda config: config.trainer.threads,
+    preloaded=lambda config: config.trainer.ranks == 1,  # torchrun's ranks are processes of their own
     ranks=lambda config: config.trainer.ranks,
     gpus=lambda config: config.trainer.ranks * (config.trainer.device != "cpu"),
     grace_s=120.0,  # the step in hand, and a checkpoint
