@@ -34,12 +34,12 @@ class ForkError(RuntimeError):
 class Forked:
     """A process of the fork server, with the part of `subprocess.Popen` that a supervisor uses."""
 
-    def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes]) -> None:
+    def __init__(self, server: ForkServer, pid: int, descriptor: int, stdin: IO[bytes]) -> None:
         self.pid, self.stdin = pid, stdin
         self.returncode: int | None = None
         """As Popen's; 1 where the fork server died before it could tell."""
         self._server = server
-        self._fd = os.pidfd_open(pid)
+        self._fd = descriptor
         self._gone_at: float | None = None
 
     def poll(self) -> int | None:
@@ -115,7 +115,8 @@ class ForkServer:
             if self.dead:
                 raise ForkError("the fork server is gone")
             socket.send_fds(self._control, [json.dumps(request).encode()], [read, output.fileno()])
-            return Forked(self, self._answer(), os.fdopen(write, "wb", 0))
+            pid, descriptor = self._answer()
+            return Forked(self, pid, descriptor, os.fdopen(write, "wb", 0))
         except (OSError, ForkError) as error:
             os.close(write)
             self.dead = True
@@ -139,28 +140,28 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
 
-    def _answer(self) -> int:
+    def _answer(self) -> tuple[int, int]:
         deadline = time.monotonic() + START_S
         while (left := deadline - time.monotonic()) > 0:
-            if select.select([self._control], [], [], left)[0] and (pid := self._hear()):
-                return pid
+            if select.select([self._control], [], [], left)[0] and (started := self._hear()):
+                return started
             if self.dead:
                 raise ForkError("the fork server has died")
         self._process.kill()  # or it would fork later what is started in another way by then
         raise ForkError(f"the fork server did not answer within {START_S:.0f} s")
 
-    def _hear(self) -> int | None:
-        """Takes one message; returns the number of a process that was started."""
+    def _hear(self) -> tuple[int, int] | None:
+        """Takes one message; returns number and descriptor of a process that was started."""
         try:
-            data = self._control.recv(1 << 16)
+            data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
         except OSError:
-            data = b""
+            data, descriptors = b"", []
         if not data:
             self.dead = True
             return None
         told = json.loads(data)
         if "code" not in told:
-            return told["pid"]
+            return told["pid"], descriptors[0]
         self._codes[told["pid"]] = told["code"]
         return None
 

@@ -68,9 +68,10 @@ def main() -> None:
             os.close(waker)
             _become(request, fds)
             return
-        for fd in fds:
+        descriptor = os.pidfd_open(child)  # here, where it is not reaped before: its number is nobody else's yet
+        socket.send_fds(control, [json.dumps({"pid": child}).encode()], [descriptor])
+        for fd in (*fds, descriptor):
             os.close(fd)
-        control.send(json.dumps({"pid": child}).encode())
 
 
 def _tell_ends(control: socket.socket) -> None:
