@@ -38,8 +38,8 @@ def test_a_loss_that_raises_is_tried_twice_and_told_with_its_line(tmp_path: Path
     assert "the same failure twice at step" in said
     assert "trainer.algorithm.loss.function: tests.e2e.mistakes:soon_raises raised IndexError: the mistake" in said
     assert f"mistakes.py, line {line}" in said and "Traceback" not in said
-    # one restart, and another where the first death came before the step's commit was known
-    assert summary["outcome"] == "failed" and summary["restarts"] <= 2
+    # it died twice at step 2, and before that perhaps at 0 and 1, where those steps' commits were not known yet
+    assert summary["outcome"] == "failed" and 1 <= summary["restarts"] <= 3
 
 
 def test_a_run_that_ends_well_says_what_went_wrong_in_it(tmp_path: Path) -> None:
