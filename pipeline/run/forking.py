@@ -15,11 +15,8 @@ import time
 from pathlib import Path
 from typing import IO
 
-import structlog
-
+from penstock.pipeline.run.command import arguments_of
 from penstock.services.runtime.gpus import visible_gpus
-
-log = structlog.get_logger()
 
 START_S = 60.0
 """For loading torch and transformers, on a busy machine."""
@@ -106,10 +103,7 @@ class ForkServer:
     def fork(self, command: list[str], env: dict[str, str], output: io.BufferedWriter, with_parent: bool) -> Forked:
         """Starts ``command``, one of `pipeline.run.command.penstock`'s, with a pipe as its stdin and ``output`` as its
         stdout and stderr; ``with_parent``: it ends with the fork server. Raises `ForkError`."""
-        arguments = command[command.index("-P") + 2 :]
-        if arguments[0] == "penstock.pipeline.cli":  # after -m
-            del arguments[0]
-        request = {"command": command, "arguments": arguments, "env": env, "with_parent": with_parent}
+        request = {"command": command, "arguments": arguments_of(command), "env": env, "with_parent": with_parent}
         read, write = os.pipe()
         try:
             if self.dead:

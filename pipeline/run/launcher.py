@@ -84,11 +84,13 @@ class _Launch:
         self._config, self._folder, self._console = config, folder, console
         self._interrupted = interrupted
         """Signals that came, one after the other."""
-        self._supervisor = Supervisor(config.run.max_restarts, fork_server(self._stderr("forkserver")))
         self._redis: PrivateRedis | None = None
         self._mailbox: Mailbox | None = None
         self._told: dict[str, int] = {}
         self._gpus = place(config, visible_gpus())
+        preloaded = any(spec.preloaded(config) and spec.count(config) for spec in registry.actors(config).values())
+        forks = fork_server(self._stderr("forkserver")) if preloaded else None
+        self._supervisor = Supervisor(config.run.max_restarts, forks)
 
     def run(self) -> dict[str, Any]:
         self._prepare()

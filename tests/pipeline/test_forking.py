@@ -89,8 +89,8 @@ def test_its_own_death_costs_nobody_else(tmp_path: Path) -> None:
     child.process.kill()
     started_again(supervisor)
     assert isinstance(child.process, subprocess.Popen), "what dies later loads for itself"
-    with pytest.raises(ForkError):
-        server.fork(child.command, child.env, (tmp_path / "stderr").open("ab"), with_parent=False)
+    with pytest.raises(ForkError), (tmp_path / "stderr").open("ab") as stderr:
+        server.fork(child.command, child.env, stderr, with_parent=False)
     assert supervisor.stop(30) == []
 
 
