@@ -18,20 +18,30 @@ class Device:
     """Dense, in bf16."""
     gb_s: float
     """Of its memory."""
+    link_gb_s: float
+    """To the other GPUs of its machine, one way: NVLink's, or PCIe's where there is none."""
+    host_gb_s: float
+    """To its host's memory, one way: PCIe's."""
+    network_gb_s: float
+    """From its machine to others, one way, over as many network cards as such machines usually have."""
+
+
+MACHINE = 8
+"""GPUs of one machine."""
 
 
 DEVICES = {
     device.name: device
-    for device in (
-        Device("L4", 24, 121, 300),
-        Device("A10", 24, 125, 600),
-        Device("RTX4090", 24, 165, 1008),
-        Device("A100-40", 40, 312, 1555),
-        Device("L40S", 48, 362, 864),
-        Device("A100", 80, 312, 2039),
-        Device("H100", 80, 989, 3350),
-        Device("H200", 141, 989, 4800),
-        Device("B200", 180, 2250, 8000),
+    for device in (  # name, GiB, TFLOPS, then GB/s of memory, link, host, network
+        Device("L4", 24, 121, 300, 32, 32, 12.5),
+        Device("A10", 24, 125, 600, 32, 32, 12.5),
+        Device("RTX4090", 24, 165, 1008, 32, 32, 3),
+        Device("A100-40", 40, 312, 1555, 300, 32, 50),
+        Device("L40S", 48, 362, 864, 32, 32, 25),
+        Device("A100", 80, 312, 2039, 300, 32, 200),
+        Device("H100", 80, 989, 3350, 450, 64, 400),
+        Device("H200", 141, 989, 4800, 450, 64, 400),
+        Device("B200", 180, 2250, 8000, 900, 64, 400),
     )
 }
 """By name, as the makers' data sheets have them (SXM where there are several)."""

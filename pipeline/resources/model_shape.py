@@ -10,7 +10,7 @@ from typing import Any
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.resources.model_files import read_config
 from penstock.protocols.versions import DTYPE_BYTES
-from penstock.services.modeling.families import MIXTURES
+from penstock.services.modeling.families import MIXTURES, PLAIN
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Shape:
     """Of each layer, in a mixture; `intermediate` is the size of one."""
     chosen: int = 0
     """Experts that a token goes to."""
+    packs: bool = True
+    """Its rows may be packed without padding."""
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -120,6 +122,7 @@ def _shape(name: str, data: dict[str, Any]) -> Shape | None:
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
             data["vocab_size"], bool(data.get("tie_word_embeddings")), data.get("max_position_embeddings") or 1 << 20,
             data.get("num_experts") or data.get("num_local_experts") or 0, data.get("num_experts_per_tok") or 0,
+            data.get("model_type") in PLAIN and not data.get("use_sliding_window"),
         )  # fmt: skip
     except KeyError:
         return None

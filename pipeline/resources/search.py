@@ -1,47 +1,53 @@
 """How a run could be laid out on so many GPUs of one kind: what fits, and how long a step would take at best.
 
-Times are rooflines: what the arithmetic and the memory's traffic take on paper, divided by `FLOPS_SHARE` and
-`BANDWIDTH_SHARE`, which are what good code is known to reach; none of them was measured here. They are for comparing
-layouts, not for promises.
+Times are rooflines, of which none was measured here (`resources.step_time`): they are for comparing layouts, not for
+promises.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.devices import Device
+from penstock.pipeline.resources.devices import MACHINE, Device
 from penstock.pipeline.resources.memory import reference_gib
 from penstock.pipeline.resources.model_shape import Shape
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, train_s
 from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
-FLOPS_SHARE = 0.35
-"""Of a GPU's peak that a trainer reaches on long rows."""
 BANDWIDTH_SHARE = 0.5
-"""Of its memory's that an engine reaches while it decodes."""
+"""Of a GPU's memory's that an engine reaches while it decodes."""
 VLLM_SHARE = 0.9
+FILL = 0.95
+"""Of a GPU's memory that a trainer may need by the plan: allocators leave gaps, and routing is not even."""
 LEAST_SEQUENCES = 8
 """An engine with less room than for so many of the longest sequences is not worth its GPU."""
+PLAINER = 1.02
+"""A plainer shape is taken where another is at most this much faster, on paper."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """One way to lay a run out."""
 
-    ranks: int
-    checkpointing: bool
-    lora: LoraConfig | None
-    rollouts: int
-    tensor_parallel: int
+    trainer: TrainerConfig
     trainer_gib: float
     train_s: float
     """Seconds of a step that the trainer takes; and that all rollouts together take."""
     generate_s: float
+    rollouts: int
+    tensor_parallel: int
+    """GPUs of one rollout's engine."""
+    faster: TrainerConfig | None
+    """The fastest shape of so many ranks, where that does not fit; and what it would hold and take."""
+    faster_gib: float
+    faster_s: float
 
     @property
     def step_s(self) -> float:
@@ -54,18 +60,9 @@ class Layout:
         return self.train_s + self.generate_s
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a step consists of."""
-
-    tokens: float
-    """Sampled, in all trajectories."""
-    length: float
-    """Of a trajectory on average, with its prompt."""
-
-
 def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
-    """All that fit ``count`` of ``device``."""
+    """For each number of the trainer's ranks the fastest shape that fits, and rollouts on all other GPUs of
+    ``count``."""
     others = config.reference.count * config.with_reference + config.critic.ranks * config.with_critic
     if config.with_reference and reference_gib(shape, config) > device.gib:
         return
@@ -76,50 +73,102 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
     tensors = [size for size in _tensor_parallel(config, shape, device) if size == 1 or vllm]
     if vllm and any(int(vllm.vllm.get(f"{kind}_parallel_size", 1)) > 1 for kind in ("data", "pipeline")):
         return  # each engine has more GPUs than are searched for
-    for lora, ranks in product(adapters, [*range(1, min(16, count)), *range(16, count, 8)]):
-        if not _takes(config.trainer, ranks, lora):
-            continue
-        trained = _trained(config, shape, ranks, lora, device)
-        if trained is None:
-            continue
-        checkpointing, need = trained
-        seconds = train_s(
-            shape, load.tokens, load.length, ranks, checkpointing, lora is not None, device, config.trainer.epochs
-        )
+    for lora, ranks in product(adapters, _ranks(count)):
         engines = [
             (_generate_s(config, shape, load, tensor, device, rollouts), tensor, rollouts)
             for tensor in tensors
             if (rollouts := (count - others - ranks) // tensor) >= 1
         ]
-        if engines:
+        plain = config.trainer.model_copy(update={"ranks": ranks, "lora": lora})
+        if engines and (found := _fastest(shape, plain, load, device)):
             generate_s, tensor, rollouts = min(engines)
-            yield Layout(ranks, checkpointing, lora, rollouts, tensor, need, seconds, generate_s)
+            trainer, seconds, faster, faster_s = found
+            yield Layout(
+                trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, rollouts, tensor,
+                faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s,
+            )  # fmt: skip
 
 
-def _takes(trainer: TrainerConfig, ranks: int, lora: LoraConfig | None) -> bool:
-    """The config would not be refused."""
-    if ranks % (trainer.replicas * trainer.sequence_parallel * trainer.tensor_parallel):
-        return False
-    shards = ranks // (trainer.replicas * trainer.tensor_parallel)
-    return not shards % trainer.expert_parallel and not (lora and trainer.tensor_parallel > 1)
+def _ranks(count: int) -> Iterator[int]:
+    """Numbers of ranks that are tried: any in a machine, then whole machines, more and more of them."""
+    ranks = 1
+    while ranks < count:
+        yield ranks
+        ranks += 1 if ranks < MACHINE else MACHINE * (1 + ranks // (16 * MACHINE))
 
 
-def _trained(
-    config: Config, shape: Shape, ranks: int, lora: LoraConfig | None, device: Device
-) -> tuple[bool, float] | None:
-    """Whether so many ranks need checkpointing, which is slower, and GiB of each; None where they do not fit."""
-    for checkpointing in (False, True):
-        update = {"ranks": ranks, "gradient_checkpointing": checkpointing, "lora": lora}
-        need = trainer_gib(shape, config.trainer.model_copy(update=update), device.gib)
-        if need <= device.gib:
-            return checkpointing, need
+def _fastest(
+    shape: Shape, plain: TrainerConfig, load: Load, device: Device
+) -> tuple[TrainerConfig, float, TrainerConfig | None, float] | None:
+    """The fastest shape of so many ranks that fits, and its seconds; then the fastest that does not, where that would
+    be faster. None: nothing fits."""
+    tried: list[tuple[float, int, float, TrainerConfig]] = []
+    for trainer in shapes(shape, plain):
+        seconds = train_s(shape, trainer, load, device)
+        tried.append((seconds * PLAINER ** _apart(trainer), len(tried), seconds, trainer))
+    heapq.heapify(tried)
+    faster, faster_s = None, 0.0
+    while tried:
+        _, _, seconds, trainer = heapq.heappop(tried)
+        if trainer_gib(shape, trainer, device.gib) <= device.gib * FILL:
+            return trainer, seconds, faster, faster_s
+        if faster is None:
+            faster, faster_s = trainer, seconds
     return None
+
+
+def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
+    """Whatever `penstock run` would take of so many ranks, of one adapter or none."""
+    powers = [1, 2, 4, 8]
+    machines = max(1, plain.ranks // MACHINE)
+    degrees = product(
+        sorted({1, machines}),
+        [size for size in powers if size == 1 or (shape.packs and _deals(shape, size))],
+        [
+            size
+            for size in powers
+            if size == 1 or not (shape.kv_heads % size or shape.intermediate % size or plain.lora)
+        ],
+        [size for size in (*powers, 16, 32, 64) if size == 1 or (shape.experts and not shape.experts % size)],
+    )
+    for replicas, sequence, tensor, expert in degrees:
+        shards, left = divmod(plain.ranks, replicas * tensor)
+        if left or not shards or shards % sequence or shards % expert or sequence * tensor > MACHINE:
+            continue
+        for checkpointing, offload, offload_activations in product(
+            (False, "selective", True), (False, True), (False, True)
+        ):
+            if (offload or offload_activations) and tensor > 1:
+                continue
+            yield plain.model_copy(
+                update={
+                    "replicas": replicas,
+                    "sequence_parallel": sequence,
+                    "tensor_parallel": tensor,
+                    "expert_parallel": expert,
+                    "gradient_checkpointing": checkpointing,
+                    "offload": offload,
+                    "offload_activations": offload_activations,
+                }
+            )
+
+
+def _deals(shape: Shape, size: int) -> bool:
+    """So many may share the heads of attention; those of keys and values are repeated where there are fewer."""
+    return not shape.heads % size and (not shape.kv_heads % size or not size % shape.kv_heads)
+
+
+def _apart(trainer: TrainerConfig) -> int:
+    """How many keys are not as in the plainest shape of so many ranks."""
+    degrees = (trainer.replicas, trainer.sequence_parallel, trainer.tensor_parallel, trainer.expert_parallel)
+    used = (trainer.gradient_checkpointing, trainer.offload, trainer.offload_activations)
+    return sum(degree > 1 for degree in degrees) + sum(map(bool, used))
 
 
 def _tensor_parallel(config: Config, shape: Shape, device: Device) -> Iterator[int]:
     """GPUs that one engine may have."""
     for tensor in (2**power for power in range(4)):
-        if shape.heads % tensor or (shape.kv_heads % tensor and tensor % shape.kv_heads):
+        if not _deals(shape, tensor):
             continue
         if sequences(config, shape, tensor, device, _longest(config, shape)) >= LEAST_SEQUENCES:
             yield tensor
@@ -134,16 +183,6 @@ def sequences(config: Config, shape: Shape, tensor: int, device: Device, length:
     weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB / tensor
     token = shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads) / GIB
     return max(0.0, device.gib * VLLM_SHARE - weights - OVERHEAD_GIB) / token / length
-
-
-def train_s(
-    shape: Shape, tokens: float, length: float, ranks: int, checkpointing: bool, lora: bool, device: Device, epochs: int
-) -> float:
-    """Seconds that ``ranks`` train on so many ``tokens``, of trajectories of this ``length``."""
-    forward = 2 * shape.met + 2 * shape.layers * shape.heads * shape.head_dim * length
-    backward = 2 if not lora else 1  # a frozen matrix has no gradient of its own
-    flops = tokens * forward * (1 + backward + checkpointing) * epochs
-    return flops / (ranks * device.tflops * 1e12 * FLOPS_SHARE)
 
 
 def _generate_s(config: Config, shape: Shape, load: Load, tensor: int, device: Device, engines: int) -> float:

@@ -44,7 +44,8 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
         if trainer.replicas > 1:  # each layer's part is kept beside its gradient until all replicas' are summed
             sums += 4 * (cut - shape.ends / shards)
     turned = sum(math.prod(size) for name, size in shape.matrices.items() if name in ("o_proj", "down_proj"))
-    activations, logits = _activations(shape, trainer), LOGITS_GIB * GIB
+    kept, inner = activations(shape, trainer)
+    acts, logits = inner if trainer.offload_activations else kept + inner, LOGITS_GIB * GIB
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
     held = {
@@ -57,15 +58,15 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
     }
     parts = (held if not trainer.offload else {}) | {
         "gathered units": ends + layers,
-        "activations": activations,
+        "activations": acts,
         "logits": logits,
-        "sums of embedding and head": max(0.0, sums - (ends + layers + activations + logits)),
+        "sums of embedding and head": max(0.0, sums - (ends + layers + acts + logits)),
     }
     return {name: size / GIB for name, size in parts.items() if size} | {"context": OVERHEAD_GIB}
 
 
-def _activations(shape: Shape, trainer: TrainerConfig) -> float:
-    """Bytes that a backward begins with, in bf16."""
+def activations(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
+    """Bytes that a backward begins with, in bf16: what all layers keep, and what one of them has beside it."""
     tokens, tensor = trainer.tokens_per_micro_batch / trainer.sequence_parallel, trainer.tensor_parallel
     kept = 2 * tokens * shape.hidden * shape.layers  # what goes into each layer
     inner = 2 * tokens * (8 * shape.hidden + 4 * shape.hidden / tensor)  # and what it does
@@ -77,7 +78,7 @@ def _activations(shape: Shape, trainer: TrainerConfig) -> float:
         kept = inner * (shape.layers - 1)
     elif trainer.gradient_checkpointing == "selective":  # and what the matrices gave
         kept += 2 * tokens * shape.layers * sum(outputs for _, outputs in shape.matrices.values()) / tensor
-    return inner if trainer.offload_activations else kept + inner
+    return kept, inner
 
 
 def critic_gib(shape: Shape, critic: CriticConfig, gpu_gib: float | None = None) -> float:

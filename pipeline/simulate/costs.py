@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.devices import Device
 from penstock.pipeline.resources.model_shape import Shape
-from penstock.pipeline.resources.search import BANDWIDTH_SHARE, FLOPS_SHARE, sequences, train_s
+from penstock.pipeline.resources.search import BANDWIDTH_SHARE, sequences
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, train_s
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.settings import Section
@@ -122,10 +123,8 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     size, bandwidth = DTYPE_BYTES[config.model.dtype], device.gb_s * 1e9 * BANDWIDTH_SHARE
     kv = (prompt + length / 2) * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
     flops = device.tflops * 1e12 * FLOPS_SHARE
-    trained = train_s(
-        shape, 1.0, prompt + length, config.trainer.ranks, bool(config.trainer.gradient_checkpointing),
-        config.trainer.lora is not None, device, config.trainer.epochs,
-    )  # fmt: skip
+    step = Load(max(1.0, length) * config.gate.groups_per_step * config.sampling.trajectories, prompt + length)
+    trained = train_s(shape, config.trainer, step, device) / step.tokens
     whole = prompt + length
     found = {
         "length": length,

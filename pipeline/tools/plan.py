@@ -12,11 +12,18 @@ from penstock.pipeline.resources.devices import Device, devices_of
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import Shape, shape_of
-from penstock.pipeline.resources.search import BANDWIDTH_SHARE, FLOPS_SHARE, Layout, Load, layouts
+from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, Load
 from penstock.pipeline.resources.trainer_memory import trainer_parts
 from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.trainer.config import TrainerConfig
 
 SHOWN = 6
+SEARCHED = (
+    "ranks", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "gradient_checkpointing", "offload",
+    "offload_activations",
+)  # fmt: skip
+"""Keys of `trainer` that the search chooses."""
 
 
 def show(console: Console, config: Config, gpus: str | None, length: int | None) -> bool:
@@ -70,27 +77,71 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         )  # fmt: skip
         return
     for title, lora in (("training all weights", False), ("training an adapter (LoRA)", True)):
-        some = [layout for layout in every if (layout.lora is not None) == lora]
+        some = [layout for layout in every if (layout.trainer.lora is not None) == lora]
         if some:
             _print_table(console, title, heapq.nsmallest(SHOWN, some, key=lambda each: each.step_s), count, device)
     console.print(
         f"a step of {groups:,} responses of {response:,} tokens; roofline estimates at {FLOPS_SHARE:.0%} of the peak "
-        f"FLOPs and {BANDWIDTH_SHARE:.0%} of the bandwidth, for comparing layouts: not measured. Seconds of a step: "
-        "the trainer's, the rollouts' (engines x GPUs), of both side by side, and of one after the other "
-        "(gate.max_lag=0); GiB of a rank, with gradient checkpointing or without",
+        f"FLOPs, {BANDWIDTH_SHARE:.0%} of the memory's bandwidth and {LINK_SHARE:.0%} of what connects GPUs, for "
+        "comparing layouts: not measured. Shape: replicas (R), sequence (SP), tensor (TP) and expert parallelism (EP). "
+        "Spares: memory, by computing again all or part of what a layer gave (gradient_checkpointing), and by keeping "
+        "weights (off) or activations (act) on the host (offload, offload_activations). GiB of a rank. Seconds of a "
+        "step: the trainer's, the rollouts' (engines x GPUs), of both side by side, and of one after the other "
+        "(gate.max_lag=0)",
         highlight=False,
     )
-    best = min(every, key=lambda each: (each.lora is not None, each.step_s))
+    adapter = all(layout.trainer.lora for layout in every)
+    alike = [layout for layout in every if bool(layout.trainer.lora) == adapter]
+    best = min(alike, key=lambda each: each.step_s)
+    for reason in reasons(best, alike):
+        console.print(f"why: {reason}", highlight=False)
     console.print(f"take the first: {overrides(config, best)}", highlight=False, soft_wrap=True)
+
+
+def reasons(best: Layout, others: list[Layout]) -> list[str]:
+    """Why it is the best of these, which come in the order of their ranks."""
+    ranks = best.trainer.ranks
+    fewer = [each for each in others if each.trainer.ranks < ranks]
+    more = [each for each in others if each.trainer.ranks > ranks]
+    said = []
+    for word, near in (("fewer", fewer[-1:]), ("more", more[:1])):
+        for each in near:
+            longer = "training" if each.train_s > each.generate_s else "generating"
+            said.append(f"with {word} ranks ({each.trainer.ranks}), {longer} takes longest: {each.step_s:.1f} s")
+    if best.faster and best.faster_s < best.train_s:
+        said.append(
+            f"{ranks} ranks ({_words(best.faster)}) would train in {best.faster_s:.1f} s and not "
+            f"{best.train_s:.1f}, but take {best.faster_gib:.0f} GiB each"
+        )
+    return said
+
+
+def _shape_words(trainer: TrainerConfig) -> str:
+    degrees = (
+        ("R", trainer.replicas), ("SP", trainer.sequence_parallel), ("TP", trainer.tensor_parallel),
+        ("EP", trainer.expert_parallel),
+    )  # fmt: skip
+    return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
+
+
+def _memory_words(trainer: TrainerConfig) -> str:
+    checkpointing = {True: "all", "selective": "part", False: ""}[trainer.gradient_checkpointing]
+    words = (checkpointing, "off" * trainer.offload, "act" * trainer.offload_activations)
+    return " ".join(filter(None, words))
+
+
+def _words(trainer: TrainerConfig) -> str:
+    spares = _memory_words(trainer)
+    return ", ".join(filter(None, (_shape_words(trainer), f"spares: {spares}" if spares else "sparing nothing")))
 
 
 def _print_table(console: Console, title: str, rows: list[Layout], count: int, device: Device) -> None:
     table = Table(title=f"{count} x {device.name}, {title}: the fastest that fit")
-    for name in ("ranks", "chkpt", "GiB", "rollouts", "train", "generate", "step", "sync"):
+    for name in ("ranks", "shape", "spares", "GiB", "rollouts", "train", "gen", "step", "sync"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(row.ranks), "yes" if row.checkpointing else "no", f"{row.trainer_gib:.1f}",
+            str(row.trainer.ranks), _shape_words(row.trainer), _memory_words(row.trainer), f"{row.trainer_gib:.1f}",
             f"{row.rollouts} x {row.tensor_parallel}", f"{row.train_s:.1f}", f"{row.generate_s:.1f}",
             f"{row.step_s:.1f}", f"{row.synchronous_s:.1f}",
         )  # fmt: skip
@@ -100,12 +151,17 @@ def _print_table(console: Console, title: str, rows: list[Layout], count: int, d
 def overrides(config: Config, layout: Layout) -> str:
     """What makes a config this layout."""
     words = [
-        f"trainer.ranks={layout.ranks}",
-        f"trainer.gradient_checkpointing={str(layout.checkpointing).lower()}",
-        f"rollout.count={layout.rollouts}",
+        f"trainer.{key}={_yaml(value)}"
+        for key in SEARCHED
+        if (value := getattr(layout.trainer, key)) != getattr(config.trainer, key)
     ]
+    words.append(f"rollout.count={layout.rollouts}")
     if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
-    if layout.lora and config.trainer.lora is None:
-        words.append(f"'trainer.lora={{rank: {layout.lora.rank}}}'")
+    if layout.trainer.lora and config.trainer.lora is None:
+        words.append(f"'trainer.lora={{rank: {layout.trainer.lora.rank}}}'")
     return " ".join(words)
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

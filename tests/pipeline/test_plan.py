@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -12,11 +13,16 @@ from typer.testing import CliRunner
 from penstock.pipeline.bench.memory import compare
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
+from penstock.pipeline.resources.search import FILL, layouts, shapes
+from penstock.pipeline.resources.step_time import Load, train_s
+from penstock.pipeline.resources.trainer_memory import trainer_gib
+from penstock.services.trainer.config import TrainerConfig
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
 GRPO = [path for path in CONFIGS if path.name.startswith("grpo-")]
@@ -68,6 +74,31 @@ def test_layouts_are_what_the_plan_says_of_them(path: Path) -> None:
     config = load(path, ["run.gpu_gib=80", *shlex.split(first.removeprefix("take the first: "))])
     plan(config).check()
     assert total_gpus(config) <= 48
+
+
+@pytest.mark.parametrize("path", GRPO, ids=lambda path: path.stem)
+def test_whatever_shape_is_searched_a_config_takes_and_none_that_fits_is_much_faster(path: Path) -> None:
+    config = load(path)
+    shape, (count, device) = shape_of(config), devices_of("24xA100")
+    assert shape
+    step = Load(1e6, 1500.0)
+    found = list(layouts(config, shape, count, device, step))
+    assert {bool(layout.trainer.lora) for layout in found} == {False, True}
+    for layout in found:
+        assert layout.trainer_gib <= device.gib
+        plain = config.trainer.model_copy(update={"ranks": layout.trainer.ranks, "lora": layout.trainer.lora})
+        every = list(shapes(shape, plain))
+        for trainer in every:
+            TrainerConfig.model_validate(trainer.model_dump())
+        fits = [each for each in every if trainer_gib(shape, each, device.gib) <= FILL * device.gib]
+        assert layout.train_s <= 1.15 * min(train_s(shape, each, step, device) for each in fits)
+
+
+def test_why_a_layout_is_the_first_is_said() -> None:
+    result = CliRunner().invoke(app, ["plan", "configs/grpo-32b.yaml", "--gpus", "32xH100"])
+    said = " ".join(result.output.split())
+    assert "why: with fewer ranks (16), training takes longest" in said
+    assert re.search(r"why: 24 ranks \(.*\) would train in [\d.]+ s and not [\d.]+, but take 1\d\d GiB each", said)
 
 
 def test_what_fits_nowhere_is_said_with_what_would_help() -> None:

@@ -1,0 +1,112 @@
+"""How long a trainer's step takes on GPUs of one kind, at best.
+
+Rooflines: the arithmetic, and the bytes that ranks send each other or their hosts, on paper, each divided by the share
+of it that good code is known to reach. None of it was measured here: it is for comparing layouts, not for promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.pipeline.resources.devices import MACHINE, Device
+from penstock.pipeline.resources.model_shape import Shape
+from penstock.pipeline.resources.trainer_memory import activations, keeps_whole_gradients
+from penstock.services.trainer.config import TrainerConfig
+
+FLOPS_SHARE = 0.35
+"""Of a GPU's peak that a trainer reaches on long rows."""
+LINK_SHARE = 0.6
+"""Of what connects GPUs with each other, and with their host, that transfers of a layer reach."""
+SELECTIVE_SHARE = 0.15
+"""Of a forward pass, that selective checkpointing takes: norms and activations again, which memory bounds."""
+HOST_UPDATE_GB_S = 20.0
+"""At which a host's processor reads and writes memory for one rank, of eight that share it."""
+UPDATE_BYTES = 28
+"""That AdamW reads and writes of a parameter: it, its gradient, and both moments."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step consists of."""
+
+    tokens: float
+    """Sampled, in all trajectories."""
+    length: float
+    """Of a trajectory on average, with its prompt."""
+
+
+def train_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:
+    """Seconds of a step: what is gathered of the model travels beside the arithmetic, all else does not."""
+    passes = load.tokens * trainer.epochs / trainer.ranks / trainer.tokens_per_micro_batch
+    passes *= trainer.sequence_parallel * trainer.tensor_parallel  # ranks that share a micro-batch
+    tokens = load.tokens * trainer.epochs / trainer.ranks
+    arithmetic = tokens * _flops(shape, trainer, load.length) / (device.tflops * 1e12 * FLOPS_SHARE)
+    sums = 0.0 if trainer.lora else 1 if keeps_whole_gradients(trainer, shape, device.gib) else passes
+    gathered = _gathered(shape, trainer, passes, sums) / _between(trainer.ranks // trainer.replicas, device)
+    gathered += sums * _replicated(shape, trainer) / _between(trainer.ranks, device)
+    waits = passes * _shared(shape, trainer) / (device.link_gb_s * 1e9 * LINK_SHARE)
+    waits += passes * _routed(shape, trainer) / _between(trainer.expert_parallel, device)
+    if trainer.offload:  # each gathered shard comes from the host twice, in fp32, and its gradient goes there
+        waits += passes * 12 * _cut(shape, trainer) / (device.host_gb_s * 1e9 * LINK_SHARE)
+    if trainer.offload_activations:
+        kept, _ = activations(shape, trainer)
+        waits += passes * 2 * kept / (device.host_gb_s * 1e9 * LINK_SHARE)
+    trained = _cut(shape, trainer) if not trainer.lora else shape.adapter(trainer.lora.rank) / trainer.ranks
+    update_gb_s = HOST_UPDATE_GB_S if trainer.offload else device.gb_s * LINK_SHARE
+    updates = trainer.epochs * trainer.mini_batches * UPDATE_BYTES * trained / (update_gb_s * 1e9)
+    return max(arithmetic, gathered) + waits + updates
+
+
+def _flops(shape: Shape, trainer: TrainerConfig, length: float) -> float:
+    """Of one token, forward and backward."""
+    forward = 2 * shape.met + 2 * shape.layers * shape.heads * shape.head_dim * length
+    backward = 1 if trainer.lora else 2  # a frozen matrix has no gradient of its own
+    again = float(bool(trainer.gradient_checkpointing))
+    if trainer.gradient_checkpointing == "selective":  # of a mixture, the experts are computed again
+        again = SELECTIVE_SHARE + 2 * shape.layers * shape.chosen * shape.expert / forward
+    return forward * (1 + backward + again)
+
+
+def _cut(shape: Shape, trainer: TrainerConfig) -> float:
+    """Parameters of one rank."""
+    return shape.parameters * trainer.replicas / trainer.ranks
+
+
+def _gathered(shape: Shape, trainer: TrainerConfig, passes: float, sums: float) -> float:
+    """Bytes that a rank sends of the model: in each micro-batch layers in bf16, twice; in each sum gradients in
+    fp32."""
+    shards = trainer.ranks / (trainer.replicas * trainer.tensor_parallel)
+    experts = shape.layers * shape.experts * shape.expert
+    own = experts / trainer.expert_parallel
+    model = (shape.parameters - experts) / trainer.tensor_parallel
+    sent = model * (1 - 1 / shards) + own * (1 - trainer.expert_parallel / shards)
+    return 4 * (passes + sums) * sent
+
+
+def _replicated(shape: Shape, trainer: TrainerConfig) -> float:
+    """Bytes of gradients that a rank sends to its fellows in other replicas."""
+    return 8 * _cut(shape, trainer) * (1 - 1 / trainer.replicas)
+
+
+def _shared(shape: Shape, trainer: TrainerConfig) -> float:
+    """Bytes that a rank sends of a micro-batch's tokens to those that share its matrices, or its rows."""
+    tokens = trainer.tokens_per_micro_batch / trainer.sequence_parallel
+    times = 3 if trainer.gradient_checkpointing is True else 2
+    tensor = 2 * 2 * (1 - 1 / trainer.tensor_parallel) * 2 * tokens * shape.hidden  # two sums of each layer's output
+    heads = (2 * shape.heads + 2 * max(shape.kv_heads, trainer.sequence_parallel)) * shape.head_dim
+    sequence = (1 - 1 / trainer.sequence_parallel) * 2 * tokens * heads / trainer.tensor_parallel
+    return times * shape.layers * (tensor + sequence)
+
+
+def _routed(shape: Shape, trainer: TrainerConfig) -> float:
+    """Bytes that a rank sends of a micro-batch's tokens to experts of other ranks, and back."""
+    tokens = trainer.tokens_per_micro_batch / trainer.sequence_parallel
+    times = 3 if trainer.gradient_checkpointing else 2
+    away = 1 - 1 / trainer.expert_parallel
+    return times * 2 * away * 2 * tokens * shape.chosen * shape.hidden * shape.layers
+
+
+def _between(ranks: int, device: Device) -> float:
+    """Bytes/s of each of so many ranks: within a machine, or between several."""
+    gb_s = device.link_gb_s if ranks <= MACHINE else min(device.link_gb_s, device.network_gb_s)
+    return gb_s * 1e9 * LINK_SHARE
