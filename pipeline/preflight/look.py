@@ -16,6 +16,7 @@ from penstock.pipeline.preflight import (
     lora,
     machine,
     model,
+    optimizer,
     rewards,
     scorers,
 )
@@ -31,7 +32,7 @@ def look(config: Config) -> Report:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     report = Report()
     with without_hub(config, report):
-        for part in (gpus, machine, data, model, lora, rewards, environment, gateway, algorithm, scorers):
+        for part in (gpus, machine, data, model, lora, optimizer, rewards, environment, gateway, algorithm, scorers):
             part.look(config, report)
     needs = plan(config)
     here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"

@@ -12,6 +12,8 @@ from penstock.services.trainer.config import TrainerConfig
 GIB = float(1 << 30)
 OVERHEAD_GIB = 1.5
 """CUDA context, allocator and collectives of a process."""
+EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)
+"""Of a parameter: two moments of a byte, and a scale for each 256 of them."""
 LOGITS_GIB = 0.5
 """Chunks of logits and of their gradients, beside the peak of a layer: `logprobs.LOGIT_BYTES` twice."""
 
@@ -51,7 +53,7 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
     held = {
         "weights": 2 * cut + 4 * trained if lora else 4 * cut,
         "gradients": 4.0 * (whole if keeps else trained),
-        "optimizer": 8 * trained,
+        "optimizer": (8 if trainer.optimizer.moments == "float32" else EIGHT_BIT_BYTES) * trained,
         "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
         "published version": 2 * shape.parameters / trainer.ranks,
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.model_learner import ModelLearner
+from penstock.services.learning.optimizer import local, restore_state
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, separate
@@ -221,7 +222,7 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
         flat = {f"{name}/{key}": tensor for name, tensors in into.items() for key, tensor in tensors.items()}
         dcp.load(flat, storage_reader=reader, process_group=learner.world.save_group, no_dist=learner.world.size == 1)
         for name, tensors in into.items():
-            learner.optimizer.state[learner.parameters[name]] = tensors
+            restore_state(learner.optimizer, learner.parameters[name], tensors)
     learner.version = state["version"]
     learner.state |= state.get("state", {})
     return state["ledger"]
@@ -243,7 +244,7 @@ def _stage(
     to fill, registered memory far longer."""
 
     def on_host(name: str, value: torch.Tensor) -> torch.Tensor:
-        mine = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        mine = local(value)
         if name not in pages:
             pages[name] = torch.empty_like(mine, device="cpu", pin_memory=mine.is_cuda)
         copied = pages[name].copy_(mine, non_blocking=True)

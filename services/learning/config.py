@@ -30,6 +30,9 @@ class OptimizerConfig(Section):
     """The learning rate after the warm-up: it stays, or falls to `final_lr_share` of itself by the last step."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
     """Share of the learning rate that is left at the last step, e.g. ``0.1``."""
+    moments: Literal["float32", "8bit"] = "float32"
+    """How AdamW's two means are kept: in ``float32``, or in ``8bit``, which takes 2 bytes a parameter instead of 8 and
+    is not exact (block-wise quantization, Dettmers et al. 2021). Needs `penstock[adam8bit]`."""
     max_grad_norm: float = Field(1.0, gt=0)
     """A gradient that is longer than this (2-norm over all parameters) is scaled down to it."""
 

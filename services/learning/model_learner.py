@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
+from penstock.services.learning.optimizer import make_optimizer, set_rate, stepping
 from penstock.services.learning.out_of_memory import MicroBatches
 from penstock.services.modeling.checkpointing import keep_products
 from penstock.services.modeling.logprobs import shares_prompts
@@ -50,11 +51,7 @@ class ModelLearner:
         """That computes; where they are offloaded, parameters lie on the host."""
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
         """What a version consists of."""
-        optimizer = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            _groups(self.parameters.values(), optimizer.weight_decay),
-            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True,
-        )  # fmt: skip
+        self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
         model.train()
         for module in model.modules():  # what the rollout sampled without dropout is not judged with it
             for name in ("p", "attention_dropout"):
@@ -108,8 +105,7 @@ class ModelLearner:
     def begin_update(self) -> float:
         """Forgets the last gradient. Returns the learning rate, which is the same for all updates of a step."""
         rate = learning_rate(self._learning.optimizer, self.version, self._steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
         return rate
 
@@ -124,7 +120,8 @@ class ModelLearner:
         before_update()
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite and not frozen:
-            self.optimizer.step()
+            with stepping(self.optimizer):
+                self.optimizer.step()
             self.gather()
         return {"grad_norm": norm, "skipped": float(not finite)}
 
@@ -150,15 +147,6 @@ class ModelLearner:
         here = self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] if here else psutil.virtual_memory().available // self.world.size
         return not self.world.max(float(needed > GRADIENT_SHARE * free))
-
-
-def _groups(parameters: Iterable[torch.nn.Parameter], decay: float) -> list[dict[str, Any]]:
-    """For an optimizer: matrices, which decay, and vectors, which do not; of each, what is cut over the same ranks is
-    changed in one go."""
-    found: dict[tuple[bool, Any], list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault((parameter.ndim > 1, getattr(parameter, "device_mesh", None)), []).append(parameter)
-    return [{"params": some, "weight_decay": decay if decays else 0.0} for (decays, _), some in found.items()]
 
 
 def mini_batches(step: TrainingBatch, epochs: int, parts: int) -> Iterator[np.ndarray]:

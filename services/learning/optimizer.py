@@ -1,0 +1,73 @@
+"""A learner's optimizer: AdamW, with its two moments in fp32, or in 8 bits by torchao (Dettmers et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from penstock.services.learning.config import OptimizerConfig
+from penstock.services.learning.eight_bit import in_fp32, is_quantized, quantize
+
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+"""Moments that 8 bits may hold, and whether they have a sign."""
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """For all of ``parameters``."""
+    groups = _groups(parameters, config.weight_decay)
+    how: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.moments == "float32":
+        return torch.optim.AdamW(groups, **how, fused=True)
+    from torchao.optim import AdamW8bit
+
+    found: torch.optim.Optimizer = AdamW8bit(groups, **how)
+    return found
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The learning rate from now on."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):  # torchao's, which is compiled into what uses it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    """Around `step`: torchao compiles it, which on a CPU wants a C++ compiler and takes longer than it saves."""
+    on_gpu = any(parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
+    return nullcontext() if on_gpu else torch.compiler.set_stance("force_eager")
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of something in the optimizer's state; in fp32 where that is 8 bits."""
+    mine = (value.to_local() if isinstance(value, DTensor) else value).detach()
+    return in_fp32(mine) if is_quantized(mine) else mine
+
+
+def restore_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: Mapping[str, torch.Tensor]
+) -> None:
+    """Takes the ``state`` of a ``parameter``, in fp32 and cut as it is, over. One that was saved from 8 bits becomes
+    the same 8 bits again where it is cut as it was."""
+    found = dict(state)
+    if make := getattr(optimizer, "_new_buffer", None):
+        for name, signed in SIGNED.items():
+            found[name] = make(parameter, signed)
+            mine = found[name].to_local() if isinstance(found[name], DTensor) else found[name]
+            quantize(local(state[name]), mine) if is_quantized(mine) else mine.copy_(local(state[name]))
+        found["step"] = state["step"].cpu()
+    optimizer.state[parameter] = found
+
+
+def _groups(parameters: Iterable[torch.nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors, which do not; of each, what is cut over the same ranks is changed in one
+    go."""
+    found: dict[tuple[bool, Any], list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault((parameter.ndim > 1, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    return [{"params": some, "weight_decay": decay if decays else 0.0} for (decays, _), some in found.items()]
