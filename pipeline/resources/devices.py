@@ -44,7 +44,7 @@ DEVICES = {
         Device("B200", 180, 2250, 8000, 900, 64, 400),
     )
 }
-"""By name, as the makers' data sheets have them (SXM where there are several)."""
+"""By name, as the makers' data sheets have them (SXM where there are several); networks as clouds rent them out."""
 
 
 def devices_of(text: str) -> tuple[int, Device]:
