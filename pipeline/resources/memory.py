@@ -81,7 +81,7 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
         )
     options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
     tensor, stages = int(options.get("tensor_parallel_size", 1)), int(options.get("pipeline_parallel_size", 1))
-    if shape.heads % tensor or (shape.kv_heads % tensor and tensor % shape.kv_heads):
+    if not shape.deals(tensor):
         found.problems.append(
             f"rollout.engine.vllm.tensor_parallel_size={tensor} does not divide {shape.heads} heads and "
             f"{shape.kv_heads} KV heads"

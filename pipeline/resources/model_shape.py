@@ -70,6 +70,10 @@ class Shape:
         """Parameters of a layer that one token meets."""
         return self.shared + self.router + self.chosen * self.expert
 
+    def deals(self, size: int) -> bool:
+        """So many may share the heads of attention; those of keys and values are repeated where there are fewer."""
+        return not self.heads % size and (not self.kv_heads % size or not size % self.kv_heads)
+
     def adapter(self, rank: int, targets: Sequence[str] = ()) -> int:
         """Parameters of a LoRA adapter; none of ``targets``: all of a layer's matrices are."""
         chosen = [size for name, size in self.matrices.items() if not targets or name in targets]

@@ -123,7 +123,7 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
     machines = max(1, plain.ranks // MACHINE)
     degrees = product(
         sorted({1, machines}),
-        [size for size in powers if size == 1 or (shape.packs and _deals(shape, size))],
+        [size for size in powers if size == 1 or (shape.packs and shape.deals(size))],
         [
             size
             for size in powers
@@ -153,11 +153,6 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
             )
 
 
-def _deals(shape: Shape, size: int) -> bool:
-    """So many may share the heads of attention; those of keys and values are repeated where there are fewer."""
-    return not shape.heads % size and (not shape.kv_heads % size or not size % shape.kv_heads)
-
-
 def _apart(trainer: TrainerConfig) -> int:
     """How many keys are not as in the plainest shape of so many ranks."""
     degrees = (trainer.replicas, trainer.sequence_parallel, trainer.tensor_parallel, trainer.expert_parallel)
@@ -168,7 +163,7 @@ def _apart(trainer: TrainerConfig) -> int:
 def _tensor_parallel(config: Config, shape: Shape, device: Device) -> Iterator[int]:
     """GPUs that one engine may have."""
     for tensor in (2**power for power in range(4)):
-        if not _deals(shape, tensor):
+        if not shape.deals(tensor):
             continue
         if sequences(config, shape, tensor, device, _longest(config, shape)) >= LEAST_SEQUENCES:
             yield tensor

@@ -39,8 +39,9 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def stepping(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """Around `step`: torchao compiles it, which on a CPU wants a C++ compiler and takes longer than it saves."""
-    on_gpu = any(parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
-    return nullcontext() if on_gpu else torch.compiler.set_stance("force_eager")
+    if isinstance(optimizer, torch.optim.AdamW) or optimizer.param_groups[0]["params"][0].is_cuda:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # loads torch's compiler, which takes seconds
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -55,9 +56,9 @@ def restore_state(
     """Takes the ``state`` of a ``parameter``, in fp32 and cut as it is, over. One that was saved from 8 bits becomes
     the same 8 bits again where it is cut as it was."""
     found = dict(state)
-    if make := getattr(optimizer, "_new_buffer", None):
+    if not isinstance(optimizer, torch.optim.AdamW):
         for name, signed in SIGNED.items():
-            found[name] = make(parameter, signed)
+            found[name] = optimizer._new_buffer(parameter, signed)
             mine = found[name].to_local() if isinstance(found[name], DTensor) else found[name]
             quantize(local(state[name]), mine) if is_quantized(mine) else mine.copy_(local(state[name]))
         found["step"] = state["step"].cpu()

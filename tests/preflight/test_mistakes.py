@@ -324,13 +324,18 @@ MISTAKES = [
 def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """The command in ``folder``, and the CPU seconds that it took."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = children_s()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "penstock.pipeline.cli", "run", *arguments],
         cwd=folder, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done, children_s() - before
+
+
+def children_s() -> float:
+    """CPU seconds of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def lay_out(folder: Path, mistake: Mistake) -> list[str]:
@@ -348,11 +353,9 @@ LOADING_S = 4.0
 @pytest.fixture(scope="module")
 def slowness() -> float:
     """How many times longer this machine takes to load them."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = children_s()
     subprocess.run([sys.executable, "-c", "import torch; from transformers import Qwen3ForCausalLM"], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return max(1.0, took / LOADING_S)
+    return max(1.0, (children_s() - before) / LOADING_S)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
