@@ -15,8 +15,10 @@ from rich.console import Console
 from penstock.pipeline.bench.cli import bench
 from penstock.pipeline.config import ConfigError, TinyModel, load
 from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.launch.cli import launch
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 from penstock.pipeline.tools.doctor_cli import doctor
+from penstock.pipeline.tools.join_cli import join
 from penstock.pipeline.tools.keys_cli import app as keys
 from penstock.pipeline.tools.merge import merge
 from penstock.pipeline.tools.page_cli import page
@@ -35,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(launch, name="launch")
 
 
 def print_version(asked: bool) -> None:
@@ -60,6 +63,7 @@ def command(
 
 app.add_typer(doctor, name="doctor")
 app.add_typer(keys, name="keys")
+app.command("join")(join)
 app.command("play")(play)
 app.command("page")(page)
 app.command("merge")(merge)

@@ -59,6 +59,9 @@ class RunConfig(Section):
     gpu_gib: float | None = Field(None, gt=0)
     """Memory of each GPU in GiB, e.g. ``80``; null: not checked. With it, a run whose model cannot fit is refused
     before anything starts."""
+    elsewhere: tuple[str, ...] = ()
+    """Kinds of processes that `penstock run` does not start, e.g. ``[rollout]``: they join from other machines, by
+    `penstock join`. See docs/clusters.md."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important messages that still go into `logs/`."""
 
@@ -293,6 +296,9 @@ class Config(Section):
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"
             )
+        for kind in self.run.elsewhere:
+            if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):
+                raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")
         check_reference(self)
         check_columns(self)
         return self

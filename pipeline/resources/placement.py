@@ -11,7 +11,7 @@ def place(config: Config, gpus: list[str]) -> dict[str, str]:
     they take turns and share. Raises `ConfigError` where somebody wants several and there are too few."""
     if not gpus:
         return {}
-    each = {name: spec.gpus(config) for spec in registry.actors(config).values() for name in spec.names(config)}
+    each = {name: spec.gpus(config) for spec in registry.started_here(config) for name in spec.names(config)}
     each = {name: count for name, count in each.items() if count}
     wanted = sum(each.values())
     if wanted > len(gpus) and max(each.values()) == 1:
@@ -20,8 +20,8 @@ def place(config: Config, gpus: list[str]) -> dict[str, str]:
         many = ", ".join(f"{name} {count}" for name, count in each.items())
         raise ConfigError(
             f"this run wants {wanted} GPUs ({many}), and there are {len(gpus)}; use fewer rollouts (rollout.count) or "
-            "ranks (trainer.ranks, critic.ranks), set trainer.algorithm.kl.coefficient=0, or start actors on other "
-            "machines with penstock serve"
+            "ranks (trainer.ranks, critic.ranks), set trainer.algorithm.kl.coefficient=0, or have others start "
+            "them (run.elsewhere, penstock join)"
         )
     left = list(gpus)
     placed = {}

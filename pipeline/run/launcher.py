@@ -88,7 +88,7 @@ class _Launch:
         self._mailbox: Mailbox | None = None
         self._told: dict[str, int] = {}
         self._gpus = place(config, visible_gpus())
-        preloaded = any(spec.preloaded(config) and spec.count(config) for spec in registry.actors(config).values())
+        preloaded = any(spec.preloaded(config) and spec.count(config) for spec in registry.started_here(config))
         forks = fork_server(self._stderr("forkserver")) if preloaded else None
         self._supervisor = Supervisor(config.run.max_restarts, forks)
 
@@ -96,10 +96,9 @@ class _Launch:
         self._prepare()
         store = self._config.store.url or self._start_redis()
         address = self._start_broker(store)
-        for spec in registry.actors(self._config).values():
-            if spec.kind != "broker":
-                for name in spec.names(self._config):
-                    self._start(spec, name, ["--broker", address])
+        for spec in registry.started_here(self._config):
+            for name in spec.names(self._config):
+                self._start(spec, name, ["--broker", address])
         client_keys = keys_folder(self._folder) / "client.json"
         keys = load_client(client_keys) if client_keys.is_file() else None
         self._mailbox = Mailbox(address, incarnation_of("supervisor"), keys)

@@ -21,12 +21,12 @@ from penstock.protocols.mailbox import AddressError, DeadlineError
 from penstock.protocols.messages import LedgerReply
 from penstock.protocols.wire import ProtocolError
 from penstock.services.runtime import logs, registry
-from penstock.services.runtime.actor import STOP_GRACE_S, ActorContext, on_stop
+from penstock.services.runtime.actor import ActorContext, on_stop
+from penstock.services.runtime.address import interface_of, own_address, own_endpoint
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
 from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
-from penstock.services.weights.address import interface_of, own_address
 
 if TYPE_CHECKING:
     from penstock.services.broker.state import BrokerSettings
@@ -79,12 +79,11 @@ def serve(
 def _serve_member(
     spec: ActorSpec, config: Config, context: ActorContext, rank: int, supervised: bool, place: crashes.Place
 ) -> int:
-    grace = STOP_GRACE_S if supervised else spec.grace_s
     _prepare_environment(spec, config)
     if spec.learns:
         ranks = spec.ranks(config)
         if ranks > 1 and not torchrun.launched():
-            return torchrun.launch(ranks, max(30, int(grace)))
+            return torchrun.launch(ranks, max(30, int(spec.grace_s)))
         torchrun.join(spec.kind, ranks)
     context = replace(context, run_key=run_key(context.folder))
     if spec.kind != "reward":
@@ -93,7 +92,7 @@ def _serve_member(
         config = _on_weight_network(config)
     actor = spec.create(context, config)
     try:
-        return _run_actor(actor, rank, supervised, grace)
+        return _run_actor(actor, rank, supervised, spec.grace_s)
     finally:
         place.step = actor.version if rank else actor.actor.version
 
@@ -147,8 +146,7 @@ def _serve_broker(
     if url is None:
         raise ConfigError("store.url: a broker that runs alone needs a Redis; give its URL")
     broker = Broker(_broker_settings(config, context), url)
-    grace = STOP_GRACE_S if supervised else registry.actors(config)["broker"].grace_s
-    on_stop(broker.stop, supervised, grace)
+    on_stop(broker.stop, supervised, registry.actors(config)["broker"].grace_s)
     if ready_fd is not None:
         os.write(ready_fd, f"{broker.address}\n".encode())
         os.close(ready_fd)
@@ -170,7 +168,8 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
     from penstock.services.broker.state import BrokerSettings
 
     folder = keys_folder(context.folder)
-    exposed = not keys.is_loopback(config.broker.bind)
+    bound = config.broker.model_copy(update={"bind": own_endpoint(config.broker.bind, "broker.bind")})
+    exposed = not keys.is_loopback(bound.bind)
     if exposed:
         keys.make(folder)
         log.info("keys", client=str(folder / "client.json"))
@@ -180,7 +179,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         folder=context.folder,
         seed=config.run.seed,
         steps=config.trainer.steps,
-        broker=config.broker,
+        broker=bound,
         gate=config.gate,
         store=config.store,
         replay=config.replay,

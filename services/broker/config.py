@@ -166,8 +166,8 @@ class BrokerConfig(Section):
     """The broker process."""
 
     bind: str = "tcp://127.0.0.1:0"
-    """Where it listens, e.g. ``tcp://0.0.0.0:5555``; port 0 takes a free one. Beyond the loopback it makes keys, and
-    speaks to nobody without them."""
+    """Where it listens, e.g. ``tcp://0.0.0.0:5555``, or ``tcp://10.1.0.0/16:5555``: at this host's address on that
+    network; port 0 takes a free one. Beyond the loopback it makes keys, and speaks to nobody without them."""
     advertise: str | None = None
     """The address that others use, e.g. ``tcp://10.1.0.7:5555``; null: the one that was bound."""
     heartbeat_s: float = Field(1.0, gt=0)

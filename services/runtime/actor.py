@@ -53,11 +53,12 @@ class ActorContext:
 
 def on_stop(stop: Callable[[str], None], supervised: bool = False, grace_s: float = STOP_GRACE_S) -> None:
     """Calls ``stop(reason)`` on SIGTERM, on SIGINT, and, for a supervised process, when its supervisor is gone
-    (stdin closes). A process that then does not end within ``grace_s`` is ended."""
+    (stdin closes). A process that then does not end within ``grace_s``, or `STOP_GRACE_S` where its supervisor is gone,
+    is ended."""
 
-    def leave(reason: str) -> None:
+    def leave(reason: str, within_s: float = grace_s) -> None:
         stop(reason)
-        timer = threading.Timer(grace_s, lambda: os._exit(75))
+        timer = threading.Timer(within_s, lambda: os._exit(75))
         timer.daemon = True
         timer.start()
 
@@ -67,7 +68,7 @@ def on_stop(stop: Callable[[str], None], supervised: bool = False, grace_s: floa
     def lifeline() -> None:
         while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter ends
             pass
-        leave("the supervisor is gone")
+        leave("the supervisor is gone", STOP_GRACE_S)
 
     if supervised:
         threading.Thread(target=lifeline, name="lifeline", daemon=True).start()

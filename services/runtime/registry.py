@@ -76,6 +76,11 @@ def actors(config: Any) -> dict[str, ActorSpec]:
     return table
 
 
+def started_here(config: Any) -> list[ActorSpec]:
+    """Those that `penstock run` starts beside the broker; the others join (`run.elsewhere`)."""
+    return [spec for spec in actors(config).values() if spec.kind not in ("broker", *config.run.elsewhere)]
+
+
 def learners(config: Any) -> tuple[str, ...]:
     """Kinds of the actors that train on the steps of a run of ``config``."""
     return tuple(spec.kind for spec in actors(config).values() if spec.learns and spec.count(config))

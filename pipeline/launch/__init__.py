@@ -1,0 +1,1 @@
+"""The same run on clusters that exist: Slurm, Ray, Kubernetes."""

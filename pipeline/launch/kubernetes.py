@@ -1,0 +1,308 @@
+"""`penstock launch kubernetes`: manifests of the run, and of what joins it.
+
+The run is a Job of one pod; rollouts are a Job of several, each of which ends with the run, or, where their number is
+to follow what there is to do, a Deployment that KEDA scales. All of them see the run's folder on one claim, which must
+be mountable by several nodes (ReadWriteMany).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from penstock.pipeline.config import Config, ConfigError, dump
+from penstock.pipeline.launch.parts import Part
+from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, HostNeeds, host_needs
+
+Manifest = dict[str, Any]
+
+HOME = "/penstock"
+BROKER_PORT, METRICS_PORT = 5555, 9400
+USER = 10001
+"""Of our images."""
+HEAD_GRACE_S, GRACE_S = 180, 60
+"""From SIGTERM to SIGKILL: the step in hand and a checkpoint of it; what is finished becomes durable."""
+NODE_GONE_S = 30
+"""A pod on a node that does not answer is given up after this."""
+PATIENCE_S = 3600
+LEAST_SHM_GIB = 2.0
+LONGEST_NAME = 40
+FULL = 0.8
+"""Rollouts that hold this share of the groups that they could are enough."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the cluster is told beside the config."""
+
+    name: str
+    """Of the run; objects are called ``penstock-NAME``."""
+    image: str
+    namespace: str | None = None
+    claim: str | None = None
+    """A claim that is there; None: one is made."""
+    storage_class: str | None = None
+    storage: str = "200Gi"
+    secret: str | None = None
+    """A secret whose keys become environment variables, HF_TOKEN for instance."""
+    prometheus: str | None = None
+    """Where KEDA asks, e.g. ``http://prometheus.monitoring:9090``."""
+    autoscale: tuple[int, int] | None = None
+    """Least and most rollouts."""
+
+    @property
+    def object(self) -> str:
+        """The name of the run's objects."""
+        return f"penstock-{self.name}"
+
+    @property
+    def folder(self) -> str:
+        """The run's, in every pod."""
+        return str(PurePosixPath(HOME) / "runs" / self.name)
+
+
+def manifests(config: Config, parts: list[Part], options: Options) -> str:
+    """As YAML, for `kubectl apply -f -`. Raises `ConfigError`."""
+    if options.autoscale and not options.prometheus:
+        raise ConfigError("--autoscale: KEDA reads from a Prometheus; give --prometheus http://HOST:9090")
+    if options.autoscale and "rollout" not in [part.kind for part in parts]:
+        raise ConfigError("--autoscale: there are no rollouts to scale: run.elsewhere does not name them")
+    return yaml.safe_dump_all(_objects(config, parts, options), sort_keys=False, width=120)
+
+
+def object_name(text: str) -> str:
+    """``text`` as objects may be called. Raises `ConfigError` where it cannot be."""
+    made = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not made or len(made) > LONGEST_NAME:
+        raise ConfigError(f"--name: {text!r} cannot name an object: letters, digits and -, at most {LONGEST_NAME}")
+    return made
+
+
+def bounds(text: str | None) -> tuple[int, int] | None:
+    """``0:8`` as two numbers. Raises `ConfigError`."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    least, most = (int(found[1]), int(found[2])) if found else (1, 0)
+    if least > most or not most:
+        raise ConfigError(f"--autoscale: {text!r} are not least and most rollouts; e.g. 0:8")
+    return least, most
+
+
+def _objects(config: Config, parts: list[Part], options: Options) -> Iterator[Manifest]:
+    needs = host_needs(config)
+    data = {"config.yaml": dump(config)}
+    yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(options, options.object), "data": data}
+    if not options.claim:
+        yield _claim(options)
+    yield _policy(options)
+    if options.autoscale:
+        yield _metrics(options)
+    for part in parts:
+        if part.kind == "head":
+            yield _job(options, part.kind, _head(options, part, needs), HEAD_GRACE_S, backoffLimit=50)
+        elif part.kind == "rollout" and options.autoscale:
+            yield _deployment(options, _pod(options, part.kind, [_member(options, part, needs)], GRACE_S, "Always"))
+            yield _scaled(config, options, part)
+        else:
+            pod = [_member(options, part, needs)]
+            yield _job(options, part.kind, pod, GRACE_S, parallelism=part.tasks, backoffLimit=50 * part.tasks)
+
+
+def _labels(options: Options, kind: str | None = None) -> dict[str, str]:
+    own = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": options.name}
+    return own | ({"app.kubernetes.io/component": kind} if kind else {})
+
+
+def _metadata(options: Options, name: str, kind: str | None = None) -> Manifest:
+    where = {"namespace": options.namespace} if options.namespace else {}
+    return {"name": name, **where, "labels": _labels(options, kind)}
+
+
+def _claim(options: Options) -> Manifest:
+    spec: Manifest = {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": options.storage}},
+    }
+    if options.storage_class:
+        spec["storageClassName"] = options.storage_class
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(options, options.object),
+        "spec": spec,
+    }
+
+
+def _policy(options: Options) -> Manifest:
+    """The run's pods hear each other alone, and who scrapes: gloo and NCCL know no keys."""
+    own = {"podSelector": {"matchLabels": _labels(options)}}
+    rules: list[Manifest] = [{"from": [own]}]
+    if options.autoscale:
+        rules.append({"ports": [{"port": METRICS_PORT, "protocol": "TCP"}]})
+    spec = {**own, "policyTypes": ["Ingress"], "ingress": rules}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(options, options.object),
+        "spec": spec,
+    }
+
+
+def _metrics(options: Options) -> Manifest:
+    """What a Prometheus scrapes that looks for this annotation."""
+    scraped = {"prometheus.io/scrape": "true", "prometheus.io/port": str(METRICS_PORT)}
+    port = {"name": "metrics", "port": METRICS_PORT, "targetPort": METRICS_PORT}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(options, options.object) | {"annotations": scraped},
+        "spec": {"selector": _labels(options, "head"), "ports": [port]},
+    }
+
+
+def _job(options: Options, kind: str, containers: list[Manifest], grace_s: int, **spec: Any) -> Manifest:
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(options, f"{options.object}-{kind}", kind),
+        "spec": {**spec, "template": _pod(options, kind, containers, grace_s, "OnFailure")},
+    }
+
+
+def _deployment(options: Options, pod: Manifest) -> Manifest:
+    """Without a number: that is KEDA's to say."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(options, f"{options.object}-rollout", "rollout"),
+        "spec": {"selector": {"matchLabels": _labels(options, "rollout")}, "template": pod},
+    }
+
+
+def _scaled(config: Config, options: Options, part: Part) -> Manifest:
+    """As many rollouts as the groups that are leased fill; one while there are none, and none once the run is over."""
+    assert options.autoscale
+    least, most = options.autoscale
+    held = max(1, getattr(config.rollout.engine, "max_sequences", 1) // config.rollout.sampling.n) * part.each
+    this = f'penstock_run_info{{run="{options.name}"}}'
+    query = f'sum(penstock_groups{{state="leased"}} and on(instance) {this}) + count({this})'
+    trigger = {
+        "type": "prometheus",
+        "metadata": {
+            "serverAddress": options.prometheus,
+            "query": query,
+            "threshold": f"{max(1.0, FULL * held):g}",
+            "ignoreNullValues": "true",
+        },
+    }
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": _metadata(options, f"{options.object}-rollout", "rollout"),
+        "spec": {
+            "scaleTargetRef": {"name": f"{options.object}-rollout"},
+            "minReplicaCount": least,
+            "maxReplicaCount": most,
+            "cooldownPeriod": 300,
+            "triggers": [trigger],
+        },
+    }
+
+
+def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, restart: str) -> Manifest:
+    first = [container for container in containers if container["name"] == "prepare"]
+    gone = [f"node.kubernetes.io/{state}" for state in ("not-ready", "unreachable")]
+    claim = {"claimName": options.claim or options.object}
+    shm = max([_shm(container) for container in containers])
+    spec: Manifest = {
+        "restartPolicy": restart,
+        "terminationGracePeriodSeconds": grace_s,
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": [
+            {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": NODE_GONE_S} for key in gone
+        ]
+        + [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        **({"initContainers": first} if first else {}),
+        "containers": [container for container in containers if container not in first],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": claim},
+            {"name": "config", "configMap": {"name": options.object}},
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm}Gi"}},
+        ],
+    }
+    return {"metadata": {"labels": _labels(options, kind)}, "spec": spec}
+
+
+def _shm(container: Manifest) -> int:
+    """GiB of shared memory, which a container of ours says in its environment."""
+    return int(next(entry["value"] for entry in container["env"] if entry["name"] == "PENSTOCK_SHM").removesuffix("g"))
+
+
+def _head(options: Options, part: Part, needs: HostNeeds | None) -> list[Manifest]:
+    prepare = _container(options, "prepare", ["prepare", "/config/config.yaml", "--folder", options.folder], needs)
+    command = ["run", "--resume", options.folder, f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}"]
+    command.append("weights.host=$(POD_IP)")
+    if options.autoscale:
+        command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
+    return [prepare, _container(options, "run", command, needs) | {"resources": _resources(part, needs)}]
+
+
+def _member(options: Options, part: Part, needs: HostNeeds | None) -> Manifest:
+    command = ["join", options.folder, part.kind, "--count", str(part.each), "--name", "$(POD_NAME)"]
+    command += ["--patience", str(PATIENCE_S), "weights.host=$(POD_IP)"]
+    return _container(options, part.kind, command, needs) | {"resources": _resources(part, needs)}
+
+
+def _container(options: Options, name: str, arguments: list[str], needs: HostNeeds | None) -> Manifest:
+    shm = max(LEAST_SHM_GIB, SPARE * needs.shared if needs else 0.0)
+    from_pod = {"POD_IP": "status.podIP", "POD_NAME": "metadata.name"}
+    secret = {"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}
+    return {
+        "name": name,
+        "image": options.image,
+        "args": arguments,
+        "env": [
+            *({"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in from_pod.items()),
+            {"name": "PENSTOCK_SHM", "value": f"{round(shm + 0.5)}g"},
+            {"name": "HF_HOME", "value": f"{HOME}/runs/models"},
+            {"name": "VLLM_CACHE_ROOT", "value": f"{HOME}/runs/models/vllm"},
+        ],
+        **secret,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "runs", "mountPath": f"{HOME}/runs"},
+            {"name": "config", "mountPath": "/config", "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+
+
+def _resources(part: Part, needs: HostNeeds | None) -> Manifest:
+    """CPUs and memory are asked for, GPUs are given whole."""
+    requests = {"cpu": str(part.cpus)}
+    if needs:
+        gib = PROCESS_GIB * part.processes + needs.shared
+        gib += needs.staging + needs.offloaded if part.kind == "head" else 2 * part.each * needs.version
+        requests["memory"] = f"{round(SPARE * gib + 0.5)}Gi"
+    gpus = {"limits": {"nvidia.com/gpu": part.gpus}} if part.gpus else {}
+    return {"requests": requests, **gpus}

@@ -1,0 +1,57 @@
+"""What a run asks of a cluster: the head, which is `penstock run`, and the processes that join it from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.pipeline.config import Config
+from penstock.services.runtime import registry
+from penstock.services.runtime.registry import ActorSpec
+
+HEAD_CPUS = 1
+"""Beside those of the processes that compute: supervisor, broker, Redis, rewards that wait."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that a cluster places on one machine."""
+
+    kind: str
+    """``head``, or what joins: ``rollout``, say."""
+    tasks: int
+    """So many of it, each on its own."""
+    each: int
+    """Processes in each task."""
+    gpus: int
+    """Of each task."""
+    cpus: int
+    """Of each task."""
+    processes: int
+    """That compute, in each task."""
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        what = "the run" if self.kind == "head" else f"{self.tasks} x {self.each} {self.kind}"
+        return f"{what}: {self.cpus} CPUs{f', {self.gpus} GPUs' if self.gpus else ''}{' each' * (self.tasks > 1)}"
+
+
+def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
+    """The head first; ``each``: processes of one kind in a task, where there are several."""
+    head = [(spec, len(spec.names(config))) for spec in registry.started_here(config)]
+    gpus = sum(count * spec.gpus(config) for spec, count in head) * with_gpus
+    cpus = HEAD_CPUS + sum(count * _cpus(spec, config) for spec, count in head)
+    found = [Part("head", 1, 1, gpus, cpus, sum(count * spec.ranks(config) for spec, count in head))]
+    specs = registry.actors(config)
+    for kind in dict.fromkeys(config.run.elsewhere):
+        spec, count = specs[kind], len(specs[kind].names(config))
+        if count:
+            size = min(each, count)
+            tasks = -(-count // size)
+            gpus = size * spec.gpus(config) * with_gpus
+            found.append(Part(kind, tasks, size, gpus, size * _cpus(spec, config), size * spec.ranks(config)))
+    return found
+
+
+def _cpus(spec: ActorSpec, config: Config) -> int:
+    return spec.threads(config) * spec.ranks(config)

@@ -1,0 +1,163 @@
+"""`penstock launch ray`: the run and what joins it as Ray actors, in the bundles of one placement group.
+
+A Ray actor here is one process of ours, and what Ray knows of it is its command line: Ray finds it a machine, gives it
+GPUs, and where that machine dies starts it again on another one.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.launch.parts import Part
+from penstock.services.runtime.install import install
+from penstock.services.runtime.processes import with_parent
+
+PATIENCE_S = 3600
+ROOM_S = 600.0
+"""For the cluster to have room, which it may have to start machines for."""
+END_S = 300.0
+"""For a run that is told to stop: the step in hand, and a checkpoint."""
+LOOK_S = 1.0
+
+
+class Process:
+    """A Ray actor: a ``penstock`` command, on the machine that Ray has chosen."""
+
+    def __init__(self, workdir: str) -> None:
+        self._workdir = workdir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def run(self, arguments: list[str]) -> int:
+        """Until the command ends; returns its exit code. Ray calls it again where the machine has died meanwhile."""
+        if self._stopped:
+            return 130
+        command = [sys.executable, "-P", "-m", "penstock.pipeline.cli", *arguments]
+        self._process = subprocess.Popen(command, cwd=self._workdir, preexec_fn=with_parent(signal.SIGTERM))
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Tells the command to leave."""
+        self._stopped = True
+        if self._process and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+
+def launch(folder: Path, workdir: Path, parts: list[Part], address: str | None, say: Callable[[str], None]) -> int:
+    """Runs ``parts``, the head first, on the cluster at ``address`` (None: the one that this machine is part of), until
+    the head ends; returns its exit code. SIGINT and SIGTERM have it save a checkpoint first. Raises `ConfigError` where
+    there is no cluster, or no room."""
+    ray = _ray()
+    stopping: list[int] = []
+    try:
+        ray.init(address=address or "auto", log_to_driver=True, logging_level="warning")
+    except ConnectionError as error:
+        raise ConfigError(f"--address: no Ray cluster answers at {address or 'this machine'}: {error}") from None
+    previous = {number: signal.signal(number, lambda n, _f: stopping.append(n)) for number in (2, 15)}
+    try:
+        group = _reserve(ray, parts, stopping)
+        head, *members = _start(ray, group, folder, workdir, parts)
+        say(f"placed: {', '.join(part.words for part in parts)}")
+        return _watch(ray, head, members, stopping, say)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        ray.shutdown()
+
+
+def _reserve(ray: Any, parts: list[Part], stopping: list[int]) -> Any:
+    """A placement group with a bundle for each task. Raises `ConfigError` where the cluster has no room for it."""
+    wanted = [_resources(part) for part in parts for _ in range(part.tasks)]
+    group = ray.util.placement_group(wanted, strategy="PACK")
+    placed, deadline = group.ready(), time.monotonic() + ROOM_S
+    while not ray.wait([placed], timeout=LOOK_S)[0]:
+        if stopping or time.monotonic() > deadline:
+            there = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+            need = {name: sum(bundle.get(name, 0) for bundle in wanted) for name in there}
+            raise ConfigError(
+                f"rollout.count: the Ray cluster had no room within {ROOM_S:.0f} s: wanted are "
+                f"{need['CPU']} CPUs and {need['GPU']} GPUs in {len(wanted)} bundles, it has {there['CPU']:g} and "
+                f"{there['GPU']:g} in all; use fewer rollouts, or add machines"
+            )
+    return group
+
+
+def _resources(part: Part) -> dict[str, int]:
+    return {"CPU": part.cpus} | ({"GPU": part.gpus} if part.gpus else {})
+
+
+def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part]) -> list[tuple[str, Any, Any]]:
+    """An actor in each bundle, at work: its name, itself, and what it will return."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    started, bundle = [], 0
+    for part in parts:
+        for task in range(part.tasks):
+            actor = (
+                ray.remote(Process)
+                .options(
+                    num_cpus=part.cpus,
+                    num_gpus=part.gpus,
+                    max_restarts=-1,
+                    max_task_retries=-1,
+                    max_concurrency=2,  # stop() comes while run() is at work
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+                )
+                .remote(str(workdir))
+            )
+            name = part.kind if part.kind == "head" else f"{part.kind}-{task}"
+            started.append((name, actor, actor.run.remote(_arguments(folder, part, task))))
+            bundle += 1
+    return started
+
+
+def _arguments(folder: Path, part: Part, task: int) -> list[str]:
+    if part.kind == "head":
+        return ["run", "--resume", str(folder)]
+    own = ["--count", str(part.each), "--patience", str(PATIENCE_S), "--name", str(task)]
+    return ["join", str(folder), part.kind, *own]
+
+
+def _watch(
+    ray: Any,
+    head: tuple[str, Any, Any],
+    members: list[tuple[str, Any, Any]],
+    stopping: list[int],
+    say: Callable[[str], None],
+) -> int:
+    """Until the head has ended; then the others, which leave by themselves, or are told to."""
+    _, actor, code = head
+    deadline: float | None = None
+    told: set[str] = set()
+    while not ray.wait([code], timeout=LOOK_S)[0]:
+        if stopping and deadline is None:
+            say("told to stop: the run saves a checkpoint …")
+            actor.stop.remote()
+            deadline = time.monotonic() + END_S
+        if deadline is not None and (time.monotonic() > deadline or len(stopping) > 1):
+            say("the run has not ended in time; it is ended")
+            return 130
+        for name, _, result in members:
+            if name not in told and ray.wait([result], timeout=0)[0]:
+                told.add(name)
+                say(f"{name} has left with exit code {ray.get(result)}")
+    ended = int(ray.get(code))
+    for _, member, _ in members:
+        member.stop.remote()
+    ray.wait([result for *_, result in members], num_returns=len(members), timeout=END_S)
+    return ended
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(f"penstock launch ray: Ray is not installed; run: {install('ray')}") from None
+    return ray

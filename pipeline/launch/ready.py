@@ -1,0 +1,57 @@
+"""A run's folder, looked at and ready, before a cluster is asked for machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.config.origin import Origin
+from penstock.pipeline.config.origin import read as read_origin
+from penstock.pipeline.preflight.look import look
+from penstock.pipeline.run.folder import new_folder, open_folder
+from penstock.pipeline.run.resume import resumed
+from penstock.protocols.keys import is_loopback
+from penstock.services.runtime.address import own_network
+
+
+def resolve(
+    file: Path | None, overrides: list[str], resume: Path | None, network: str | None
+) -> tuple[Config, Origin, Path]:
+    """The config of a run that is spread over machines, its origin, and its folder: with rollouts elsewhere unless
+    ``run.elsewhere`` says otherwise, and its broker and its weights on ``network`` (None: as the config says). Raises
+    `ConfigError`."""
+    if (file is None) == (resume is None):
+        raise ConfigError("give a config, e.g. configs/quickstart.yaml; or, to go on, a run's folder with --resume")
+    if resume:
+        config, origin, _ = resumed(resume, None, overrides)
+        return config, read_origin(resume) or origin, resume.resolve()
+    assert file
+    plain = load(file, overrides)
+    more = [] if plain.run.elsewhere else ["run.elsewhere=[rollout]"]
+    if network:
+        more += [f"broker.bind=tcp://{network}:0"] * is_loopback(plain.broker.bind)
+        more += [f"weights.host={network}"] * plain.weights.host.startswith("127.")
+    config = load(file, [*overrides, *more])
+    return config, Origin(str(file.resolve()), (*overrides, *more)), new_folder(config, file).resolve()
+
+
+def cluster_network(console: Console, given: str | None) -> str:
+    """The network that a cluster's machines share. Raises `ConfigError` where this machine has none."""
+    found = given or own_network()
+    if not found:
+        raise ConfigError("--network: this machine reaches no other; give the cluster's network, e.g. 10.1.0.0/16")
+    if not given:
+        console.print(f"network: {found} (this machine's; --network gives another)", highlight=False)
+    return found
+
+
+def make_ready(console: Console, config: Config, origin: Origin, folder: Path) -> None:
+    """Looks at all that the config names; what this machine lacks, the cluster's may have. Raises `ConfigError`."""
+    with console.status("looking at data, model and functions …"):
+        report = look(config)
+    report.check(elsewhere=True)
+    for note in [*report.notes, *(f"on this machine: {lack}" for lack in report.here)]:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    open_folder(config, folder, origin)

@@ -1,0 +1,136 @@
+"""`penstock launch slurm`: the run as a job, and what joins it as an array of jobs.
+
+One job an array task: Slurm gives a task whose node has died another node, and the others do not mind. A job that comes
+near its time limit has the run save a checkpoint, and is queued again.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.launch.parts import Part
+from penstock.pipeline.run.command import penstock
+
+WARNING_S = 180
+"""Before the time limit: for the step in hand, and a checkpoint of it."""
+PATIENCE_S = 3600
+"""Rollouts wait so long for a run that waits in the queue."""
+ANSWER_S = 60.0
+
+_SCRIPT = """\
+#!/bin/bash
+# Written by penstock launch slurm. {words}
+{directives}
+
+cd {workdir} || exit 2
+again=
+trap 'again=yes; kill -TERM $work' USR1  # the time limit is near
+trap 'kill -TERM $work' TERM
+{command} &
+work=$!
+while :; do
+  wait $work
+  code=$?
+  kill -0 $work 2>/dev/null || break  # a signal ends a wait, too
+done
+if [ -n "$again" ] && [ $code -eq 130 ]; then
+  scontrol requeue $SLURM_JOB_ID
+  exit
+fi
+{at_end}exit $code
+"""
+_CANCEL = """\
+if [ $code -ne 0 ]; then
+  xargs --no-run-if-empty scancel < {members}  # whoever would wait for it
+fi
+"""
+
+
+def scripts(folder: Path, workdir: Path, parts: list[Part], options: list[str]) -> dict[str, str]:
+    """A batch script for each part, by its file below ``folder``, which is absolute; ``options`` are sbatch's own, for
+    all of them."""
+    return {f"slurm/{part.kind}.sh": _script(folder, workdir, part, options) for part in parts}
+
+
+def write(folder: Path, made: dict[str, str]) -> None:
+    """Into the run's folder."""
+    for name, text in made.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    members_file(folder).write_text("")
+
+
+def submit(folder: Path, parts: list[Part]) -> dict[str, str]:
+    """The numbers of the jobs, by what they are. The first is the run: the others begin when it does. Raises
+    `ConfigError` where Slurm refuses one."""
+    jobs: dict[str, str] = {}
+    for part in parts:
+        after = [f"--dependency=after:{jobs['head']}"] if jobs else []
+        jobs[part.kind] = _ask("sbatch", "--parsable", *after, str(folder / f"slurm/{part.kind}.sh")).partition(";")[0]
+    members_file(folder).write_text("".join(f"{jobs[part.kind]}\n" for part in parts[1:]))
+    return jobs
+
+
+def members_file(folder: Path) -> Path:
+    """The numbers of the jobs that join, a line each."""
+    return folder / "slurm" / "members"
+
+
+def offers_gpus(partition: str | None) -> bool:
+    """Whether the partition's nodes have GPUs, as sinfo says. Raises `ConfigError` where there is no Slurm."""
+    chosen = ["--partition", partition] if partition else []
+    return "gpu" in _ask("sinfo", "--noheader", "--format=%G", *chosen)
+
+
+def job_name(folder: Path, kind: str) -> str:
+    """As squeue shows it."""
+    return folder.name if kind == "head" else f"{folder.name}-{kind}"
+
+
+def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
+    directives = [
+        f"--job-name={job_name(folder, part.kind)}",
+        f"--output={folder}/slurm/{part.kind}-%{'j' if part.kind == 'head' else 'A_%a'}.log",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{WARNING_S}",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={part.cpus}",
+    ]
+    if part.gpus:
+        directives.append(f"--gres=gpu:{part.gpus}")
+    if part.kind == "head":
+        command = shlex.join(penstock("run", "--resume", str(folder)))
+        at_end = _CANCEL.format(members=shlex.quote(str(members_file(folder))))
+    else:
+        directives.append(f"--array=0-{part.tasks - 1}")
+        own = ["--count", str(part.each), "--patience", str(PATIENCE_S), "--name"]
+        command = shlex.join(penstock("join", str(folder), part.kind, *own)) + " $SLURM_ARRAY_TASK_ID"
+        at_end = ""
+    return _SCRIPT.format(
+        words=part.words,
+        directives="\n".join(f"#SBATCH {directive}" for directive in [*directives, *options]),
+        workdir=shlex.quote(str(workdir)),
+        command=command,
+        at_end=at_end,
+    )
+
+
+def _ask(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{command[0]}: not found: this machine is no part of a Slurm cluster; --dry-run --gpus (or --no-gpus) "
+            "prints what would be submitted"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{command[0]}: Slurm did not answer within {ANSWER_S:.0f} s; does sinfo answer?") from None
+    if done.returncode:
+        raise ConfigError(f"{command[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout.strip()

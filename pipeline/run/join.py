@@ -1,0 +1,217 @@
+"""`penstock join`: this machine's processes of a run that another machine has begun, by the run's folder.
+
+A run may move: its broker, with all that it needs in the folder, is started again on another machine. Whoever has
+joined waits for that, as long as its patience lasts, and starts its processes anew.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.observe import client
+from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.folder import address_file, keys_folder, run_key
+from penstock.pipeline.run.forking import fork_server
+from penstock.pipeline.run.launcher import BROKER_SILENT_S, DRAIN_S, STATUS_EVERY_S, RunError
+from penstock.pipeline.run.serve import environment
+from penstock.pipeline.run.summary import check_run, read_summary
+from penstock.pipeline.run.supervisor import Supervisor
+from penstock.protocols import keys
+from penstock.protocols.mailbox import DeadlineError, Mailbox
+from penstock.services.runtime import logs, registry
+from penstock.services.runtime.gpus import visible_gpus
+from penstock.services.runtime.registry import ActorSpec
+from penstock.services.weights.transports import shared_memory
+
+RETRY_S = 1.0
+"""Between two looks for a broker."""
+OVER = ("done", "stopping")
+"""Phases of a run in which nobody joins it any more."""
+
+
+def join(
+    console: Console, folder: Path, kind: str, count: int | None, name: str, patience_s: float, overrides: list[str]
+) -> bool:
+    """Runs ``count`` processes of ``kind`` (None: as many as this machine's GPUs take) until the run in ``folder`` is
+    over; ``name`` tells them from other machines'. Returns whether it is: False where SIGINT or SIGTERM came first.
+    Raises `RunError` where the run has failed, or no broker of it answered for ``patience_s``, and `ConfigError`."""
+    check_run(folder)
+    _spec(load(folder / "config.yaml", overrides), kind)
+    logs.configure(folder.name, f"join-{kind}-{name}", folder / "logs" / f"join-{kind}-{name}.jsonl", "info")
+    interrupted: list[int] = []
+    previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in (2, 15)}
+    try:
+        return _Join(console, folder, kind, count, name, patience_s, overrides, interrupted).run()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Join:
+    """See `join`."""
+
+    def __init__(
+        self,
+        console: Console,
+        folder: Path,
+        kind: str,
+        count: int | None,
+        name: str,
+        patience_s: float,
+        overrides: list[str],
+        interrupted: list[int],
+    ) -> None:
+        self._console, self._folder, self._kind, self._count = console, folder, kind, count
+        self._name, self._patience_s, self._overrides = name, patience_s, overrides
+        self._interrupted = interrupted
+        """Signals that came, one after the other."""
+
+    def run(self) -> bool:
+        while mailbox := self._reach():
+            try:
+                self._work(mailbox)
+            finally:
+                mailbox.close()
+        if self._interrupted:
+            return False
+        summary = read_summary(self._folder)
+        assert summary
+        if summary["outcome"] == "failed":
+            raise RunError(f"the run in {self._folder} has failed: {summary.get('error')}")
+        self._say(f"the run is complete: {summary['steps']} steps")
+        return True
+
+    def _reach(self) -> Mailbox | None:
+        """An observer's mailbox at a broker that is at work; None where the run is over, or we are told to leave."""
+        deadline, told = time.monotonic() + self._patience_s, False
+        while not self._interrupted:
+            summary = read_summary(self._folder)
+            if summary and summary["outcome"] != "interrupted":
+                return None
+            if mailbox := self._answering():
+                return mailbox
+            if time.monotonic() > deadline:
+                raise RunError(self._nobody())
+            if not told:
+                self._say(f"waiting for the broker of the run in {self._folder}, for {self._patience_s:g} s at most …")
+                told = True
+            time.sleep(RETRY_S)
+        return None
+
+    def _answering(self) -> Mailbox | None:
+        if not address_file(self._folder).is_file():
+            return None
+        client_keys = keys_folder(self._folder) / "client.json"
+        mailbox = None
+        try:
+            pair = keys.load_client(client_keys) if client_keys.is_file() else None
+            mailbox = client.join(self._address(), pair)
+            if client.state(mailbox)["phase"] not in OVER:
+                return mailbox
+        except DeadlineError:
+            pass
+        if mailbox:
+            mailbox.close()
+        return None
+
+    def _address(self) -> str:
+        return address_file(self._folder).read_text().strip()
+
+    def _nobody(self) -> str:
+        waited = f"no broker of the run in {self._folder} was at work within {self._patience_s:g} s (--patience)"
+        if not address_file(self._folder).is_file():
+            return f"{waited}: none has ever listened; start the run, or give the folder that it runs in"
+        address = self._address()
+        if keys.is_loopback(address):
+            return (
+                f"{waited}: its last one, at {address}, was for its own machine alone; start the run with "
+                "broker.bind=tcp://NETWORK:0 weights.host=NETWORK, e.g. 10.1.0.0/16"
+            )
+        return f"{waited}: its last one was at {address}; go on with: penstock run --resume {self._folder}"
+
+    def _work(self, mailbox: Mailbox) -> None:
+        """Until the broker behind ``mailbox`` is gone, or the run ends."""
+        config = load(self._folder / "config.yaml", self._overrides)
+        spec = _spec(config, self._kind)
+        placed = shares(spec, config, visible_gpus(), self._count)
+        forks = fork_server(self._stderr("forkserver")) if spec.preloaded(config) else None
+        supervisor = Supervisor(config.run.max_restarts, forks)
+        address = self._address()
+        try:
+            for name, gpus in self._names(spec, placed).items():
+                command = penstock("serve", spec.kind, "--config", str(self._folder / "config.yaml"))
+                command += ["--folder", str(self._folder), "--name", name, "--broker", address, "--supervised"]
+                env = environment(spec, config) | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+                preloaded = spec.preloaded(config)
+                supervisor.start(name, [*command, *self._overrides], self._stderr(name), env, preloaded=preloaded)
+            self._say(f"joined the run at {address}: {', '.join(child.name for child in supervisor.children)}")
+            self._watch(supervisor, mailbox)
+        finally:
+            supervisor.stop(spec.grace_s, lambda: len(self._interrupted) > 1)
+            if spec.kind == "trainer":
+                shared_memory.remove_leftovers(run_key(self._folder))
+
+    def _watch(self, supervisor: Supervisor, mailbox: Mailbox) -> None:
+        heard, restarts = time.monotonic(), 0
+        while not self._interrupted:
+            if error := supervisor.poll():
+                raise RunError(error)
+            if supervisor.restarts > restarts:
+                restarts = supervisor.restarts
+                self._say(f"{restarts} times a process has died here and was started again")
+            try:
+                state = client.state(mailbox)
+                heard = time.monotonic()
+            except DeadlineError:
+                if time.monotonic() - heard > BROKER_SILENT_S or read_summary(self._folder):
+                    return
+                continue
+            for name in state["lost"]:
+                supervisor.end_wedged(name)
+            if state["phase"] in OVER:
+                supervisor.wait({child.name for child in supervisor.children}, DRAIN_S)
+                return
+            time.sleep(STATUS_EVERY_S)
+
+    def _names(self, spec: ActorSpec, placed: list[str]) -> dict[str, str]:
+        """The GPUs of each process, by its name."""
+        if spec.single:
+            return {spec.kind: placed[0]}
+        return {f"{spec.kind}-{self._name}-{index}": gpus for index, gpus in enumerate(placed)}
+
+    def _stderr(self, name: str) -> Path:
+        own = name if name.startswith(self._kind) else f"join-{self._kind}-{self._name}-{name}"
+        return self._folder / "logs" / f"{own}.stderr"
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def shares(spec: ActorSpec, config: Config, gpus: list[str], count: int | None) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each of ``count`` processes; empty where there is no GPU, or they want none. None: as
+    many as ``gpus`` take. Raises `ConfigError` where those are too few."""
+    if spec.single and (count or 1) > 1:
+        raise ConfigError(f"--count: a run has one {spec.kind}; its ranks are {spec.kind}.ranks")
+    each = spec.gpus(config) if gpus else 0
+    if count is None:
+        count = 1 if spec.single or not each else len(gpus) // each
+    if count * each > len(gpus) or not count:
+        raise ConfigError(
+            f"--count: {max(1, count)} x {spec.kind} want {max(1, count) * each} GPUs, and this machine has {len(gpus)}"
+        )
+    return [",".join(gpus[index * each : (index + 1) * each]) for index in range(count)]
+
+
+def _spec(config: Config, kind: str) -> ActorSpec:
+    specs: dict[str, ActorSpec] = registry.actors(config)
+    joining = [name for name in specs if name != "broker"]
+    if kind not in joining:
+        raise ConfigError(f"ACTOR: {kind!r} is not one of {', '.join(joining)}")
+    if not specs[kind].count(config):
+        raise ConfigError(f"ACTOR: this run needs no {kind}: {specs[kind].unneeded}")
+    return specs[kind]

@@ -1,0 +1,64 @@
+"""This host's own address, where a config that holds for many hosts names a network."""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import IPv4Address, ip_network
+
+import psutil
+
+from penstock.services.runtime.errors import SetupError
+
+_ON_NETWORK = re.compile(r"tcp://([^/:]+/\d+):(\d+)")
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has ``address``. Raises `SetupError` where none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    raise SetupError(f"weights.host: {address} is not an address of this host")
+
+
+def own_address(host: str, key: str = "weights.host") -> str:
+    """``host`` itself, or, where it is a network such as ``10.1.0.0/16``, this host's IPv4 address on that. Raises
+    `SetupError`, which names ``key``, where there is none, or more than one."""
+    if "/" not in host:
+        return host
+    try:
+        network = ip_network(host)
+    except ValueError as error:
+        raise SetupError(f"{key}: {error}") from None
+    own = [address for address, _ in _addresses()]
+    found = [address for address in own if IPv4Address(address) in network]
+    if len(found) != 1:
+        what = f"{len(found)} addresses" if found else "no address"
+        raise SetupError(f"{key}: this host has {what} on {network}; its addresses are {', '.join(own)}")
+    return found[0]
+
+
+def own_endpoint(bind: str, key: str) -> str:
+    """``bind`` itself, or, where it is a port on a network such as ``tcp://10.1.0.0/16:5555``, that port of this host's
+    address on it. Raises `SetupError` as `own_address` does."""
+    named = _ON_NETWORK.fullmatch(bind)
+    return f"tcp://{own_address(named[1], key)}:{named[2]}" if named else bind
+
+
+def own_network(towards: str = "192.0.2.1") -> str | None:
+    """The network by which this host reaches others, e.g. ``10.1.0.0/16``: nothing is sent. None where it reaches
+    nobody."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+        except OSError:
+            return None
+        mine = probe.getsockname()[0]
+    masks = [mask for address, mask in _addresses() if address == mine and mask]
+    return str(ip_network(f"{mine}/{masks[0]}", strict=False)) if masks else None
+
+
+def _addresses() -> list[tuple[str, str]]:
+    """Of this host, with their netmasks; IPv4."""
+    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
+    return [(entry.address, entry.netmask or "") for entry in entries if entry.family == socket.AF_INET]

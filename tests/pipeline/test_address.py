@@ -1,0 +1,32 @@
+"""Finding this host's own address on a network."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.services.runtime.address import own_address, own_endpoint, own_network
+from penstock.services.runtime.errors import SetupError
+
+
+def test_an_address_is_itself_and_a_network_is_looked_up() -> None:
+    assert own_address("10.1.2.3") == "10.1.2.3"
+    assert own_address("127.0.0.0/8") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "host, message", [("203.0.113.0/24", "no address on 203.0.113.0/24"), ("127.0.0.1/8", "host bits set")]
+)
+def test_what_cannot_be_is_named(host: str, message: str) -> None:
+    with pytest.raises(SetupError, match=f"weights.host: .*{message}"):
+        own_address(host)
+
+
+def test_a_port_may_be_on_a_network() -> None:
+    assert own_endpoint("tcp://127.0.0.0/8:5555", "broker.bind") == "tcp://127.0.0.1:5555"
+    assert own_endpoint("tcp://0.0.0.0:0", "broker.bind") == "tcp://0.0.0.0:0"
+    with pytest.raises(SetupError, match=r"broker.bind: this host has no address on 203.0.113.0/24"):
+        own_endpoint("tcp://203.0.113.0/24:0", "broker.bind")
+
+
+def test_the_network_towards_an_address_holds_this_hosts_own() -> None:
+    assert own_network(towards="127.0.0.1") == "127.0.0.0/8"
