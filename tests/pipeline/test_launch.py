@@ -1,0 +1,173 @@
+"""What `penstock launch` hands to clusters: scripts that bash takes, objects that Kubernetes takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+
+from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.launch import kubernetes, slurm
+from penstock.pipeline.launch.parts import Part, parts_of
+from penstock.pipeline.run.join import shares
+from penstock.services.runtime import registry
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART, GRPO = ROOT / "configs" / "quickstart.yaml", ROOT / "configs" / "grpo-0.5b.yaml"
+SCHEMA = json.loads((ROOT / "tests" / "clusters" / "kubernetes-1.37.json").read_text())
+"""Kubernetes' own of its API (Apache License 2.0), of the kinds that we make; unknown keys are refused."""
+TYPES = {
+    "Job": "io.k8s.api.batch.v1.Job",
+    "Deployment": "io.k8s.api.apps.v1.Deployment",
+    "ConfigMap": "io.k8s.api.core.v1.ConfigMap",
+    "PersistentVolumeClaim": "io.k8s.api.core.v1.PersistentVolumeClaim",
+    "NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy",
+    "Service": "io.k8s.api.core.v1.Service",
+}
+ELSEWHERE = "run.elsewhere=[rollout]"
+
+
+def spread(file: Path, *overrides: str) -> Config:
+    return load(file, [ELSEWHERE, *overrides])
+
+
+def test_the_head_has_what_is_not_elsewhere() -> None:
+    config = spread(GRPO, "rollout.count=5", "trainer.ranks=2")
+    head, rollouts = parts_of(config, with_gpus=True, each=2)
+    assert (head.kind, head.tasks, head.gpus) == ("head", 1, 2 + config.reference.count)
+    assert (rollouts.tasks, rollouts.each, rollouts.gpus, rollouts.processes) == (3, 2, 2, 2)
+    assert all(part.gpus == 0 for part in parts_of(config, with_gpus=False))
+    both = spread(GRPO, "run.elsewhere=[rollout,trainer]", "trainer.ranks=2")
+    assert [(part.kind, part.gpus) for part in parts_of(both, True)] == [("head", 1), ("rollout", 1), ("trainer", 2)]
+
+
+@pytest.mark.parametrize("elsewhere, said", [("[nobody]", "'nobody' is none of"), ("[broker]", "'broker' is none of")])
+def test_only_actors_can_be_elsewhere(elsewhere: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run.elsewhere: {said}"):
+        load(QUICKSTART, [f"run.elsewhere={elsewhere}"])
+
+
+def test_who_joins_takes_the_gpus_that_it_sees() -> None:
+    config = spread(GRPO, "rollout.engine.vllm.tensor_parallel_size=2")
+    rollout, trainer = (registry.actors(config)[kind] for kind in ("rollout", "trainer"))
+    gpus = [str(number) for number in range(5)]
+    assert shares(rollout, config, gpus, None) == ["0,1", "2,3"]
+    assert shares(rollout, config, [], 3) == ["", "", ""]
+    assert shares(trainer, config, gpus, None) == ["0"]
+    for spec, there, count, said in (
+        (rollout, gpus, 3, "3 x rollout want 6 GPUs, and this machine has 5"),
+        (rollout, gpus[:1], None, "1 x rollout want 2 GPUs, and this machine has 1"),
+        (trainer, gpus, 2, "a run has one trainer"),
+    ):
+        with pytest.raises(ConfigError, match=f"--count: {said}"):
+            shares(spec, config, there, count)
+
+
+# --- Slurm -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slurm_script_asks_for_what_the_part_needs(tmp_path: Path) -> None:
+    folder = tmp_path / "first try"
+    parts = [Part("head", 1, 1, 3, 8, 3), Part("rollout", 4, 2, 2, 2, 2)]
+    made = slurm.scripts(folder, tmp_path, parts, ["--account=lab"])
+    head, rollout = made["slurm/head.sh"].splitlines(), made["slurm/rollout.sh"].splitlines()
+    assert {"#SBATCH --gres=gpu:3", "#SBATCH --cpus-per-task=8", "#SBATCH --account=lab"} <= set(head)
+    assert {"#SBATCH --gres=gpu:2", "#SBATCH --array=0-3", "#SBATCH --requeue"} <= set(rollout)
+    assert any("penstock run --resume" in line or "cli run --resume" in line for line in head)
+    for text in made.values():
+        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "signal, code, asked",
+    [("USR1", 0, "requeue 7"), ("TERM", 130, "scancel 8"), (None, 3, "scancel 8"), (None, 0, "")],
+    ids=["time-limit", "told-to-stop", "failed", "complete"],
+)
+def test_a_slurm_job_ends_as_it_should(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str | None, code: int, asked: str
+) -> None:
+    """The script itself, with a command that leaves with 130 when it is told to, as `penstock run` does."""
+    work = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(130)); print(1); "
+    work += "time.sleep(60)" if signal else f"sys.exit({code})"
+    command = [sys.executable, "-u", "-c", work]
+    monkeypatch.setattr(slurm, "penstock", lambda *_: command)
+    made = slurm.scripts(tmp_path, tmp_path, [Part("head", 1, 1, 0, 1, 1)], [])
+    slurm.write(tmp_path, made)
+    slurm.members_file(tmp_path).write_text("8\n")
+    for name in ("scontrol", "scancel"):  # what Slurm is asked for
+        tool = tmp_path / name
+        tool.write_text(f'#!/bin/sh\necho "{"" if name == "scontrol" else "scancel "}$@" >> {tmp_path}/asked\n')
+        tool.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", str(tmp_path / "slurm/head.sh")], stdout=subprocess.PIPE, env=env)
+    assert job.stdout and job.stdout.readline() == b"1\n"
+    time.sleep(0.1)
+    if signal:
+        subprocess.run(["kill", f"-{signal}", str(job.pid)], check=True)
+    assert job.wait(30) == code
+    said = tmp_path / "asked"
+    assert (said.read_text().strip() if said.is_file() else "") == asked
+
+
+# --- Kubernetes ------------------------------------------------------------------------------------------------------
+
+
+def objects(config: Config, gpus: bool = True, **options: Any) -> dict[tuple[str, str], dict[str, Any]]:
+    """What is made, each valid by Kubernetes' own schema, by kind and name."""
+    made = kubernetes.manifests(config, parts_of(config, gpus), kubernetes.Options("first", "penstock:gpu", **options))
+    found = list(yaml.safe_load_all(made))
+    for item in found:
+        if item["kind"] in TYPES:
+            check = jsonschema_rs.validator_for({"$ref": f"#/$defs/{TYPES[item['kind']]}", **SCHEMA})
+            assert not [f"{item['kind']} {error.instance_path}: {error.message}" for error in check.iter_errors(item)]
+    return {(item["kind"], item["metadata"]["name"]): item for item in found}
+
+
+def test_manifests_are_valid_and_join_one_run() -> None:
+    found = objects(spread(GRPO, "rollout.count=4"), namespace="rl", secret="hf")
+    assert {kind for kind, _ in found} == {"ConfigMap", "PersistentVolumeClaim", "NetworkPolicy", "Job"}
+    assert {item["metadata"]["namespace"] for item in found.values()} == {"rl"}
+    head, rollout = found["Job", "penstock-first-head"]["spec"], found["Job", "penstock-first-rollout"]["spec"]
+    assert rollout["parallelism"] == 4 and "completions" not in rollout  # one that ends well ends them all
+    pod = head["template"]["spec"]
+    assert pod["initContainers"][0]["args"] == ["prepare", "/config/config.yaml", "--folder", "/penstock/runs/first"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    config = yaml.safe_load(found["ConfigMap", "penstock-first"]["data"]["config.yaml"])
+    assert config["run"]["elsewhere"] == ["rollout"] and config["rollout"]["count"] == 4
+
+
+def test_without_gpus_none_is_asked_for() -> None:
+    found = objects(spread(QUICKSTART), gpus=False, claim="shared")
+    assert ("PersistentVolumeClaim", "penstock-first") not in found
+    pod = found["Job", "penstock-first-rollout"]["spec"]["template"]["spec"]
+    assert "limits" not in pod["containers"][0]["resources"]
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
+
+
+def test_rollouts_may_be_scaled_by_the_groups_that_are_leased() -> None:
+    found = objects(spread(GRPO), prometheus="http://prometheus:9090", autoscale=(0, 8))
+    assert ("Deployment", "penstock-first-rollout") in found and ("Job", "penstock-first-rollout") not in found
+    scaled = found["ScaledObject", "penstock-first-rollout"]["spec"]
+    assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (0, 8)
+    assert 'run="first"' in scaled["triggers"][0]["metadata"]["query"]
+    head = found["Job", "penstock-first-head"]["spec"]["template"]["spec"]["containers"][0]
+    assert "run.prometheus=0.0.0.0:9400" in head["args"]
+
+
+def test_what_kubernetes_would_not_take_is_refused() -> None:
+    for text in ("8", "3:2", "0:0", "a:b"):
+        with pytest.raises(ConfigError, match="--autoscale"):
+            kubernetes.bounds(text)
+    with pytest.raises(ConfigError, match="--name"):
+        kubernetes.object_name("_" * 5)
+    assert kubernetes.object_name("First_try.2") == "first-try-2"
+    with pytest.raises(ConfigError, match="--autoscale: KEDA reads from a Prometheus"):
+        objects(spread(GRPO), autoscale=(0, 8))
