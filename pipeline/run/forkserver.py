@@ -101,6 +101,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     os.close(output)
     if request["with_parent"] and (ask := with_parent()):
         ask()
+    os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))

@@ -83,7 +83,11 @@ class Saver:
         if self._last is not None:
             self._last.result()
         learner, target = self._learner, path_of(self._folder, self._learner.version)
-        if learner.world.share(b"is there" if target.exists() else b"") == b"is there":  # rank 0 says so for all
+        there = target.exists()
+        if learner.world.rank == 0 and not there:  # before anybody else looks into it
+            shutil.rmtree(_aside(target), ignore_errors=True)
+            (_aside(target) / "trainer").mkdir(parents=True)
+        if learner.world.share(b"is there" if there else b"") == b"is there":  # rank 0 says so for all
             done: Future[Path] = Future()
             done.set_result(target)
             return done
@@ -104,17 +108,13 @@ class Saver:
         self._writer.shutdown()
 
     def _write(self, staged: _Staged, target: Path) -> Path:
-        world, aside = self._learner.world, self._folder / _PARTIAL.format(target.name)
-        own = aside / "trainer"
-        if world.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            own.mkdir(parents=True)
+        world, aside = self._learner.world, _aside(target)
         cut = world.size > 1
         together = {"process_group": world.save_group, "no_dist": not cut}
         weights = ShardWriter(str(aside), staged.files, save_distributed=cut, enable_consolidation=cut)
         dcp.save(staged.weights, storage_writer=weights, **together)
         if staged.optimizer:
-            optimizer = ShardWriter(str(own / OPTIMIZER), save_distributed=True)
+            optimizer = ShardWriter(str(aside / "trainer" / OPTIMIZER), save_distributed=True)
             dcp.save(staged.optimizer, storage_writer=optimizer, **together)
         if world.rank == 0:
             self._finish(staged, aside, target)
@@ -159,6 +159,11 @@ def versions(folder: Path) -> list[int]:
 def path_of(folder: Path, version: int) -> Path:
     """Where the checkpoint of ``version`` is, below ``folder``."""
     return folder / f"step-{version:06d}"
+
+
+def _aside(target: Path) -> Path:
+    """Where a checkpoint is written that will be ``target``."""
+    return target.with_name(_PARTIAL.format(target.name))
 
 
 def remove_partial(folder: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_receiver_dies_in_every_phase_and_the_trainer_in_the_middle(tmp_path: 
     assert all("rank 1 (rollout-" in row["error"] for row in broken), "the ranks are named"
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_one_stops_past_the_deadline_and_two_join_while_versions_are_published(tmp_path: Path) -> None:
     overrides = [*COMMON, *SMALL, *BUCKETS, "trainer.steps=100000", "rollout.count=2", "weights.transport=gloo"]
     run = Run(tmp_path, [*overrides, "broker.dead_after_s=60"])

@@ -93,7 +93,7 @@ class Slurm:
 
     def stop(self) -> None:
         """Leaves no process behind."""
-        for process in self._processes():
+        for process in _family(self._processes()):
             process.kill()
 
     def ask(self, *command: str) -> str:
@@ -107,9 +107,13 @@ class Slurm:
         lines = self.ask("squeue", "--noheader", "--array", "--format=%i|%T|%N|%r").splitlines()
         return {job: (state, node, reason) for job, state, node, reason in (line.split("|") for line in lines)}
 
+    def start_soon(self, job: str) -> None:
+        """Soon: Slurm lets one that was queued again wait for two minutes."""
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+20")
+
     def kill_node(self, node: str) -> int:
         """Its slurmd and all that runs on it, at once; returns how many processes that were."""
-        own = [p for p in self._processes() if _is_of(p, node)]
+        own = _family([p for p in self._processes() if _is_of(p, node)])
         for process in own:
             process.send_signal(signal.SIGSTOP)  # nobody tells anybody
         for process in own:
@@ -128,6 +132,12 @@ class Slurm:
 
     def _run(self, *command: str) -> None:
         subprocess.run(command, env=self.environment, check=True, capture_output=True, timeout=60)
+
+
+def _family(processes: list[psutil.Process]) -> set[psutil.Process]:
+    """With those that they have started, and their slurmstepd: who names itself as it likes shows no environment."""
+    own = {*processes, *(child for p in processes for child in p.children(recursive=True))}
+    return own | {parent for parent in (p.parent() for p in own) if parent and "slurmstepd" in parent.name()}
 
 
 def _is_of(process: psutil.Process, node: str) -> bool:

@@ -151,7 +151,7 @@ def test_killed_processes_cost_agents_time_alone(tmp_path: Path) -> None:
     check_tokens(run, agents.heard, all_heard=False)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_the_only_agent_goes_on_with_its_session_when_its_gateway_has_died(tmp_path: Path) -> None:
     """Also where it thinks for longer than a new gateway waits for what it does not know."""
     run = Run(tmp_path, [*TINY, *free_ports()], CONFIG)

@@ -55,7 +55,7 @@ def test_every_step_waits_for_the_critics_values(tmp_path: Path) -> None:
     assert len(set(digests[:2])) == 1 and len(set(digests)) == 5, "the policy stands still for two steps"
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_critic_of_two_ranks_and_a_trainer_killed_in_the_middle_of_steps_redo_them_to_the_bit(tmp_path: Path) -> None:
     points = "critic-taken:2,critic-valued:3,trained:3,critic-trained:6,committed:9"
     several = ["trainer.epochs=2", "trainer.mini_batches=2", "critic.mini_batches=4"]

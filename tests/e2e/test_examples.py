@@ -107,6 +107,7 @@ def test_own_loss_and_own_advantage(tmp_path: Path) -> None:
     assert all("clip_fraction" not in row for row in rows)
 
 
+@pytest.mark.chaos
 def test_own_correction(tmp_path: Path) -> None:
     run, _ = run_copy("own-correction", tmp_path)
     assert all(0 < row["is_weight_kept"] <= 1 for row in steps_of(run.folder))

@@ -49,6 +49,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.chaos
 def test_the_example_trains_on_its_own_reward(tmp_path: Path) -> None:
     """A script with functions of its own, as a user runs it."""
     code = (ROOT / "examples" / "python_api.py").read_text().replace("name=name,", f'name=name, folder="{tmp_path}",')

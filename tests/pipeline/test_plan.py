@@ -46,18 +46,19 @@ def test_parameters_are_those_of_the_real_models() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [("8b", "trainer.ranks=8 trainer.gradient_checkpointing=false trainer.tokens_per_micro_batch=4096"),
-     ("3b", "trainer.ranks=4 trainer.sum_gradients=step"), ("8b", "trainer.ranks=2 trainer.lora.rank=64"),
-     ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
+     ("8b", "trainer.ranks=2 trainer.lora.rank=64"),
      ("8b", "trainer.ranks=8 trainer.tensor_parallel=2 trainer.gradient_checkpointing=selective"),
-     ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2"), ("30b-a3b", ""),
-     ("30b-a3b", "trainer.ranks=512 trainer.expert_parallel=64")],
+     ("30b-a3b", "trainer.ranks=512 trainer.expert_parallel=64"),
+     *(pytest.param(*case, marks=pytest.mark.chaos) for case in (
+         ("3b", "trainer.ranks=4 trainer.sum_gradients=step"), ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
+         ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2"), ("30b-a3b", "")))],
 )  # fmt: skip
 def test_the_plan_is_what_the_code_allocates(name: str, overrides: str, tmp_path: Path) -> None:
-    """Within a tenth, by tensors without contents; of large models eight layers, since each is as the other."""
+    """Within a tenth, by tensors without contents; of large models four layers, since each is as the other."""
     path = Path(f"configs/grpo-{name}.yaml")
     about = read_config(load(path))
     assert about
-    less = {} if name == "0.5b" else {"num_hidden_layers": 8}
+    less = {} if name == "0.5b" else {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(about | less))
     for found in compare(path, [f"model.path={tmp_path}", *overrides.split()]):
         assert found.plan == pytest.approx(found.peak, rel=0.1), found.process

@@ -6,10 +6,14 @@ and on what device to compute."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -90,7 +94,10 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     assert cut.train(unrewarded)["grad_norm"] == 0.0, "a step without rewards ends nobody"
     cut.version -= 1
     saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", keep=1)
-    path = saver.begin().result()
+    with pytest.MonkeyPatch.context() as slow:
+        if world.rank == 0:  # it clears what is left of an earlier save while the others are ready to write
+            slow.setattr(checkpoint.shutil, "rmtree", _late(shutil.rmtree))
+        path = saver.begin().result()
     world.share(b"saved")
     for where, how in ((world, config), (single, alone)):
         again = learn(str(path), how, where)
@@ -99,6 +106,14 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         for name, parameter in cut.parameters.items():
             one, two = cut.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]
             assert torch.equal(full(one["exp_avg_sq"]), full(two["exp_avg_sq"])), name
+
+
+def _late(function: Callable[..., None]) -> Callable[..., None]:
+    def called(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.3)
+        function(*arguments, **options)
+
+    return called
 
 
 def _logprobs(learner: Learner, rows: Any) -> torch.Tensor:
