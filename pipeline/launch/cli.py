@@ -11,7 +11,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from penstock.pipeline.config import load
+from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.launch.parts import parts_of
 from penstock.pipeline.launch.ready import cluster_network, make_ready, resolve
 from penstock.pipeline.run.summary import read_summary
@@ -90,8 +90,11 @@ def on_slurm(
         return
     make_ready(console, config, origin, folder)
     slurm.write(folder, made)
-    jobs = slurm.submit(folder, parts)
     shown = Path(os.path.relpath(folder))
+    try:
+        jobs = slurm.submit(folder, parts)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\nthe run is ready: penstock launch slurm --resume {shown}") from None
     lines = [f"job {jobs[part.kind]}, {slurm.job_name(folder, part.kind)}: {part.words}" for part in parts]
     lines += [f"watch:  penstock top {shown}    (once it runs: squeue --me; what it says: {shown}/slurm/)"]
     for part in parts[1:]:

@@ -81,9 +81,13 @@ def members_file(folder: Path) -> Path:
 
 
 def offers_gpus(partition: str | None) -> bool:
-    """Whether the partition's nodes have GPUs, as sinfo says. Raises `ConfigError` where there is no Slurm."""
+    """Whether the partition's nodes have GPUs, as sinfo says. Raises `ConfigError` where there is no such partition, or
+    no Slurm."""
     chosen = ["--partition", partition] if partition else []
-    return "gpu" in _ask("sinfo", "--noheader", "--format=%G", *chosen)
+    found = _ask("sinfo", "--noheader", "--format=%G", *chosen)
+    if partition and not found:
+        raise ConfigError(f"--partition: sinfo knows none that is called {partition!r}")
+    return "gpu" in found
 
 
 def job_name(folder: Path, kind: str) -> str:

@@ -56,6 +56,11 @@ def processes(folder: Path, *words: str) -> list[psutil.Process]:
     return found
 
 
+def joined_as(folder: Path, name: str) -> list[psutil.Process]:
+    """`penstock join` of this name."""
+    return [p for p in processes(folder, "join") if (line := p.cmdline())[line.index("--name") + 1] == name]
+
+
 def test_a_node_dies_and_the_run_is_stopped_and_goes_on(tmp_path: Path, cluster: Any) -> None:
     folder, log = tmp_path / "runs" / "run", tmp_path / "launch.log"
     overrides = [f"run.folder={folder.parent}", "run.name=run", "rollout.count=2", "trainer.steps=120"]
@@ -64,13 +69,13 @@ def test_a_node_dies_and_the_run_is_stopped_and_goes_on(tmp_path: Path, cluster:
     until("both rollouts train", lambda: steps(folder) >= 15 or run.poll() is not None, 400)
     assert run.poll() is None, log.read_text()[-3000:]
 
-    (joined,) = processes(folder, "join", "rollout", "1")
+    (joined,) = joined_as(folder, "1")
     raylet = next(parent for parent in joined.parents() if parent.name() == "raylet")
     for process in [*joined.children(recursive=True), joined]:
         process.kill()
     node = next(n for n in cluster.list_all_nodes() if raylet.pid == _raylet(n))
     cluster.remove_node(node, allow_graceful=False)
-    until("the rollout is on another node", lambda: bool(processes(folder, "join", "rollout", "1")), 120)
+    until("the rollout is on another node", lambda: bool(joined_as(folder, "1")), 120)
     behind = steps(folder)
     until("the run goes on", lambda: steps(folder) > behind + 5, 240)
 

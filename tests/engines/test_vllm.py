@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from transformers import Qwen3MoeConfig
 
 from penstock.services.rollout.config import SamplingConfig
 from penstock.services.rollout.engines.base import EngineError
 from penstock.services.runtime.errors import SetupError
-from tests.engines.workbench import Workbench, make_models
+from tests.engines.workbench import CLOSE, Workbench, make_models
 
 pytestmark = pytest.mark.vllm
 OPTIONS = {"type": "vllm", "max_length": 128, "max_sequences": 8, "deadline_s": 4, "vllm": {"enforce_eager": True}}
@@ -82,3 +83,20 @@ def test_capacity_follows_what_the_cache_has_room_for(tmp_path_factory: pytest.T
         seen.append(bench.engine.capacity)
     assert 1 <= min(seen) < 40
     bench.engine.close()
+
+
+@pytest.mark.slow
+def test_experts_are_swapped_and_their_tokens_are_transformers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("mixture")
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    bench = Workbench(folder, make_models(folder, Qwen3MoeConfig, **mixture), OPTIONS, SamplingConfig())
+    random = np.random.default_rng(0)
+    try:
+        for which in (0, 1, 0):
+            version = bench.publish(which)
+            requests = {request.number: request for request in (bench.request(random) for _ in range(4))}
+            for completion in bench.run(*requests.values()):
+                wanted = bench.expected(requests[completion.number].tokens, completion, version)
+                np.testing.assert_allclose(completion.logprobs, wanted, atol=CLOSE)
+    finally:
+        bench.engine.close()

@@ -24,11 +24,11 @@ CLOSE = 2e-4
 """Largest difference of a float32 log-probability from transformers'."""
 
 
-def make_models(folder: Path) -> list[Any]:
-    """Two models of the same shape; the first lies in ``folder``, with a tokenizer."""
+def make_models(folder: Path, config: type[Qwen3Config] = Qwen3Config, **more: Any) -> list[Any]:
+    """Two models of the same shape; the first lies in ``folder``, with a tokenizer. ``more``: of their config."""
     tokenizer = make_tokenizer(set(LETTERS))
     tokenizer.save_pretrained(folder)
-    models = [_model(len(tokenizer), seed) for seed in (0, 1)]
+    models = [_model(config, {"vocab_size": len(tokenizer), **more}, seed) for seed in (0, 1)]
     models[0].save_pretrained(folder)
     return models
 
@@ -99,14 +99,16 @@ class Workbench:
         return self.engine.gauges()["generated_tokens"]
 
 
-def _model(vocabulary: int, seed: int) -> Any:
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
+
+
+def _model(config: type[Qwen3Config], more: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config(**SHAPE, **more), dtype=torch.float32).eval()
     for parameter in model.parameters():  # norms away from 1, and logits far from uniform: a wrong weight shows
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
     return model

@@ -93,6 +93,7 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _pack_heads(self.model)
+            _pack_experts(self.model)
         if self.receiver:
             self.receiver.done()
 
@@ -108,6 +109,14 @@ def _pack_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _pack_experts(model: torch.nn.Module) -> None:
+    """On a CPU experts are packed where their kernel is made: a reload, which keeps that, leaves them plain."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 class Extension:
