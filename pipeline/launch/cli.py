@@ -12,8 +12,6 @@ import typer
 from rich.console import Console
 
 from penstock.pipeline.config import ConfigError, load
-from penstock.pipeline.launch.parts import parts_of
-from penstock.pipeline.launch.ready import cluster_network, make_ready, resolve
 from penstock.pipeline.run.summary import read_summary
 from penstock.pipeline.tools.arguments import OVERRIDES
 
@@ -76,6 +74,8 @@ def on_slurm(
     or: penstock launch slurm configs/quickstart.yaml --dry-run --no-gpus
     """
     from penstock.pipeline.launch import slurm
+    from penstock.pipeline.launch.parts import parts_of
+    from penstock.pipeline.launch.ready import cluster_network, make_ready, resolve
 
     console = Console()
     file, overrides = _sorted(file, overrides, resume)
@@ -95,13 +95,7 @@ def on_slurm(
         jobs = slurm.submit(folder, parts)
     except ConfigError as error:
         raise ConfigError(f"{error}\nthe run is ready: penstock launch slurm --resume {shown}") from None
-    lines = [f"job {jobs[part.kind]}, {slurm.job_name(folder, part.kind)}: {part.words}" for part in parts]
-    lines += [f"watch:  penstock top {shown}    (once it runs: squeue --me; what it says: {shown}/slurm/)"]
-    for part in parts[1:]:
-        lines.append(f"more:   sbatch --array={part.tasks}-{2 * part.tasks - 1} {shown}/slurm/{part.kind}.sh")
-    lines.append(f"stop:   scancel --batch --signal=TERM {jobs['head']}    (saves a checkpoint, and all leave)")
-    lines.append(f"go on:  penstock launch slurm --resume {shown}")
-    for line in lines:
+    for line in slurm.told(folder, shown, parts, jobs):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -128,6 +122,8 @@ def on_ray(
     For instance: penstock launch ray configs/quickstart.yaml --no-gpus rollout.count=4 run.folder=/shared/runs
     """
     from penstock.pipeline.launch import ray_cluster
+    from penstock.pipeline.launch.parts import parts_of
+    from penstock.pipeline.launch.ready import cluster_network, make_ready, resolve
 
     console = Console()
     file, overrides = _sorted(file, overrides, resume)
@@ -191,6 +187,7 @@ def on_kubernetes(
     then: kubectl apply -f run.yaml; kubectl logs -f job/penstock-first-head; kubectl delete -f run.yaml
     """
     from penstock.pipeline.launch import kubernetes
+    from penstock.pipeline.launch.parts import parts_of
 
     plain = load(file, overrides)
     more = [] if plain.run.elsewhere else ["run.elsewhere=[rollout]"]

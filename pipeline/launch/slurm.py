@@ -95,6 +95,17 @@ def job_name(folder: Path, kind: str) -> str:
     return folder.name if kind == "head" else f"{folder.name}-{kind}"
 
 
+def told(folder: Path, shown: Path, parts: list[Part], jobs: dict[str, str]) -> list[str]:
+    """For people, what was submitted and what can be done with it; ``shown`` is the folder as they would type it."""
+    lines = [f"job {jobs[part.kind]}, {job_name(folder, part.kind)}: {part.words}" for part in parts]
+    lines.append(f"watch:  penstock top {shown}    (once it runs: squeue --me; what it says: {shown}/slurm/)")
+    for part in parts[1:]:
+        lines.append(f"more:   sbatch --array={part.tasks}-{2 * part.tasks - 1} {shown}/slurm/{part.kind}.sh")
+    lines.append(f"stop:   scancel --batch --signal=TERM {jobs['head']}    (saves a checkpoint, and all leave)")
+    lines.append(f"go on:  penstock launch slurm --resume {shown}")
+    return lines
+
+
 def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
     directives = [
         f"--job-name={job_name(folder, part.kind)}",

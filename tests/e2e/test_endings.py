@@ -77,6 +77,7 @@ def test_a_run_that_ends_well_says_what_went_wrong_in_it(tmp_path: Path) -> None
     assert sum(path.stat().st_size for path in (run.folder / "logs").iterdir()) < 2_000_000
 
 
+@pytest.mark.chaos
 def test_a_run_goes_on_from_its_folder_alone_with_what_it_was_given(tmp_path: Path) -> None:
     run = Run(tmp_path, [*SHORT, "trainer.steps=100000", "trainer.optimizer.lr=1.0e-4", "prompts.eval=null"])
     run.wait_for_step(3)
@@ -98,7 +99,7 @@ def test_a_run_goes_on_from_its_folder_alone_with_what_it_was_given(tmp_path: Pa
     assert "rollout.sampling.n: 2, but the run began with 4" in refused.output.read_text()
 
 
-@pytest.mark.parametrize(("signals", "seconds"), [(1, 20), (2, 6)])
+@pytest.mark.parametrize(("signals", "seconds"), [pytest.param(1, 20, marks=pytest.mark.chaos), (2, 6)])
 def test_ctrl_c_ends_a_run_whose_reward_hangs(tmp_path: Path, signals: int, seconds: float) -> None:
     run = Run(tmp_path, [*SHORT, REWARD.format("hangs", 3000), "prompts.eval=null", "model.warm_start.steps=0"])
     deadline = time.monotonic() + 150

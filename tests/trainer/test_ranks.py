@@ -86,7 +86,7 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, size: int) -> None:
     assert sum(count for _, count in cut) == rows
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_run_with_two_ranks_and_three_rollouts(tmp_path: Path) -> None:
     run = Run(tmp_path, [*SHORT, "trainer.ranks=2", "rollout.count=3", "trainer.checkpoint.every=3"])
     summary = run.wait()
