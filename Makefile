@@ -22,7 +22,7 @@ OPENAI_ENGINE := {type: plugin, name: openai, server: "$(OPENAI_SERVER)", option
 PEERS ?= trl==1.16.0 accelerate verl==0.9.1 ray tensordict omegaconf hydra-core antlr4-python3-runtime==4.9.3 \
   codetiming cachetools pyvers orjson cloudpickle
 
-.PHONY: help quickstart test chaos vllm-cpu test-vllm test-adam8bit test-openai test-peers gpu-test gpu-rehearsal learning compose-test two-hosts-test slurm-test ray-test lint clean
+.PHONY: help quickstart test chaos vllm-cpu test-vllm test-adam8bit test-openai test-peers gpu-test gpu-rehearsal learning compose-test two-hosts-test slurm-test ray-test commands-page docs-site lint clean
 
 help:
 	@echo "make quickstart   set up and train a tiny model through the whole pipeline (about 3 minutes)"
@@ -40,6 +40,7 @@ help:
 	@echo "make two-hosts-test run it over two network namespaces, and cut the link"
 	@echo "make slurm-test run it on a Slurm of four nodes on this machine (Debian: slurm-wlm), and kill one"
 	@echo "make ray-test install Ray, run it on a Ray cluster of four nodes on this machine, and kill one"
+	@echo "make docs-site build the docs as a site, in site/"
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the virtual environment and all runs"
 
@@ -114,6 +115,14 @@ slurm-test: $(BIN)/.dev
 ray-test: $(BIN)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[ray]'
 	$(BIN)/pytest -m cluster -s tests/clusters/test_ray.py $(PYTEST_ARGS)
+
+# The reference of commands, from their own help.
+commands-page: $(BIN)/.dev
+	$(BIN)/python -m tests.pipeline.command_page > docs/commands.md
+
+docs-site: $(BIN)/.dev commands-page
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 # mypy follows no package-dir: it sees the folders as the packages they are installed as.
 lint: $(BIN)/.dev

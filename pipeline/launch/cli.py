@@ -67,7 +67,7 @@ def on_slurm(
     """Submit a run to Slurm: one job for the run, and an array of jobs for its rollouts.
 
     The run's folder must be on a disk that all nodes see, and so must this Penstock. rollout.count says how many
-    rollouts there are; run.elsewhere says what else has jobs of its own, e.g. run.elsewhere=[rollout,reference]. Near
+    rollouts there are; run.elsewhere says what else has jobs of its own, e.g. run.elsewhere=\\[rollout,reference]. Near
     its time limit the run saves a checkpoint and is queued again; a rollout whose node has died is given another node.
 
     For instance: penstock launch slurm configs/quickstart.yaml rollout.count=4 --partition gpu --time 12:00:00
@@ -117,7 +117,7 @@ def on_ray(
 
     The run's folder must be on a disk that all machines see, and Penstock installed on each. rollout.count says how
     many rollouts there are. Whoever's machine dies is started again on another one. It ends with the run; Ctrl-C has
-    the run save a checkpoint first. To leave it alone: ray job submit -- penstock launch ray ….
+    the run save a checkpoint first. To leave it alone: ray job submit -- penstock launch ray FILE.
 
     For instance: penstock launch ray configs/quickstart.yaml --no-gpus rollout.count=4 run.folder=/shared/runs
     """

@@ -34,9 +34,9 @@ def join(
     """Add this machine's processes to a run: rollouts, say. It ends with the run.
 
     The run's broker must listen where this machine reaches it: penstock run CONFIG broker.bind=tcp://10.1.0.0/16:0
-    weights.host=10.1.0.0/16. With run.elsewhere=[rollout] it starts none itself. What dies is started again; where the
-    run is stopped and goes on, on whatever machine, these processes go on with it. SIGTERM: what they have finished is
-    made durable, and they leave; the run does not mind.
+    weights.host=10.1.0.0/16. With run.elsewhere=\\[rollout] it starts none itself. What dies is started again; where
+    the run is stopped and goes on, on whatever machine, these processes go on with it. SIGTERM: what they have finished
+    is made durable, and they leave; the run does not mind.
 
     Exit codes: 0 the run is complete, 130 told to leave, 1 the run has failed or is not there, 2 a setup that cannot
     work.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.documented import documented
+from tests.pipeline.command_page import command_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -46,7 +47,11 @@ def test_where_others_keys_go_there_is_one() -> None:
     assert len(named) > 50 and not named - known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_page_of_commands_is_what_they_say_of_themselves() -> None:
+    assert (ROOT / "docs" / "commands.md").read_text() == command_page(), "make commands-page"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "commands.md"], ids=lambda page: page.name)
 def test_docs_are_wrapped(page: Path) -> None:
     code = False
     for line in page.read_text().splitlines():

@@ -1,0 +1,65 @@
+"""Another machine's processes join a run by its folder: `run.elsewhere`, and `penstock join`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.run.launcher import RunError
+from tests.e2e.runs import ROOT, SHORT, STARTED, Run, check_promises
+
+JOIN = [sys.executable, "-m", "penstock.pipeline.cli", "join"]
+
+
+def join(folder: Path, log: Path, *more: str) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        process = subprocess.Popen([*JOIN, str(folder), *more], cwd=ROOT, stdout=out, stderr=out)
+    STARTED.append(process)
+    return process
+
+
+@pytest.mark.slow
+def test_rollouts_come_and_go_and_the_run_does_not_mind(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, "run.elsewhere=[rollout]", "broker.bind=tcp://127.0.0.0/8:0", "trainer.steps=60"])
+    deadline = time.monotonic() + 60
+    while not (run.folder / "config.yaml").is_file():
+        assert time.monotonic() < deadline and run.process.poll() is None, run.output.read_text()
+        time.sleep(0.1)
+    first = join(run.folder, tmp_path / "first", "--name", "one", "trainer.threads=1")  # before there is a broker
+    run.wait_for_step(3)
+    assert "rollout-one-0" in run.actors() and "rollout-0" not in run.actors()
+    run.actors()["rollout-one-0"].kill()
+    run.wait_for_step(6)
+    assert "was started again" in (tmp_path / "first").read_text()
+    second = join(run.folder, tmp_path / "second", "rollout", "--count", "2", "--name", "two")
+    run.wait_for_step(12)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(30) == 130
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 60
+    assert second.wait(60) == 0 and "the run is complete: 60 steps" in (tmp_path / "second").read_text()
+    late = join(run.folder, tmp_path / "late")
+    assert late.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["nowhere"], 2, "RUN: nowhere is not a run's folder"),
+        (["{folder}", "nobody"], 2, "ACTOR: 'nobody' is not one of trainer, rollout"),
+        (["{folder}", "critic"], 2, "ACTOR: this run needs no critic"),
+        (["{folder}", "--patience", "1"], 1, "none has ever listened; start the run"),
+    ],
+)
+def test_what_cannot_be_joined_is_told(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+    (tmp_path / "config.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
+    given = [argument.format(folder=tmp_path) for argument in arguments]
+    done = subprocess.run([*JOIN, *given], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and said in done.stderr, done.stderr
+    assert RunError.__name__ not in done.stderr
