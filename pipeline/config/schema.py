@@ -54,6 +54,9 @@ class RunConfig(Section):
     prometheus: str | None = Field(None, pattern=r"^[^:]*:\d{1,5}$")
     """Where the broker serves the run's state for Prometheus, e.g. ``127.0.0.1:9400``; port 0: any that is free, which
     ``prometheus-NAME.json`` beside the run's folder says; null: nowhere. See docs/prometheus.md."""
+    traces: str | None = Field(None, pattern=r"^https?://")
+    """Where OpenTelemetry traces go, by OTLP over HTTP: one for each group, from its lease to its step, e.g.
+    ``http://127.0.0.1:4318``; null: there are none. See docs/metrics.md."""
     project: str = "penstock"
     """What trackers file the run under, e.g. ``sorting``."""
     gpu_gib: float | None = Field(None, gt=0)

@@ -17,6 +17,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.redis_server import find_server
+from penstock.services.broker import traces
 from penstock.services.broker.trackers import PACKAGES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
@@ -40,6 +41,8 @@ def look(config: Config, report: Report) -> None:
     for name in config.run.trackers:
         if find_spec(PACKAGES[name]) is None:
             report.here.append(f"run.trackers: {PACKAGES[name]} is not installed; run: {install(name)}")
+    if config.run.traces and not traces.installed():
+        report.here.append(f"run.traces: OpenTelemetry is not installed; run: {install('otel')}")
     if "wandb" in config.run.trackers and not _knows_wandb():
         report.here.append(
             "run.trackers: wandb has no key here; run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"

@@ -191,6 +191,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         agents=config.gateway.count > 0,
         trackers=config.run.trackers,
         prometheus=config.run.prometheus,
+        traces=config.run.traces,
         wanted={spec.kind: len(spec.names(config)) for spec in registry.actors(config).values()},
         project=config.run.project,
         described=yaml.safe_load(dump(config)),

@@ -45,6 +45,7 @@ from penstock.services.broker.rules.turns import Turns
 from penstock.services.broker.samples import rows
 from penstock.services.broker.store import Store
 from penstock.services.broker.tally import Tally
+from penstock.services.broker.traces import Traces
 from penstock.services.broker.trackers import Trackers
 from penstock.services.broker.versions import Versions
 from penstock.services.data import open_source
@@ -79,6 +80,8 @@ class BrokerSettings:
     trackers: tuple[TrackerName, ...] = ()
     prometheus: str | None = None
     """Where metrics are served; None: nowhere."""
+    traces: str | None = None
+    """The collector that traces of groups go to; None: there are none."""
     wanted: dict[str, int] = field(default_factory=dict)
     """How many actors of each kind the config asks for, for these metrics."""
     project: str = "penstock"
@@ -166,6 +169,7 @@ class BrokerState:
             Trackers(settings.trackers, settings.folder, settings.project, settings.described),
         )
         self.exporter = Exporter(settings.prometheus, settings.folder, settings.wanted) if settings.prometheus else None
+        self.traces = Traces(settings.traces, settings.run) if settings.traces else None
         self.archive = Archive(settings.folder, settings.replay.archive)
         rests = settings.prompts.curriculum
         bounds = Bounds(**rests.model_dump()) if rests else None
@@ -266,6 +270,8 @@ class BrokerState:
 
     def _dropped(self, number: int, reason: str, kind: DropKind) -> None:
         self.recorder.drop(number, reason, kind)
+        if self.traces:
+            self.traces.dropped(number, reason)
         self.progress.totals["prompts_dropped"] += kind == "prompt"
 
     def drop_evaluation(self, number: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run serves for Prometheus; with Prometheus itself, where it is installed: alerts, and the board's queries."""
+"""What a run serves for Prometheus, with that itself where it is installed (alerts, the board); and its traces."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.pipeline.run.summary import read_lines
+from tests.e2e.collector import Collector
 from tests.e2e.runs import ROOT, SHORT, WHOLE, Run
 
 FILES = ROOT / "docs" / "prometheus"
@@ -52,8 +54,10 @@ def scrape(target: str) -> dict[str, list[Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_serves_what_the_broker_knows(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*WHOLE, "run.prometheus=127.0.0.1:0", "trainer.steps=30"])
+def test_a_run_serves_what_the_broker_knows_and_sends_the_life_of_each_group(tmp_path: Path) -> None:
+    collector = Collector()
+    more = ["run.prometheus=127.0.0.1:0", f"run.traces={collector.url}", "trainer.steps=30"]
+    run = Run(tmp_path, [*WHOLE, *more])
     target = target_of(run)
 
     def after_a_step() -> dict[str, list[Any]] | None:
@@ -70,6 +74,23 @@ def test_a_run_serves_what_the_broker_knows(tmp_path: Path) -> None:
     assert {"busy"} <= {s.labels["gauge"] for s in found["penstock_actor"]}
     run.wait()
     assert not (tmp_path / "prometheus-run.json").exists(), "nobody looks for a run that is over"
+    collector.close()
+    check_lives(collector, run.folder)
+
+
+def check_lives(collector: Collector, folder: Path) -> None:
+    """Every group of every step has a trace, in which one thing follows the other."""
+    lives = collector.lives()
+    trained = {number for row in read_lines(folder / "ledger.jsonl") for number in row["groups"]}
+    assert trained <= lives.keys() and collector.resources[0]["penstock.run"] == "run"
+    for number in trained:
+        root, *spans = lives[number]
+        names = [span.name for span in spans]
+        assert names[0] == "generate" and names[-2:] == ["wait for a step", "step"], names
+        assert {"column reward/exact_match", "column reference"} <= set(names)
+        assert {span.trace_id for span in spans} == {root.trace_id}
+        assert root.start_time_unix_nano <= spans[0].start_time_unix_nano
+        assert spans[-1].end_time_unix_nano <= root.end_time_unix_nano
 
 
 def test_an_address_that_is_taken_is_an_error_of_its_key(tmp_path: Path) -> None:
