@@ -205,6 +205,33 @@ def bench_memory(
     bench_peaks(Console(), files or sorted(Path("configs").glob("grpo-*.yaml")))
 
 
+@bench.command("trainer")
+def bench_trainer(
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A model folder or hub name; by default a random one of 4 layers.", show_default=False),
+    ] = None,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of the step.")] = 8,
+    n: Annotated[int, typer.Option(min=2, help="Trajectories of each group.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1152, help="Tokens at once, padding included.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of each way, in turns; the median counts.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads, for all.")] = 2,
+    peer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="trl: its loss too (installed into this environment on demand).", show_default=False),
+    ] = None,
+) -> None:
+    """Tokens/s of a training step on answers of very different lengths: packed, padded, and by TRL.
+
+    For instance: penstock bench trainer --peer trl
+    """
+    from penstock.pipeline.bench.trainer import bench as bench_step
+
+    if peer not in (None, "trl"):
+        raise ConfigError(f"--peer: {peer!r} is not one of: trl")
+    bench_step(Console(), model, groups, n, tokens, repeats, threads, trl=peer == "trl")
+
+
 @bench.command("soak")
 def bench_soak(
     steps: Annotated[int, typer.Option(help="Tiny training steps.")] = 5000,

@@ -51,7 +51,11 @@ def train_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) ->
     if trainer.offload_activations:
         kept, _ = activations(shape, trainer)
         waits += passes * 2 * kept / (device.host_gb_s * 1e9 * LINK_SHARE)
-    trained = _cut(shape, trainer) if not trainer.lora else shape.adapter(trainer.lora.rank) / trainer.ranks
+    trained = (
+        _cut(shape, trainer)
+        if not trainer.lora
+        else shape.adapter(trainer.lora.rank, trainer.lora.targets) / trainer.ranks
+    )
     update_gb_s = HOST_UPDATE_GB_S if trainer.offload else device.gb_s * LINK_SHARE
     updates = trainer.epochs * trainer.mini_batches * UPDATE_BYTES * trained / (update_gb_s * 1e9)
     return max(arithmetic, gathered) + waits + updates
