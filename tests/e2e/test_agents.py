@@ -132,7 +132,7 @@ def free_ports() -> list[str]:
     return [f"gateway.http=127.0.0.1:{ports[0]}", f"gateway.bind=tcp://127.0.0.1:{ports[1]}"]
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_killed_processes_cost_agents_time_alone(tmp_path: Path) -> None:
     """Agents go on with the session that they have, whoever dies under them; no token is trained on twice."""
     run = Run(tmp_path, [*TINY, *free_ports(), "trainer.steps=40", "run.max_restarts=20", "gateway.lost_s=8"], CONFIG)

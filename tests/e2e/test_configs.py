@@ -59,6 +59,7 @@ def test_rows_that_are_no_prompts_are_named(tmp_path: Path) -> None:
         source[1]
 
 
+@pytest.mark.chaos
 def test_the_hugging_face_config_trains_a_local_model_on_a_local_file(tmp_path: Path) -> None:
     """configs/gsm8k.yaml with nothing changed but names and sizes; one row is bad, and costs only itself."""
     rows = write_rows(tmp_path, "json")

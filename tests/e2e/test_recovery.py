@@ -106,6 +106,7 @@ def test_groups_that_teach_nothing_are_filtered_and_replaced(tmp_path: Path) -> 
     assert summary["groups_dropped"] > 0 and summary["groups_trained"] == 48
 
 
+@pytest.mark.chaos
 def test_broker_and_store_may_die_while_everybody_leaves(tmp_path: Path) -> None:
     run = Run(tmp_path, [*SHORT, "rollout.count=2", "broker.dead_after_s=2"])
     run.wait_for_step(1)

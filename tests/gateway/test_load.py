@@ -23,6 +23,7 @@ REQUEST = (
 )
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_ten_thousand_sessions_that_are_opened_and_dropped(tokenizers: dict[bool, Path], model: Any) -> None:
     house = House(tokenizers[False], model, idle_s=0.1, attempts=1_000_000, sessions=64)
