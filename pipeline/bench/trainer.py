@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.pipeline.bench.machine import describe
 from penstock.pipeline.bench.peers import need_trl
 from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.modeling.load import device_of
+from penstock.services.modeling.load import device_of, load_model
 from penstock.services.modeling.parallel.fsdp import forward
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -59,16 +60,18 @@ def bench(
         need_trl(console)
     torch.set_num_threads(threads)
     device = device_of("auto")
-    model, name = _make_model(model_path, device)
-    step = a_step(groups, n, model.config.vocab_size)
-    learner = Learner(copy.deepcopy(model), _config(tokens), 1.0)
-    step = _as_sampled(learner, step)
+    with tempfile.TemporaryDirectory() as folder:
+        name = model_path or _make_model(folder)
+        path = model_path or folder
+        learner = Learner(load_model(path, "float32", device), _config(tokens), 1.0)
+        plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    step = _as_sampled(learner, a_step(groups, n, plain.config.vocab_size))
     ways: dict[str, Callable[[], object]] = {
         "penstock, packed": lambda: learner.train(step),
-        "padded": _padded(copy.deepcopy(model), step, tokens),
+        "padded": _padded(copy.deepcopy(plain), step, tokens),
     }
     if trl:
-        ways["TRL"] = _trl(copy.deepcopy(model), step, tokens, n)
+        ways["TRL"] = _trl(copy.deepcopy(plain), step, tokens, n)
     rates: dict[str, list[float]] = {label: [] for label in ways}
     useful = sum(len(t.tokens) for t in step.trajectories)
     with console.status("training …"):
@@ -220,19 +223,16 @@ def _pad(rows: list[np.ndarray], device: torch.device, left: bool) -> tuple[torc
     return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
 
-def _make_model(path: str | None, device: torch.device) -> tuple[Any, str]:
-    """The model of ``path``, or a random one that is small but not tiny, with its name."""
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    if path:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device), path
+def _make_model(folder: str) -> str:
+    """Saves a random model that is small but not tiny; returns its name."""
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
-    made = Qwen3ForCausalLM(config).to(device)
-    return made, f"random Qwen3 of {made.num_parameters() / 1e6:.1f} M parameters"
+    made = Qwen3ForCausalLM(config)
+    made.save_pretrained(folder)
+    return f"random Qwen3 of {made.num_parameters() / 1e6:.1f} M parameters"
 
 
 def _timed(function: Callable[[], object]) -> float:
