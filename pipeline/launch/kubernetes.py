@@ -17,7 +17,7 @@ import yaml
 
 from penstock.pipeline.config import Config, ConfigError, dump
 from penstock.pipeline.launch.parts import Part
-from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, HostNeeds, host_needs
+from penstock.pipeline.resources.host import PROCESS_GIB, SHM, SPARE, HostNeeds, host_needs
 
 Manifest = dict[str, Any]
 
@@ -30,7 +30,7 @@ HEAD_GRACE_S, GRACE_S = 180, 60
 NODE_GONE_S = 30
 """A pod on a node that does not answer is given up after this."""
 PATIENCE_S = 3600
-LEAST_SHM_GIB = 2.0
+LEAST_SHM = "8g"
 LONGEST_NAME = 40
 FULL = 0.8
 """Rollouts that hold this share of the groups that they could are enough."""
@@ -96,6 +96,7 @@ def bounds(text: str | None) -> tuple[int, int] | None:
 
 def _objects(config: Config, parts: list[Part], options: Options) -> Iterator[Manifest]:
     needs = host_needs(config)
+    shm = needs.compose(config)[SHM] if needs else LEAST_SHM
     data = {"config.yaml": dump(config)}
     yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(options, options.object), "data": data}
     if not options.claim:
@@ -105,12 +106,14 @@ def _objects(config: Config, parts: list[Part], options: Options) -> Iterator[Ma
         yield _metrics(options)
     for part in parts:
         if part.kind == "head":
-            yield _job(options, part.kind, _head(options, part, needs), HEAD_GRACE_S, backoffLimit=50)
+            yield _job(options, part.kind, _head(options, part, needs, shm), HEAD_GRACE_S, backoffLimit=50)
         elif part.kind == "rollout" and options.autoscale:
-            yield _deployment(options, _pod(options, part.kind, [_member(options, part, needs)], GRACE_S, "Always"))
+            yield _deployment(
+                options, _pod(options, part.kind, [_member(options, part, needs, shm)], GRACE_S, "Always")
+            )
             yield _scaled(config, options, part)
         else:
-            pod = [_member(options, part, needs)]
+            pod = [_member(options, part, needs, shm)]
             yield _job(options, part.kind, pod, GRACE_S, parallelism=part.tasks, backoffLimit=50 * part.tasks)
 
 
@@ -250,26 +253,25 @@ def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
 
 def _shm(container: Manifest) -> int:
     """GiB of shared memory, which a container of ours says in its environment."""
-    return int(next(entry["value"] for entry in container["env"] if entry["name"] == "PENSTOCK_SHM").removesuffix("g"))
+    return int(next(entry["value"] for entry in container["env"] if entry["name"] == SHM).removesuffix("g"))
 
 
-def _head(options: Options, part: Part, needs: HostNeeds | None) -> list[Manifest]:
-    prepare = _container(options, "prepare", ["prepare", "/config/config.yaml", "--folder", options.folder], needs)
+def _head(options: Options, part: Part, needs: HostNeeds | None, shm: str) -> list[Manifest]:
+    prepare = _container(options, "prepare", ["prepare", "/config/config.yaml", "--folder", options.folder], shm)
     command = ["run", "--resume", options.folder, f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}"]
     command.append("weights.host=$(POD_IP)")
     if options.autoscale:
         command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
-    return [prepare, _container(options, "run", command, needs) | {"resources": _resources(part, needs)}]
+    return [prepare, _container(options, "run", command, shm) | {"resources": _resources(part, needs)}]
 
 
-def _member(options: Options, part: Part, needs: HostNeeds | None) -> Manifest:
+def _member(options: Options, part: Part, needs: HostNeeds | None, shm: str) -> Manifest:
     command = ["join", options.folder, part.kind, "--count", str(part.each), "--name", "$(POD_NAME)"]
     command += ["--patience", str(PATIENCE_S), "weights.host=$(POD_IP)"]
-    return _container(options, part.kind, command, needs) | {"resources": _resources(part, needs)}
+    return _container(options, part.kind, command, shm) | {"resources": _resources(part, needs)}
 
 
-def _container(options: Options, name: str, arguments: list[str], needs: HostNeeds | None) -> Manifest:
-    shm = max(LEAST_SHM_GIB, SPARE * needs.shared if needs else 0.0)
+def _container(options: Options, name: str, arguments: list[str], shm: str) -> Manifest:
     from_pod = {"POD_IP": "status.podIP", "POD_NAME": "metadata.name"}
     secret = {"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}
     return {
@@ -278,7 +280,7 @@ def _container(options: Options, name: str, arguments: list[str], needs: HostNee
         "args": arguments,
         "env": [
             *({"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in from_pod.items()),
-            {"name": "PENSTOCK_SHM", "value": f"{round(shm + 0.5)}g"},
+            {"name": SHM, "value": shm},
             {"name": "HF_HOME", "value": f"{HOME}/runs/models"},
             {"name": "VLLM_CACHE_ROOT", "value": f"{HOME}/runs/models/vllm"},
         ],

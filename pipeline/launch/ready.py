@@ -8,7 +8,6 @@ from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin
-from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.preflight.look import look
 from penstock.pipeline.run.folder import new_folder, open_folder
 from penstock.pipeline.run.resume import resumed
@@ -26,7 +25,7 @@ def resolve(
         raise ConfigError("give a config, e.g. configs/quickstart.yaml; or, to go on, a run's folder with --resume")
     if resume:
         config, origin, _ = resumed(resume, None, overrides)
-        return config, read_origin(resume) or origin, resume.resolve()
+        return config, origin, resume.resolve()
     assert file
     plain = load(file, overrides)
     more = [] if plain.run.elsewhere else ["run.elsewhere=[rollout]"]

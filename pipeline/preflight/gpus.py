@@ -19,13 +19,14 @@ def look(config: Config, report: Report) -> None:
     except SetupError as error:
         report.here.append(str(error))
         return
-    devices = _devices(config)
-    for key, device in devices.items():
+    every = _devices(config)
+    devices = {key: device for key, device in every.items() if not _elsewhere(config, key)}
+    for key, device in every.items():
         if device != "auto" and device.partition(":")[0] not in ("cpu", "cuda"):
             report.problems.append(f"{key}: {device!r} is none of auto, cpu, cuda")
-        elif device.startswith("cuda") and not gpus:
+        elif key in devices and device.startswith("cuda") and not gpus:
             report.here.append(f"{key}: {device} is asked for, and there is no GPU here; use auto or cpu")
-    if isinstance(config.rollout.engine, VllmEngineConfig) and (lacking := vllm_lacks_gpu()):
+    if "rollout.engine.type" in devices and (lacking := vllm_lacks_gpu()):
         report.here.append(f"rollout.engine.type: {lacking}")
     wanting = [key for key, device in devices.items() if device != "cpu"]
     if reason and wanting:
@@ -37,6 +38,11 @@ def look(config: Config, report: Report) -> None:
             report.here += too_much(config, place(config, gpus), sizes)
         except ConfigError as error:
             report.here.append(str(error))
+
+
+def _elsewhere(config: Config, key: str) -> bool:
+    """Who has this key joins from another machine."""
+    return key.partition(".")[0] in config.run.elsewhere
 
 
 def _devices(config: Config) -> dict[str, str]:

