@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 
 from rich.console import Console
@@ -37,10 +38,14 @@ def resolve(
 
 
 def cluster_network(console: Console, given: str | None) -> str:
-    """The network that a cluster's machines share. Raises `ConfigError` where this machine has none."""
+    """The network that a cluster's machines share. Raises `ConfigError` where it is none, or this machine has none."""
     found = given or own_network()
     if not found:
         raise ConfigError("--network: this machine reaches no other; give the cluster's network, e.g. 10.1.0.0/16")
+    try:
+        ip_network(found)
+    except ValueError as error:
+        raise ConfigError(f"--network: {error}; e.g. 10.1.0.0/16") from None
     if not given:
         console.print(f"network: {found} (this machine's; --network gives another)", highlight=False)
     return found

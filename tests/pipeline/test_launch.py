@@ -13,10 +13,12 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import yaml
+from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.launch import kubernetes, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
+from penstock.pipeline.launch.ready import cluster_network
 from penstock.pipeline.resources.host import too_small
 from penstock.pipeline.run.join import shares
 from penstock.services.runtime import registry
@@ -70,6 +72,13 @@ def test_who_joins_takes_the_gpus_that_it_sees() -> None:
     ):
         with pytest.raises(ConfigError, match=f"--count: {said}"):
             shares(spec, config, there, count)
+
+
+def test_a_network_that_is_none_is_told() -> None:
+    assert cluster_network(Console(), "10.1.0.0/16") == "10.1.0.0/16"
+    for wrong in ("10.1.0.7/16", "eth0"):
+        with pytest.raises(ConfigError, match=r"--network: .*; e.g. 10.1.0.0/16"):
+            cluster_network(Console(), wrong)
 
 
 # --- Slurm -----------------------------------------------------------------------------------------------------------
