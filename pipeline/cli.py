@@ -96,6 +96,7 @@ def run(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Go on with the run in this folder, e.g. runs/first-try.", show_default=False),
     ] = None,
+    wait_s: Annotated[float, typer.Option("--wait", hidden=True)] = 0.0,
 ) -> None:
     """Run everything that FILE describes on this machine: Redis, broker, rollouts, reward, reference, trainer.
 
@@ -111,7 +112,7 @@ def run(
     """
     from penstock.pipeline.run.start import start
 
-    raise typer.Exit(start(Console(), file, overrides or [], resume, dry_run))
+    raise typer.Exit(start(Console(), file, overrides or [], resume, dry_run, wait_s=wait_s))
 
 
 @app.command("eval")

@@ -16,8 +16,10 @@ from typing import Any
 import yaml
 
 from penstock.pipeline.config import Config, ConfigError, dump
-from penstock.pipeline.launch.parts import Part
+from penstock.pipeline.config.passwords import HIDDEN
+from penstock.pipeline.launch.parts import TAKEOVER_S, Part
 from penstock.pipeline.resources.host import PROCESS_GIB, SHM, SPARE, HostNeeds, host_needs
+from penstock.services.runtime import registry
 
 Manifest = dict[str, Any]
 
@@ -70,6 +72,12 @@ def manifests(config: Config, parts: list[Part], options: Options) -> str:
     """As YAML, for `kubectl apply -f -`. Raises `ConfigError`."""
     if options.autoscale and not options.prometheus:
         raise ConfigError("--autoscale: KEDA reads from a Prometheus; give --prometheus http://HOST:9090")
+    if options.autoscale and options.autoscale[0]:
+        raise ConfigError("--autoscale: the least must be 0, or rollouts would stay when the run is over; e.g. 0:8")
+    if config.store.url and HIDDEN in dump(config):
+        raise ConfigError(
+            "store.url: its password would stand in a ConfigMap; leave it out: a run has a store of its own"
+        )
     if options.autoscale and "rollout" not in [part.kind for part in parts]:
         raise ConfigError("--autoscale: there are no rollouts to scale: run.elsewhere does not name them")
     return yaml.safe_dump_all(_objects(config, parts, options), sort_keys=False, width=120)
@@ -108,13 +116,13 @@ def _objects(config: Config, parts: list[Part], options: Options) -> Iterator[Ma
         if part.kind == "head":
             yield _job(options, part.kind, _head(options, part, needs, shm), HEAD_GRACE_S, backoffLimit=50)
         elif part.kind == "rollout" and options.autoscale:
-            yield _deployment(
-                options, _pod(options, part.kind, [_member(options, part, needs, shm)], GRACE_S, "Always")
-            )
+            pod = [_waiting(options, shm), _member(options, part, needs, shm)]
+            yield _deployment(options, _pod(options, part.kind, pod, GRACE_S, "Always"))
             yield _scaled(config, options, part)
         else:
-            pod = [_member(options, part, needs, shm)]
-            yield _job(options, part.kind, pod, GRACE_S, parallelism=part.tasks, backoffLimit=50 * part.tasks)
+            grace_s = max(GRACE_S, round(registry.actors(config)[part.kind].grace_s) + 30)
+            pod = [_waiting(options, shm), _member(options, part, needs, shm)]
+            yield _job(options, part.kind, pod, grace_s, parallelism=part.tasks, backoffLimit=6 * part.tasks)
 
 
 def _labels(options: Options, kind: str | None = None) -> dict[str, str]:
@@ -174,7 +182,11 @@ def _job(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": _metadata(options, f"{options.object}-{kind}", kind),
-        "spec": {**spec, "template": _pod(options, kind, containers, grace_s, "OnFailure")},
+        "spec": {
+            **spec,
+            "podReplacementPolicy": "Failed",  # never two at once
+            "template": _pod(options, kind, containers, grace_s, "OnFailure"),
+        },
     }
 
 
@@ -219,7 +231,7 @@ def _scaled(config: Config, options: Options, part: Part) -> Manifest:
 
 
 def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, restart: str) -> Manifest:
-    first = [container for container in containers if container["name"] == "prepare"]
+    first = [container for container in containers if container["name"] in ("prepare", "wait")]
     gone = [f"node.kubernetes.io/{state}" for state in ("not-ready", "unreachable")]
     claim = {"claimName": options.claim or options.object}
     shm = max([_shm(container) for container in containers])
@@ -258,11 +270,25 @@ def _shm(container: Manifest) -> int:
 
 def _head(options: Options, part: Part, needs: HostNeeds | None, shm: str) -> list[Manifest]:
     prepare = _container(options, "prepare", ["prepare", "/config/config.yaml", "--folder", options.folder], shm)
-    command = ["run", "--resume", options.folder, f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}"]
+    command = [
+        "run",
+        "--resume",
+        options.folder,
+        "--wait",
+        str(TAKEOVER_S),
+        f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}",
+    ]
     command.append("weights.host=$(POD_IP)")
     if options.autoscale:
         command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
     return [prepare, _container(options, "run", command, shm) | {"resources": _resources(part, needs)}]
+
+
+def _waiting(options: Options, shm: str) -> Manifest:
+    """Until the head's pod has made the run's folder."""
+    file = f"{options.folder}/config.yaml"
+    script = f"for i in $(seq {PATIENCE_S // 2}); do [ -f {file} ] && exit 0; sleep 2; done; echo no {file}; exit 1"
+    return _container(options, "wait", [], shm) | {"command": ["sh", "-c", script]}
 
 
 def _member(options: Options, part: Part, needs: HostNeeds | None, shm: str) -> Manifest:

@@ -8,6 +8,9 @@ from penstock.pipeline.config import Config
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
 
+TAKEOVER_S = 300
+"""A head that takes over waits so long for the one before it to be gone: until its node's lock is free, or its last
+checkpoint is written."""
 HEAD_CPUS = 1
 """Beside those of the processes that compute: supervisor, broker, Redis, rewards that wait."""
 

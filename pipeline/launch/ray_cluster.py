@@ -9,13 +9,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.launch.parts import Part
+from penstock.pipeline.launch.parts import TAKEOVER_S, Part
 from penstock.services.runtime.install import install
 from penstock.services.runtime.processes import with_parent
 
@@ -25,6 +26,11 @@ ROOM_S = 600.0
 END_S = 300.0
 """For a run that is told to stop: the step in hand, and a checkpoint."""
 LOOK_S = 1.0
+AGAIN_S = 10.0
+"""Until one that has failed is started again."""
+
+Started = tuple[str, Any, list[str], Any]
+"""Name, actor, its command's arguments, and what it will return."""
 
 
 class Process:
@@ -33,21 +39,25 @@ class Process:
     def __init__(self, workdir: str) -> None:
         self._workdir = workdir
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopped = False
+        self._stopped, self._lock = False, threading.Lock()
 
     def run(self, arguments: list[str]) -> int:
         """Until the command ends; returns its exit code. Ray calls it again where the machine has died meanwhile."""
-        if self._stopped:
-            return 130
         command = [sys.executable, "-P", "-m", "penstock.pipeline.cli", *arguments]
-        self._process = subprocess.Popen(command, cwd=self._workdir, preexec_fn=with_parent(signal.SIGTERM))
-        return self._process.wait()
+        workdir = self._workdir if Path(self._workdir).is_dir() else None  # that of who launched it, where it is here
+        with self._lock:
+            if self._stopped:
+                return 130
+            self._process = subprocess.Popen(command, cwd=workdir, preexec_fn=with_parent(signal.SIGTERM))
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
 
     def stop(self) -> None:
         """Tells the command to leave."""
-        self._stopped = True
-        if self._process and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        with self._lock:
+            self._stopped = True
+            if self._process and self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
 
 
 def launch(folder: Path, workdir: Path, parts: list[Part], address: str | None, say: Callable[[str], None]) -> int:
@@ -63,9 +73,9 @@ def launch(folder: Path, workdir: Path, parts: list[Part], address: str | None, 
     previous = {number: signal.signal(number, lambda n, _f: stopping.append(n)) for number in (2, 15)}
     try:
         group = _reserve(ray, parts, stopping)
-        head, *members = _start(ray, group, folder, workdir, parts)
+        (name, actor, _, code), *members = _start(ray, group, folder, workdir, parts)
         say(f"placed: {', '.join(part.words for part in parts)}")
-        return _watch(ray, head, members, stopping, say)
+        return _watch(ray, (name, actor, code), members, stopping, say)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -78,7 +88,9 @@ def _reserve(ray: Any, parts: list[Part], stopping: list[int]) -> Any:
     group = ray.util.placement_group(wanted, strategy="PACK")
     placed, deadline = group.ready(), time.monotonic() + ROOM_S
     while not ray.wait([placed], timeout=LOOK_S)[0]:
-        if stopping or time.monotonic() > deadline:
+        if stopping:
+            raise ConfigError("interrupted while the Ray cluster had no room yet; nothing was started")
+        if time.monotonic() > deadline:
             there = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
             need = {name: sum(bundle.get(name, 0) for bundle in wanted) for name in there}
             raise ConfigError(
@@ -93,8 +105,8 @@ def _resources(part: Part) -> dict[str, int]:
     return {"CPU": part.cpus} | ({"GPU": part.gpus} if part.gpus else {})
 
 
-def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part]) -> list[tuple[str, Any, Any]]:
-    """An actor in each bundle, at work: its name, itself, and what it will return."""
+def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part]) -> list[Started]:
+    """An actor in each bundle, at work: its name, itself, its command's arguments, and what it will return."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     started, bundle = [], 0
@@ -113,14 +125,15 @@ def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part])
                 .remote(str(workdir))
             )
             name = part.kind if part.kind == "head" else f"{part.kind}-{task}"
-            started.append((name, actor, actor.run.remote(_arguments(folder, part, task))))
+            arguments = _arguments(folder, part, task)
+            started.append((name, actor, arguments, actor.run.remote(arguments)))
             bundle += 1
     return started
 
 
 def _arguments(folder: Path, part: Part, task: int) -> list[str]:
     if part.kind == "head":
-        return ["run", "--resume", str(folder)]
+        return ["run", "--resume", str(folder), "--wait", str(TAKEOVER_S)]
     own = ["--count", str(part.each), "--patience", str(PATIENCE_S), "--name", str(task)]
     return ["join", str(folder), part.kind, *own]
 
@@ -128,31 +141,52 @@ def _arguments(folder: Path, part: Part, task: int) -> list[str]:
 def _watch(
     ray: Any,
     head: tuple[str, Any, Any],
-    members: list[tuple[str, Any, Any]],
+    members: list[Started],
     stopping: list[int],
     say: Callable[[str], None],
 ) -> int:
-    """Until the head has ended; then the others, which leave by themselves, or are told to."""
+    """Until the head has ended; then the others, which leave by themselves, or are told to. One that fails is started
+    again, where it is."""
     _, actor, code = head
     deadline: float | None = None
-    told: set[str] = set()
+    at_work = {name: (member, arguments, result) for name, member, arguments, result in members}
+    due: dict[str, float] = {}
     while not ray.wait([code], timeout=LOOK_S)[0]:
+        now = time.monotonic()
         if stopping and deadline is None:
             say("told to stop: the run saves a checkpoint …")
             actor.stop.remote()
-            deadline = time.monotonic() + END_S
-        if deadline is not None and (time.monotonic() > deadline or len(stopping) > 1):
+            deadline = now + END_S
+        if deadline is not None and (now > deadline or len(stopping) > 1):
             say("the run has not ended in time; it is ended")
             return 130
-        for name, _, result in members:
-            if name not in told and ray.wait([result], timeout=0)[0]:
-                told.add(name)
-                say(f"{name} has left with exit code {ray.get(result)}")
-    ended = int(ray.get(code))
-    for _, member, _ in members:
+        for name, (member, arguments, result) in list(at_work.items()):
+            if name in due:
+                if now >= due[name]:
+                    del due[name]
+                    at_work[name] = (member, arguments, member.run.remote(arguments))
+            elif ray.wait([result], timeout=0)[0]:
+                ended = _code(ray, result, name, say)
+                say(f"{name} has ended with exit code {ended}")
+                if ended in (0, 130):
+                    del at_work[name]
+                else:
+                    due[name] = now + AGAIN_S
+    for member, _, _ in at_work.values():
         member.stop.remote()
-    ray.wait([result for *_, result in members], num_returns=len(members), timeout=END_S)
-    return ended
+    results = [result for name, (_, _, result) in at_work.items() if name not in due]
+    if results:
+        ray.wait(results, num_returns=len(results), timeout=END_S)
+    return _code(ray, code, "the run", say)
+
+
+def _code(ray: Any, result: Any, name: str, say: Callable[[str], None]) -> int:
+    """The exit code that an actor has returned; 1 where it could not start its command, or is lost for good."""
+    try:
+        return int(ray.get(result))
+    except ray.exceptions.RayError as error:
+        say(f"{name}: {str(error).strip().splitlines()[-1]}")
+        return 1
 
 
 def _ray() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_network
+from ipaddress import IPv4Network
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.console import Console
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
-from penstock.pipeline.run.folder import new_folder, open_folder
+from penstock.pipeline.run.folder import is_live, new_folder, open_folder
 from penstock.pipeline.run.resume import resumed
 from penstock.protocols.keys import is_loopback
 from penstock.services.runtime.address import own_network
@@ -25,25 +25,31 @@ def resolve(
     if (file is None) == (resume is None):
         raise ConfigError("give a config, e.g. configs/quickstart.yaml; or, to go on, a run's folder with --resume")
     if resume:
-        config, origin, _ = resumed(resume, None, overrides)
+        more = [*overrides, *_spread(resumed(resume, None, overrides)[0], network)]
+        config, origin, _ = resumed(resume, None, more)
         return config, origin, resume.resolve()
     assert file
-    plain = load(file, overrides)
+    more = [*overrides, *_spread(load(file, overrides), network)]
+    config = load(file, more)
+    return config, Origin(str(file.resolve()), tuple(more)), new_folder(config, file).resolve()
+
+
+def _spread(plain: Config, network: str | None) -> list[str]:
+    """Overrides that spread a run over machines, where ``plain`` does not say how."""
     more = [] if plain.run.elsewhere else ["run.elsewhere=[rollout]"]
     if network:
         more += [f"broker.bind=tcp://{network}:0"] * is_loopback(plain.broker.bind)
         more += [f"weights.host={network}"] * plain.weights.host.startswith("127.")
-    config = load(file, [*overrides, *more])
-    return config, Origin(str(file.resolve()), (*overrides, *more)), new_folder(config, file).resolve()
+    return more
 
 
 def cluster_network(console: Console, given: str | None) -> str:
     """The network that a cluster's machines share. Raises `ConfigError` where it is none, or this machine has none."""
     found = given or own_network()
-    if not found:
-        raise ConfigError("--network: this machine reaches no other; give the cluster's network, e.g. 10.1.0.0/16")
+    if not found or (not given and found.endswith("/32")):
+        raise ConfigError("--network: this machine does not say which it is on; give the cluster's, e.g. 10.1.0.0/16")
     try:
-        ip_network(found)
+        IPv4Network(found)
     except ValueError as error:
         raise ConfigError(f"--network: {error}; e.g. 10.1.0.0/16") from None
     if not given:
@@ -53,6 +59,8 @@ def cluster_network(console: Console, given: str | None) -> str:
 
 def make_ready(console: Console, config: Config, origin: Origin, folder: Path) -> None:
     """Looks at all that the config names; what this machine lacks, the cluster's may have. Raises `ConfigError`."""
+    if is_live(folder):
+        raise ConfigError(f"the run in {folder} is going on; watch it with: penstock top {folder}")
     with console.status("looking at data, model and functions …"):
         report = look(config)
     report.check(elsewhere=True)

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.launch.parts import Part
+from penstock.pipeline.launch.parts import TAKEOVER_S, Part
 from penstock.pipeline.run.command import penstock
 
 WARNING_S = 180
@@ -26,7 +26,7 @@ _SCRIPT = """\
 {directives}
 
 cd {workdir} || exit 2
-again=
+{at_begin}again=
 trap 'again=yes; kill -TERM $work' USR1  # the time limit is near
 trap 'kill -TERM $work' TERM
 {command} &
@@ -36,11 +36,13 @@ while :; do
   code=$?
   kill -0 $work 2>/dev/null || break  # a signal ends a wait, too
 done
-if [ -n "$again" ] && [ $code -eq 130 ]; then
-  scontrol requeue $SLURM_JOB_ID
-  exit
+if {{ [ -n "$again" ] && [ $code -eq 130 ]; }} || [ $code -eq 75 ]; then  # 75: its run is not there yet
+  scontrol requeue $SLURM_JOB_ID && exit
 fi
 {at_end}exit $code
+"""
+_REGISTER = """\
+echo $SLURM_ARRAY_JOB_ID >> {members}  # who is cancelled when the run has failed
 """
 _CANCEL = """\
 if [ $code -ne 0 ]; then
@@ -68,9 +70,15 @@ def submit(folder: Path, parts: list[Part]) -> dict[str, str]:
     """The numbers of the jobs, by what they are. The first is the run: the others begin when it does. Raises
     `ConfigError` where Slurm refuses one."""
     jobs: dict[str, str] = {}
-    for part in parts:
-        after = [f"--dependency=after:{jobs['head']}"] if jobs else []
-        jobs[part.kind] = _ask("sbatch", "--parsable", *after, str(folder / f"slurm/{part.kind}.sh")).partition(";")[0]
+    try:
+        for part in parts:
+            after = [f"--dependency=after:{jobs['head']}"] if jobs else []
+            said = _ask("sbatch", "--parsable", *after, str(folder / f"slurm/{part.kind}.sh"))
+            jobs[part.kind] = said.partition(";")[0]
+    except ConfigError:
+        if jobs:
+            _ask("scancel", *jobs.values())  # a run that nobody would join
+        raise
     members_file(folder).write_text("".join(f"{jobs[part.kind]}\n" for part in parts[1:]))
     return jobs
 
@@ -81,13 +89,13 @@ def members_file(folder: Path) -> Path:
 
 
 def offers_gpus(partition: str | None) -> bool:
-    """Whether the partition's nodes have GPUs, as sinfo says. Raises `ConfigError` where there is no such partition, or
-    no Slurm."""
-    chosen = ["--partition", partition] if partition else []
-    found = _ask("sinfo", "--noheader", "--format=%G", *chosen)
+    """Whether the nodes of the partition (None: the default one) have GPUs, as sinfo says. Raises `ConfigError` where
+    there is none of that name, or no Slurm."""
+    rows = [line.split("|") for line in _ask("sinfo", "--noheader", "--format=%P|%G").splitlines()]
+    found = [gres for name, gres in rows if (name.rstrip("*") == partition if partition else name.endswith("*"))]
     if partition and not found:
         raise ConfigError(f"--partition: sinfo knows none that is called {partition!r}")
-    return "gpu" in found
+    return any("gpu" in gres for gres in found)
 
 
 def job_name(folder: Path, kind: str) -> str:
@@ -102,11 +110,14 @@ def told(folder: Path, shown: Path, parts: list[Part], jobs: dict[str, str]) -> 
     for part in parts[1:]:
         lines.append(f"more:   sbatch --array={part.tasks}-{2 * part.tasks - 1} {shown}/slurm/{part.kind}.sh")
     lines.append(f"stop:   scancel --batch --signal=TERM {jobs['head']}    (saves a checkpoint, and all leave)")
+    lines.append(f"drop:   scancel {' '.join(jobs.values())}    (at once, or while it waits in the queue)")
     lines.append(f"go on:  penstock launch slurm --resume {shown}")
     return lines
 
 
 def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
+    if set(str(folder)) & set(" %\"'\\"):
+        raise ConfigError(f"run.folder: {folder}: sbatch takes no such characters in a path; choose another folder")
     directives = [
         f"--job-name={job_name(folder, part.kind)}",
         f"--output={folder}/slurm/{part.kind}-%{'j' if part.kind == 'head' else 'A_%a'}.log",
@@ -119,19 +130,21 @@ def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
     ]
     if part.gpus:
         directives.append(f"--gres=gpu:{part.gpus}")
+    members = shlex.quote(str(members_file(folder)))
     if part.kind == "head":
-        command = shlex.join(penstock("run", "--resume", str(folder)))
-        at_end = _CANCEL.format(members=shlex.quote(str(members_file(folder))))
+        command = shlex.join(penstock("run", "--resume", str(folder), "--wait", str(TAKEOVER_S)))
+        at_begin, at_end = "", _CANCEL.format(members=members)
     else:
         directives.append(f"--array=0-{part.tasks - 1}")
         own = ["--count", str(part.each), "--patience", str(PATIENCE_S), "--name"]
         command = shlex.join(penstock("join", str(folder), part.kind, *own)) + " $SLURM_ARRAY_TASK_ID"
-        at_end = ""
+        at_begin, at_end = _REGISTER.format(members=members), ""
     return _SCRIPT.format(
         words=part.words,
         directives="\n".join(f"#SBATCH {directive}" for directive in [*directives, *options]),
         workdir=shlex.quote(str(workdir)),
         command=command,
+        at_begin=at_begin,
         at_end=at_end,
     )
 

@@ -49,7 +49,7 @@ def open_folder(config: Config, folder: Path, origin: Origin) -> list[str]:
     began = load(recorded) if recorded.is_file() else None
     if began:
         check_fixed(began, config)
-    if began and began != config and _is_live(folder):
+    if began and began != config and is_live(folder):
         raise ConfigError(
             f"the run in {folder} is going on, and its config cannot change meanwhile: stop it, or give the same config"
         )
@@ -106,7 +106,7 @@ def run_key(folder: Path) -> str:
     return path.read_text().strip()
 
 
-def _is_live(folder: Path) -> bool:
+def is_live(folder: Path) -> bool:
     """A broker wrote a line about its actors just now, as it does every second."""
     beats = folder / "actors.jsonl"
     return beats.is_file() and time.time() - beats.stat().st_mtime < LIVE_S and read_summary(folder) is None

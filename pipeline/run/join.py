@@ -40,8 +40,10 @@ def join(
     """Runs ``count`` processes of ``kind`` (None: as many as this machine's GPUs take) until the run in ``folder`` is
     over; ``name`` tells them from other machines'. Returns whether it is: False where SIGINT or SIGTERM came first.
     Raises `RunError` where the run has failed, or no broker of it answered for ``patience_s``, and `ConfigError`."""
-    check_run(folder)
-    _spec(load(folder / "config.yaml", overrides), kind)
+    if not folder.is_dir():
+        check_run(folder)
+    if (folder / "config.yaml").is_file():
+        _spec(load(folder / "config.yaml", overrides), kind)
     logs.configure(folder.name, f"join-{kind}-{name}", folder / "logs" / f"join-{kind}-{name}.jsonl", "info")
     interrupted: list[int] = []
     previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in (2, 15)}
@@ -50,6 +52,10 @@ def join(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class NobodyError(RunError):
+    """No broker of the run was at work for as long as there was patience."""
 
 
 class _Join:
@@ -96,7 +102,7 @@ class _Join:
             if mailbox := self._answering():
                 return mailbox
             if time.monotonic() > deadline:
-                raise RunError(self._nobody())
+                raise NobodyError(self._nobody())
             if not told:
                 self._say(f"waiting for the broker of the run in {self._folder}, for {self._patience_s:g} s at most …")
                 told = True
@@ -104,7 +110,7 @@ class _Join:
         return None
 
     def _answering(self) -> Mailbox | None:
-        if not address_file(self._folder).is_file():
+        if not address_file(self._folder).is_file() or not (self._folder / "config.yaml").is_file():
             return None
         client_keys = keys_folder(self._folder) / "client.json"
         mailbox = None

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from penstock.pipeline.config import ConfigError
 
 LOCK = "run.lock"
+RETRY_S = 1.0
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Nobody else runs in ``folder`` meanwhile; the kernel gives it free when this process ends, however that is.
-    Raises `ConfigError` where somebody does."""
+    Raises `ConfigError` where somebody does for ``wait_s`` yet."""
+    deadline = time.monotonic() + wait_s
     with (folder / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--resume: the run in {folder} is going on already; watch it with: penstock top {folder}"
-            ) from None
-        except OSError:
-            pass  # a file system that knows no locks
+        while not _take(file):
+            if time.monotonic() >= deadline:
+                waited = f", {wait_s:g} s later too" if wait_s else ""
+                raise ConfigError(
+                    f"--resume: the run in {folder} is going on already{waited}; watch it with: penstock top {folder}"
+                )
+            time.sleep(RETRY_S)
         file.truncate(0)
         file.write(f"{os.getpid()} {psutil.Process().create_time()}")
         file.flush()
@@ -35,6 +38,16 @@ def held(folder: Path) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def _take(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system that knows no locks
+    return True
 
 
 def holder(folder: Path) -> int | None:

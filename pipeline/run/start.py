@@ -36,8 +36,10 @@ def start(
     resume: Path | None,
     dry_run: bool,
     show: Show = print_summary,
+    wait_s: float = 0.0,
 ) -> int:
-    """Checks everything, runs it, has ``show`` print what it came to; returns the exit code. Raises `ConfigError`."""
+    """Checks everything, runs it, has ``show`` print what it came to; returns the exit code. ``wait_s``: for somebody
+    else who is still at work in the folder. Raises `ConfigError`."""
     if file is not None and "=" in file and not Path(file).exists():
         overrides, file = [file, *overrides], None
     if file is None and resume is None:
@@ -70,7 +72,7 @@ def start(
         console.print(f"goes on after {committed(folder)} steps", highlight=False)
     for change in changed:
         console.print(f"changed: {change}", highlight=False, markup=False, soft_wrap=True)
-    with held(folder):
+    with held(folder, wait_s):
         return _run(console, config, origin, folder, show)
 
 

@@ -12,6 +12,9 @@ from rich.console import Console
 
 from penstock.pipeline.tools.arguments import OVERRIDES
 
+NOBODY = 75
+"""Exit code, as sysexits.h has it: try again later."""
+
 
 def join(
     run: Annotated[Path, typer.Argument(help="The run's folder, on a disk of both machines.", show_default=False)],
@@ -38,12 +41,13 @@ def join(
     the run is stopped and goes on, on whatever machine, these processes go on with it. SIGTERM: what they have finished
     is made durable, and they leave; the run does not mind.
 
-    Exit codes: 0 the run is complete, 130 told to leave, 1 the run has failed or is not there, 2 a setup that cannot
-    work.
+    Exit codes: 0 the run is complete, 130 told to leave, 1 the run has failed, 75 its broker was not there for so long
+    (try again later), 2 a setup that cannot work.
 
     For instance: penstock join /shared/runs/first-try
     or: penstock join /shared/runs/first-try rollout --count 2 weights.transport=snapshot
     """
+    from penstock.pipeline.run.join import NobodyError
     from penstock.pipeline.run.join import join as join_run
     from penstock.pipeline.run.launcher import RunError
 
@@ -54,5 +58,5 @@ def join(
         over = join_run(Console(), run, actor, count, mine, patience, overrides or [])
     except RunError as error:
         typer.echo(f"error: {error}\nlogs: {run / 'logs'}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(NOBODY if isinstance(error, NobodyError) else 1) from None
     raise typer.Exit(0 if over else 130)

@@ -76,7 +76,7 @@ def test_who_joins_takes_the_gpus_that_it_sees() -> None:
 
 def test_a_network_that_is_none_is_told() -> None:
     assert cluster_network(Console(), "10.1.0.0/16") == "10.1.0.0/16"
-    for wrong in ("10.1.0.7/16", "eth0"):
+    for wrong in ("10.1.0.7/16", "eth0", "fd00::/64"):
         with pytest.raises(ConfigError, match=r"--network: .*; e.g. 10.1.0.0/16"):
             cluster_network(Console(), wrong)
 
@@ -85,21 +85,29 @@ def test_a_network_that_is_none_is_told() -> None:
 
 
 def test_a_slurm_script_asks_for_what_the_part_needs(tmp_path: Path) -> None:
-    folder = tmp_path / "first try"
+    folder = tmp_path / "first-try"
     parts = [Part("head", 1, 1, 3, 8, 3), Part("rollout", 4, 2, 2, 2, 2)]
     made = slurm.scripts(folder, tmp_path, parts, ["--account=lab"])
     head, rollout = made["slurm/head.sh"].splitlines(), made["slurm/rollout.sh"].splitlines()
     assert {"#SBATCH --gres=gpu:3", "#SBATCH --cpus-per-task=8", "#SBATCH --account=lab"} <= set(head)
     assert {"#SBATCH --gres=gpu:2", "#SBATCH --array=0-3", "#SBATCH --requeue"} <= set(rollout)
     assert any("penstock run --resume" in line or "cli run --resume" in line for line in head)
+    with pytest.raises(ConfigError, match="run.folder: .* sbatch takes no such characters"):
+        slurm.scripts(tmp_path / "first try", tmp_path, parts, [])
     for text in made.values():
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
 @pytest.mark.parametrize(
     "signal, code, asked",
-    [("USR1", 0, "requeue 7"), ("TERM", 130, "scancel 8"), (None, 3, "scancel 8"), (None, 0, "")],
-    ids=["time-limit", "told-to-stop", "failed", "complete"],
+    [
+        ("USR1", 0, "requeue 7"),
+        ("TERM", 130, "scancel 8"),
+        (None, 3, "scancel 8"),
+        (None, 75, "requeue 7"),
+        (None, 0, ""),
+    ],
+    ids=["time-limit", "told-to-stop", "failed", "not-there-yet", "complete"],
 )
 def test_a_slurm_job_ends_as_it_should(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str | None, code: int, asked: str
@@ -122,7 +130,7 @@ def test_a_slurm_job_ends_as_it_should(
     time.sleep(0.1)
     if signal:
         subprocess.run(["kill", f"-{signal}", str(job.pid)], check=True)
-    assert job.wait(30) == code
+    assert job.wait(30) == (0 if asked.startswith("requeue") else code)
     said = tmp_path / "asked"
     assert (said.read_text().strip() if said.is_file() else "") == asked
 
@@ -191,3 +199,7 @@ def test_what_kubernetes_would_not_take_is_refused() -> None:
     assert kubernetes.object_name("First_try.2") == "first-try-2"
     with pytest.raises(ConfigError, match="--autoscale: KEDA reads from a Prometheus"):
         objects(spread(GRPO), autoscale=(0, 8))
+    with pytest.raises(ConfigError, match="--autoscale: the least must be 0"):
+        objects(spread(GRPO), autoscale=(1, 8), prometheus="http://prometheus:9090")
+    with pytest.raises(ConfigError, match="store.url: its password"):
+        objects(spread(GRPO, "store.url=redis://me:secret@10.1.0.7:6379/0"))
