@@ -188,10 +188,9 @@ def on_kubernetes(
     """
     from penstock.pipeline.launch import kubernetes
     from penstock.pipeline.launch.parts import parts_of
+    from penstock.pipeline.launch.ready import spread
 
-    plain = load(file, overrides)
-    more = [] if plain.run.elsewhere else ["run.elsewhere=[rollout]"]
-    config = load(file, [*(overrides or []), *more])
+    config = load(file, [*(overrides or []), *spread(load(file, overrides))])
     called = kubernetes.object_name(name or config.run.name or file.stem)
     options = kubernetes.Options(
         called, image, namespace, claim, storage_class, storage, secret, prometheus, kubernetes.bounds(autoscale)

@@ -17,7 +17,7 @@ import yaml
 
 from penstock.pipeline.config import Config, ConfigError, dump
 from penstock.pipeline.config.passwords import HIDDEN
-from penstock.pipeline.launch.parts import TAKEOVER_S, Part
+from penstock.pipeline.launch.parts import PATIENCE_S, Part, head_arguments, member_arguments
 from penstock.pipeline.resources.host import PROCESS_GIB, SHM, SPARE, HostNeeds, host_needs
 from penstock.services.runtime import registry
 
@@ -31,7 +31,6 @@ HEAD_GRACE_S, GRACE_S = 180, 60
 """From SIGTERM to SIGKILL: the step in hand and a checkpoint of it; what is finished becomes durable."""
 NODE_GONE_S = 30
 """A pod on a node that does not answer is given up after this."""
-PATIENCE_S = 3600
 LEAST_SHM = "8g"
 LONGEST_NAME = 40
 FULL = 0.8
@@ -234,7 +233,7 @@ def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
     first = [container for container in containers if container["name"] in ("prepare", "wait")]
     gone = [f"node.kubernetes.io/{state}" for state in ("not-ready", "unreachable")]
     claim = {"claimName": options.claim or options.object}
-    shm = max([_shm(container) for container in containers])
+    (shm,) = {entry["value"] for c in containers for entry in c["env"] if entry["name"] == SHM}
     spec: Manifest = {
         "restartPolicy": restart,
         "terminationGracePeriodSeconds": grace_s,
@@ -257,28 +256,15 @@ def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
             {"name": "runs", "persistentVolumeClaim": claim},
             {"name": "config", "configMap": {"name": options.object}},
             {"name": "tmp", "emptyDir": {}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm}Gi"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm.replace("g", "Gi")}},
         ],
     }
     return {"metadata": {"labels": _labels(options, kind)}, "spec": spec}
 
 
-def _shm(container: Manifest) -> int:
-    """GiB of shared memory, which a container of ours says in its environment."""
-    return int(next(entry["value"] for entry in container["env"] if entry["name"] == SHM).removesuffix("g"))
-
-
 def _head(options: Options, part: Part, needs: HostNeeds | None, shm: str) -> list[Manifest]:
     prepare = _container(options, "prepare", ["prepare", "/config/config.yaml", "--folder", options.folder], shm)
-    command = [
-        "run",
-        "--resume",
-        options.folder,
-        "--wait",
-        str(TAKEOVER_S),
-        f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}",
-    ]
-    command.append("weights.host=$(POD_IP)")
+    command = [*head_arguments(options.folder), f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}", "weights.host=$(POD_IP)"]
     if options.autoscale:
         command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
     return [prepare, _container(options, "run", command, shm) | {"resources": _resources(part, needs)}]
@@ -292,8 +278,7 @@ def _waiting(options: Options, shm: str) -> Manifest:
 
 
 def _member(options: Options, part: Part, needs: HostNeeds | None, shm: str) -> Manifest:
-    command = ["join", options.folder, part.kind, "--count", str(part.each), "--name", "$(POD_NAME)"]
-    command += ["--patience", str(PATIENCE_S), "weights.host=$(POD_IP)"]
+    command = [*member_arguments(options.folder, part, "$(POD_NAME)"), "weights.host=$(POD_IP)"]
     return _container(options, part.kind, command, shm) | {"resources": _resources(part, needs)}
 
 

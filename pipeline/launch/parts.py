@@ -11,6 +11,8 @@ from penstock.services.runtime.registry import ActorSpec
 TAKEOVER_S = 300
 """A head that takes over waits so long for the one before it to be gone: until its node's lock is free, or its last
 checkpoint is written."""
+PATIENCE_S = 3600
+"""Those that join wait so long for a run that waits for a machine."""
 HEAD_CPUS = 1
 """Beside those of the processes that compute: supervisor, broker, Redis, rewards that wait."""
 
@@ -54,6 +56,16 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
             gpus = size * spec.gpus(config) * with_gpus
             found.append(Part(kind, tasks, size, gpus, size * _cpus(spec, config), size * spec.ranks(config)))
     return found
+
+
+def head_arguments(folder: str) -> list[str]:
+    """Of ``penstock``, for the run itself."""
+    return ["run", "--resume", folder, "--wait", str(TAKEOVER_S)]
+
+
+def member_arguments(folder: str, part: Part, name: str) -> list[str]:
+    """Of ``penstock``, for what joins as ``name``."""
+    return ["join", folder, part.kind, "--count", str(part.each), "--patience", str(PATIENCE_S), "--name", name]
 
 
 def _cpus(spec: ActorSpec, config: Config) -> int:

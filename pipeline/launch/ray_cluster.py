@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.launch.parts import TAKEOVER_S, Part
+from penstock.pipeline.launch.parts import Part, head_arguments, member_arguments
 from penstock.services.runtime.install import install
 from penstock.services.runtime.processes import with_parent
 
-PATIENCE_S = 3600
 ROOM_S = 600.0
 """For the cluster to have room, which it may have to start machines for."""
 END_S = 300.0
@@ -124,18 +123,12 @@ def _start(ray: Any, group: Any, folder: Path, workdir: Path, parts: list[Part])
                 )
                 .remote(str(workdir))
             )
-            name = part.kind if part.kind == "head" else f"{part.kind}-{task}"
-            arguments = _arguments(folder, part, task)
+            head = part.kind == "head"
+            name = part.kind if head else f"{part.kind}-{task}"
+            arguments = head_arguments(str(folder)) if head else member_arguments(str(folder), part, str(task))
             started.append((name, actor, arguments, actor.run.remote(arguments)))
             bundle += 1
     return started
-
-
-def _arguments(folder: Path, part: Part, task: int) -> list[str]:
-    if part.kind == "head":
-        return ["run", "--resume", str(folder), "--wait", str(TAKEOVER_S)]
-    own = ["--count", str(part.each), "--patience", str(PATIENCE_S), "--name", str(task)]
-    return ["join", str(folder), part.kind, *own]
 
 
 def _watch(

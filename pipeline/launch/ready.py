@@ -25,16 +25,16 @@ def resolve(
     if (file is None) == (resume is None):
         raise ConfigError("give a config, e.g. configs/quickstart.yaml; or, to go on, a run's folder with --resume")
     if resume:
-        more = [*overrides, *_spread(resumed(resume, None, overrides)[0], network)]
+        more = [*overrides, *spread(resumed(resume, None, overrides)[0], network)]
         config, origin, _ = resumed(resume, None, more)
         return config, origin, resume.resolve()
     assert file
-    more = [*overrides, *_spread(load(file, overrides), network)]
+    more = [*overrides, *spread(load(file, overrides), network)]
     config = load(file, more)
     return config, Origin(str(file.resolve()), tuple(more)), new_folder(config, file).resolve()
 
 
-def _spread(plain: Config, network: str | None) -> list[str]:
+def spread(plain: Config, network: str | None = None) -> list[str]:
     """Overrides that spread a run over machines, where ``plain`` does not say how."""
     more = [] if plain.run.elsewhere else ["run.elsewhere=[rollout]"]
     if network:

@@ -11,13 +11,11 @@ import subprocess
 from pathlib import Path
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.launch.parts import TAKEOVER_S, Part
+from penstock.pipeline.launch.parts import Part, head_arguments, member_arguments
 from penstock.pipeline.run.command import penstock
 
 WARNING_S = 180
 """Before the time limit: for the step in hand, and a checkpoint of it."""
-PATIENCE_S = 3600
-"""Rollouts wait so long for a run that waits in the queue."""
 ANSWER_S = 60.0
 
 _SCRIPT = """\
@@ -132,12 +130,12 @@ def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
         directives.append(f"--gres=gpu:{part.gpus}")
     members = shlex.quote(str(members_file(folder)))
     if part.kind == "head":
-        command = shlex.join(penstock("run", "--resume", str(folder), "--wait", str(TAKEOVER_S)))
+        command = shlex.join(penstock(*head_arguments(str(folder))))
         at_begin, at_end = "", _CANCEL.format(members=members)
     else:
         directives.append(f"--array=0-{part.tasks - 1}")
-        own = ["--count", str(part.each), "--patience", str(PATIENCE_S), "--name"]
-        command = shlex.join(penstock("join", str(folder), part.kind, *own)) + " $SLURM_ARRAY_TASK_ID"
+        *known, _ = penstock(*member_arguments(str(folder), part, ""))
+        command = f"{shlex.join(known)} $SLURM_ARRAY_TASK_ID"
         at_begin, at_end = _REGISTER.format(members=members), ""
     return _SCRIPT.format(
         words=part.words,
