@@ -24,6 +24,7 @@ from penstock.pipeline.tools.merge import merge
 from penstock.pipeline.tools.page_cli import page
 from penstock.pipeline.tools.plan_cli import compose_env, plan_run
 from penstock.pipeline.tools.play_cli import play
+from penstock.pipeline.tools.rollouts_cli import rollouts
 from penstock.pipeline.tools.simulate_cli import simulate
 from penstock.pipeline.tools.trace_cli import trace
 from penstock.protocols.keys import KeysError
@@ -67,6 +68,7 @@ app.command("join")(join)
 app.command("play")(play)
 app.command("page")(page)
 app.command("merge")(merge)
+app.command("rollouts")(rollouts)
 app.command("plan")(plan_run)
 app.command("compose-env")(compose_env)
 app.command("simulate")(simulate)
@@ -372,32 +374,6 @@ def agents(
         typer.echo(json.dumps(sessions(run)))
     else:
         show(Console(), run)
-
-
-@app.command()
-def rollouts(
-    run: RUN,
-    step: Annotated[Optional[int], typer.Option(help="Only this step.", show_default=False)] = None,  # noqa: UP045
-    export: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Write them to this parquet file, with their tokens.", show_default=False, dir_okay=False),
-    ] = None,
-) -> None:
-    """Print every trajectory of a run's archive as a JSON object a line, or export them. Needs replay.archive.
-
-    For instance: penstock rollouts runs/first-try --step 10 > step10.jsonl
-    or: penstock rollouts runs/first-try --export rollouts.parquet
-    and then: pandas.read_parquet("rollouts.parquet")
-    """
-    from penstock.pipeline.tools.rollouts import rollouts as read
-
-    if export is not None:
-        from penstock.pipeline.tools.export import export as write
-
-        typer.echo(f"{write(run, export, step):,} trajectories in {export}")
-        return
-    for row in read(run, step):
-        typer.echo(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -208,9 +208,7 @@ class Handlers:
             state.payloads.begin(key, finished.experience.tobytes())
             state.progress.totals["finished"] += 1
             state.progress.totals["generated_tokens"] += said.sampled
-            if state.traces:
-                size = {"trajectories": said.trajectories, "tokens": said.sampled}
-                state.traces.finished(number, member.name, **size, oldest=said.oldest, newest=said.newest)
+            state.traces.finished(number, member.name, said)
         else:
             state.progress.totals["late_answers"] += 1
             log.info("late answer", group=number, sender=member.name)
@@ -302,8 +300,7 @@ class Handlers:
     def _record_step(self, commit: m.Commit, step: Step) -> None:
         state, progress, metrics = self._state, self._state.progress, commit.metrics
         now = progress.trained_until = time.time()
-        if state.traces:
-            state.traces.trained(step)
+        state.traces.trained(step)
         progress.totals["trained"] += len(step.groups)
         progress.totals["trained_tokens"] += int(metrics.get("tokens", 0))
         progress.totals["tokens_lagging"] += int(metrics.get("tokens_lagging", 0))

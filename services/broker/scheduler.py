@@ -107,7 +107,7 @@ class Scheduler:
         book = state.groups.leases if purpose == "train" else state.evaluation.leases
         book.grant(lease, rollout.identity, now + state.settings.broker.lease_s)
         rollout.given += 1
-        if state.traces and purpose == "train":
+        if purpose == "train":
             state.traces.leased(lease.number, rollout.name)
         message = m.Lease(
             purpose=purpose,

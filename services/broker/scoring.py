@@ -48,8 +48,7 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
     key = (score.purpose, score.number)
     state.payloads.add(key, column.name, score.values)
     if score.purpose == "train":
-        if state.traces:
-            state.traces.scored(score.number, column.name, score.seconds)
+        state.traces.scored(score.number, column.name, score.seconds)
         state.groups.scored(score.number, column.name)
     else:
         replay.scored(score.number, column.name)

@@ -125,8 +125,7 @@ class Broker:
             state.recorder.close()
             if state.exporter:
                 state.exporter.close()
-            if state.traces:
-                state.traces.close()
+            state.traces.close()
             state.router.close()
         return state.progress.error
 

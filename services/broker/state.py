@@ -169,7 +169,7 @@ class BrokerState:
             Trackers(settings.trackers, settings.folder, settings.project, settings.described),
         )
         self.exporter = Exporter(settings.prometheus, settings.folder, settings.wanted) if settings.prometheus else None
-        self.traces = Traces(settings.traces, settings.run) if settings.traces else None
+        self.traces = Traces(settings.traces, settings.run)
         self.archive = Archive(settings.folder, settings.replay.archive)
         rests = settings.prompts.curriculum
         bounds = Bounds(**rests.model_dump()) if rests else None
@@ -270,8 +270,7 @@ class BrokerState:
 
     def _dropped(self, number: int, reason: str, kind: DropKind) -> None:
         self.recorder.drop(number, reason, kind)
-        if self.traces:
-            self.traces.dropped(number, reason)
+        self.traces.dropped(number, reason)
         self.progress.totals["prompts_dropped"] += kind == "prompt"
 
     def drop_evaluation(self, number: int, reason: str) -> None:

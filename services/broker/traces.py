@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from penstock.protocols.experience import GroupSummary
 from penstock.services.broker.rules.ledger import Step
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
@@ -50,44 +51,54 @@ class Life:
 
 
 class Traces:
-    """Of the groups of one run; sent by OTLP over HTTP to the collector at ``endpoint``. Raises `SetupError` where
-    OpenTelemetry is not installed."""
+    """Of the groups of one run; sent by OTLP over HTTP to the collector at ``endpoint`` (None: nobody hears of them).
+    Raises `SetupError` where OpenTelemetry is not installed."""
 
-    def __init__(self, endpoint: str, run: str) -> None:
-        if not installed():
+    def __init__(self, endpoint: str | None, run: str) -> None:
+        self._heard = endpoint is not None
+        if self._heard and not installed():
             raise SetupError(f"run.traces: OpenTelemetry is not installed; run: {install('otel')}")
         self._lives: dict[int, Life] = {}
         self._ended: queue.Queue[Life | None] = queue.Queue(WAITING)
-        self._thread = threading.Thread(target=self._send, args=(endpoint, run), name="traces", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._send, args=(endpoint or "", run), name="traces", daemon=True)
+        if self._heard:
+            self._thread.start()
 
     def leased(self, number: int, to: str) -> None:
         """It was given to a rollout, or to a gateway."""
-        self._life(number).attempts.append((time.time(), to))
+        if self._heard:
+            self._life(number).attempts.append((time.time(), to))
 
-    def finished(self, number: int, by: str, **size: int) -> None:
+    def finished(self, number: int, by: str, said: GroupSummary) -> None:
         """Its answers are there."""
-        life = self._life(number)
-        life.finished, life.by, life.size = time.time(), by, size
+        if self._heard:
+            life = self._life(number)
+            life.finished, life.by = time.time(), by
+            life.size = {"trajectories": said.trajectories, "tokens": said.sampled}
+            life.size |= {"oldest": said.oldest, "newest": said.newest}
 
     def scored(self, number: int, column: str, seconds: float) -> None:
         """A column is there."""
-        self._life(number).columns.append((column, time.time(), seconds))
+        if self._heard:
+            self._life(number).columns.append((column, time.time(), seconds))
 
     def trained(self, step: Step) -> None:
         """A step with these groups is committed."""
-        for number in step.groups:
+        for number in step.groups if self._heard else ():
             life = self._life(number)
             life.taken, life.step = step.taken_at, step.step
             self._end(number)
 
     def dropped(self, number: int, reason: str) -> None:
         """It will never be trained on."""
-        self._life(number).dropped = reason
-        self._end(number)
+        if self._heard:
+            self._life(number).dropped = reason
+            self._end(number)
 
     def close(self) -> None:
         """Sends what is left, for at most `CLOSE_S`."""
+        if not self._heard:
+            return
         try:
             self._ended.put(None, timeout=1)
         except queue.Full:
