@@ -24,8 +24,7 @@ def whole(folders: Sequence[Path], tokens: int, summaries: Summaries) -> str:
     ``summaries``: of runs that have none on the disk yet."""
     runs = []
     for folder in folders:
-        run = run_data(folder) | {"groups": groups_of(folder, tokens)}
-        runs.append(run | {"summary": summaries.get(folder) or run["summary"]})
+        runs.append(run_data(folder, summary=summaries.get(folder)) | {"groups": groups_of(folder, tokens)})
     return page({"runs": runs, "live": False})
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import dump, load
+from penstock.pipeline.page.alerts import alerts
 from penstock.pipeline.run.summary import read_lines, read_summary, steps_in
 
 BEATS = 1500
@@ -17,19 +19,23 @@ DIGITS = 6
 Rows = Sequence[dict[str, Any]]
 
 
-def run_data(folder: Path, after: int = -1) -> dict[str, Any]:
-    """Everything but its rollouts; of the steps those behind ``after``."""
+def run_data(folder: Path, after: int = -1, summary: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Everything but its rollouts; of the steps those behind ``after``. ``summary``: where none is on the disk yet."""
     config = load(folder / "config.yaml")
     rows = read_lines(folder / "metrics.jsonl")
-    steps = [row for row in steps_in(rows) if row["step"] > after]
+    every = steps_in(rows)
+    steps = [row for row in every if row["step"] > after]
     beats = read_lines(folder / "actors.jsonl")
+    summary = summary or read_summary(folder)
+    look = summary.get("look_at_this", []) if summary else alerts(config, every, beats, time.time())
     beats = beats[:: max(1, -(-len(beats) // BEATS))]
     loads = read_lines(folder / "weights.jsonl")
     return {
         "name": folder.name,
         "config": dump(config),
         "wanted": config.trainer.steps,
-        "summary": read_summary(folder),
+        "summary": summary,
+        "alerts": look,
         "columns": [name for name in config.columns.by_name if any(name in row for row in steps)],
         "steps": by_column(steps),
         "evaluations": [

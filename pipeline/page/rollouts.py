@@ -13,10 +13,12 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.page.data import evenly
 from penstock.pipeline.run.folder import model_path
 from penstock.pipeline.run.summary import read_lines
+from penstock.pipeline.tools.rollouts import by_token_values
 from penstock.protocols import wire
 from penstock.protocols.experience import ALONE, ExperienceError, Group, Trajectory
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
+from penstock.services.trainer import judgements
 
 log = structlog.get_logger()
 
@@ -34,13 +36,17 @@ def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS) -> list[
         return _of_samples(folder, groups)
     found: list[dict[str, Any]] = []
     texts = Texts(config, folder)
-    by_token = {column.name for column in config.columns.columns if column.per == "token"}
+    by_token = sorted(column.name for column in config.columns.columns if column.per == "token")
     for step in reversed(evenly(kept, STEPS)):  # the newest are looked at most
+        judged = judgements.read(folder / "archive", step)
         for group, columns in _of_step(folder, step):
             tokens -= sum(len(trajectory.tokens) - _begin(trajectory) for trajectory in group.trajectories)
             if len(found) == groups:
                 return found[::-1]
-            found.append(_shown(group, columns, step, by_token, texts if texts.known and tokens >= 0 else None))
+            with_text = texts if texts.known and tokens >= 0 else None
+            by_trajectory = by_token_values(group, columns, by_token, judged.get(group.number, {}))
+            flat = {name: values for name, values in columns.items() if name not in by_token}
+            found.append(_shown(group, flat, step, by_trajectory, with_text))
     return found[::-1]
 
 
@@ -92,20 +98,22 @@ def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndar
 
 
 def _shown(
-    group: Group, columns: dict[str, np.ndarray], step: int, by_token: set[str], texts: Texts | None
+    group: Group,
+    columns: dict[str, np.ndarray],
+    step: int,
+    by_token: list[dict[str, np.ndarray]],
+    texts: Texts | None,
 ) -> dict[str, Any]:
-    """Without ``texts`` its tokens are left out: the page shows the responses."""
-    flat = list(rows(step, group, {name: values for name, values in columns.items() if name not in by_token}))
+    """``columns`` have a value for each trajectory, ``by_token`` of each trajectory those with a value for each token.
+    Without ``texts`` its tokens are left out: the page shows the responses."""
+    flat = list(rows(step, group, columns))
     members = [_plain(row) for row in flat]
-    ends = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
-    parts = {name: np.split(columns[name], ends) for name in sorted(by_token & columns.keys())}
     for number, (member, trajectory) in enumerate(zip(members, group.trajectories, strict=True)):
         if (stem := _stem(group, number)) is not None:
             member["parent"], member["shared"] = stem
         if texts is not None:
-            columns_of = {name: each[number] for name, each in parts.items()}
             begin = _begin(trajectory) if stem is None else stem[1]
-            member |= _tokens(trajectory, begin, step, columns_of, texts)
+            member |= _tokens(trajectory, begin, step, by_token[number], texts)
         if trajectory.failure:
             member["failure"] = trajectory.failure
     return _group(flat[0], members)
@@ -148,7 +156,8 @@ def _tokens(
 
 
 def _rounded(values: np.ndarray, sampled: np.ndarray) -> list[float | None]:
-    return [round(float(value), 3) if on else None for value, on in zip(values, sampled, strict=True)]
+    shown = sampled & np.isfinite(values)
+    return [round(float(value), 3) if on else None for value, on in zip(values, shown, strict=True)]
 
 
 def _of_samples(folder: Path, groups: int) -> list[dict[str, Any]]:

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.tools.rollouts import archived
+from penstock.pipeline.tools.rollouts import archived, by_token_values
 from penstock.protocols.columns import ColumnTable
+from penstock.protocols.experience import Group
 from penstock.services.broker.samples import rows
 from penstock.services.data import need
+from penstock.services.trainer import judgements
 
 FIXED = {
     "step": "int32", "group": "int64", "sample": "int32", "session": "int32", "source": "string", "prompt": "string",
@@ -23,13 +25,16 @@ FIXED = {
 """Columns that every file has, with pyarrow's names of their types. ``truth`` is text, or JSON of what else it is."""
 TOKENS = {"token_ids": "int32", "loss_mask": "uint8", "logprobs": "float32", "versions": "int32"}
 """Lists with one element for each token of the prompt and the answer."""
+JUDGED = {"trainer": "trainer_logprobs", "advantage": "advantages"}
+"""Such lists too, of what the trainer made of each token: `judgements.NAMES`, as the file calls them."""
 
 
 def export(run: str | Path, file: Path, step: int | None = None) -> int:
     """Writes what `rollouts` yields, and each trajectory's tokens, to ``file``; returns the number of rows. Beside the
     fixed columns there is a float64 for each column of the experience that has a value for each trajectory, a list of
-    float32 for each that has one for each token, and ``metrics``, JSON of what agents have measured. Raises
-    `ConfigError` where there is no archive."""
+    float32 for each that has one for each token, and ``metrics``, JSON of what agents have measured;
+    ``trainer_logprobs`` and ``advantages`` are null where the trainer has a disk of its own. Raises `ConfigError` where
+    there is no archive."""
     need("pyarrow", "data", "--export")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -42,25 +47,27 @@ def export(run: str | Path, file: Path, step: int | None = None) -> int:
             *((name, pa.type_for_alias(kind)) for name, kind in FIXED.items()),
             *((name, pa.list_(pa.type_for_alias(kind))) for name, kind in TOKENS.items()),
             *((name, pa.float64()) for name in names),
-            *((name, pa.list_(pa.float32())) for name in by_token),
+            *((name, pa.list_(pa.float32())) for name in (*by_token, *JUDGED.values())),
             ("metrics", pa.string()),
         ]
     )
     aside, written = file.with_name(f".{file.name}.partial"), 0
     with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
-        for _, several in groupby(steps, key=lambda each: each[0]):  # a row group of the file is a step
-            found = [row for each in several for row in _rows(*each, table)]
+        for number, several in groupby(steps, key=lambda each: each[0]):  # a row group of the file is a step
+            judged = judgements.read(Path(run) / "archive", number)
+            found = [row for _, group, of in several for row in _rows(number, group, of, table, judged)]
             writer.write_table(pa.Table.from_pylist(found, schema))
             written += len(found)
     aside.rename(file)
     return written
 
 
-def _rows(step: int, group: Any, columns: dict[str, np.ndarray], table: ColumnTable) -> Iterator[dict[str, Any]]:
-    bounds = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
-    parts = {name: np.split(values, bounds) for name, values in columns.items() if name in table.by_token}
-    flat = rows(step, group, {name: values for name, values in columns.items() if name not in parts})
-    for place, (row, trajectory) in enumerate(zip(flat, group.trajectories, strict=True)):
+def _rows(
+    step: int, group: Group, columns: dict[str, np.ndarray], table: ColumnTable, judged: judgements.Judged
+) -> Iterator[dict[str, Any]]:
+    values = by_token_values(group, columns, table.by_token, judged.get(group.number, {}))
+    flat = rows(step, group, {name: each for name, each in columns.items() if name not in table.by_token})
+    for row, trajectory, by_token in zip(flat, group.trajectories, values, strict=True):
         truth = row["truth"]
         yield row | {
             "truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth),
@@ -68,6 +75,6 @@ def _rows(step: int, group: Any, columns: dict[str, np.ndarray], table: ColumnTa
             "loss_mask": trajectory.loss_mask,
             "logprobs": trajectory.logprobs,
             "versions": trajectory.versions,
-            **{name: several[place] for name, several in parts.items()},
+            **{JUDGED.get(name, name): each for name, each in by_token.items()},
             "metrics": json.dumps(trajectory.metrics),
         }

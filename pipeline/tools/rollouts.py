@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +50,18 @@ def archived(
                 yield batch.step, archive.open_group(taken), dict(taken.columns)
 
     return load(folder / "config.yaml").columns, groups()
+
+
+def by_token_values(
+    group: Group, columns: Mapping[str, np.ndarray], names: Iterable[str], judged: Mapping[str, Sequence[np.ndarray]]
+) -> list[dict[str, np.ndarray]]:
+    """Of each trajectory of ``group``: ``[tokens]`` of those of its ``columns`` that have a value for each token, whose
+    ``names`` are given, and of what the trainer made of it, see `judgements.read`."""
+    ends = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
+    parts = {name: np.split(columns[name], ends) for name in names if name in columns}
+    found = [{name: each[number] for name, each in parts.items()} for number in range(len(group.trajectories))]
+    learned = [each for each, trajectory in zip(found, group.trajectories, strict=True) if not trajectory.greedy]
+    for name, several in judged.items():
+        for each, values in zip(learned, several, strict=True):
+            each[name] = values
+    return found

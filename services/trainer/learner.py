@@ -34,6 +34,7 @@ from penstock.services.runtime import health
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.mismatch import Mismatch
 from penstock.services.trainer.self_teacher import SelfTeacher
 from penstock.services.trainer.weight_average import WeightAverage
@@ -55,11 +56,15 @@ class Learner(ModelLearner):
         """The teacher's weights, where they are not the policy's."""
 
     def train(
-        self, step: TrainingBatch, before_update: Callable[[], None] = lambda: None, frozen: bool = False
+        self,
+        step: TrainingBatch,
+        before_update: Callable[[], None] = lambda: None,
+        frozen: bool = False,
+        judgements: Judgements | None = None,
     ) -> dict[str, float]:
         """The updates of ``step``, one unless the config says more; the model then is `version` + 1. ``before_update``
         is called once the first gradient is there, before a parameter changes; none does where it is ``frozen``.
-        Returns the step's metrics, means over the updates."""
+        ``judgements`` are told of every token, once. Returns the step's metrics, means over the updates."""
         if self._average:
             self._average.begin()
             before_update()  # the parameters are the teacher's for a while
@@ -72,11 +77,13 @@ class Learner(ModelLearner):
             rate = self.begin_update()
             loss, metrics = self.micro_batches.fitting(
                 "forward or backward pass",
-                partial(self.accumulate, step, rows, advantages, proximal),
+                partial(self.accumulate, step, rows, advantages, proximal, judgements),
                 self.give_up_update,
             )
             ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen)
             updates.append(metrics | ended | {"loss": loss, "lr": rate})
+            if number + 1 == self._config.mini_batches:
+                judgements = None
         if self._average:
             self._average.follow()
         self.version += 1
@@ -88,6 +95,7 @@ class Learner(ModelLearner):
         rows: np.ndarray | None = None,
         advantages: torch.Tensor | None = None,
         proximal: list[np.ndarray] | None = None,
+        judgements: Judgements | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Adds the gradient of these ``rows`` of the step (default: all) to the parameters, a micro-batch at a time.
         The result does not depend on how they are cut, up to rounding. ``advantages`` are of all the step's rows;
@@ -128,7 +136,11 @@ class Learner(ModelLearner):
                 old = None if before is None else rows.column(before)
                 yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns, old, *entropy)
 
-        return self._backward(plan, parts, totals, lags)
+        def judged(rows: Rows, part: Part) -> None:
+            if judgements:
+                judgements.note(chosen[list(rows.index)], part)
+
+        return self._backward(plan, parts, totals, lags, judged)
 
     def _backward(
         self,
@@ -136,6 +148,7 @@ class Learner(ModelLearner):
         parts: Callable[[], Iterator[Part]],
         totals: Totals,
         lags: list[np.ndarray],
+        judged: Callable[[Rows, Part], None],
     ) -> tuple[float, dict[str, float]]:
         counts = [count for _, count in plan]
         mean_weight = self._mean_weight(parts(), counts) if self.algorithm.needs_first_pass else 1.0
@@ -150,6 +163,7 @@ class Learner(ModelLearner):
             total += counts_once * float(loss.detach())
             share: float = counts_once * _share(rows, totals)
             if counts_once:
+                judged(rows, part)
                 age = rows.column(lags)
                 mismatch.add(part.policy, part.behaviour, part.mask, age == 0)
                 by_lag.add(part.policy, part.behaviour, age, part.mask, self.algorithm.clipped(part))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 import torch
@@ -24,6 +24,7 @@ from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.canary import canary_tokens
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
+from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.profiling import profiled
 from penstock.services.trainer.self_teacher import SelfTeacher
@@ -53,6 +54,10 @@ class TrainerSettings:
     deterministic: bool = False
     profiles: Path = Path("profiles")
     """Where traces of `TrainerConfig.profile_steps` go."""
+    archive: Path = Path("archive")
+    """Where it is said what became of the tokens of archived steps."""
+    archived: Literal["all"] | int = 0
+    """Of how many steps that is kept."""
     template: dict[str, Any] = field(default_factory=dict)
     """What the tokenizer's chat template is told beside the messages."""
 
@@ -112,5 +117,9 @@ def train(
     torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
     step = open_batch(batch, settings.columns)
     rank = learner.world.named("trainer")
+    judgements = Judgements(step) if settings.archived else None
     with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank):
-        return learner.train(step, before_update, frozen=batch.step < settings.critic_warmup)
+        metrics = learner.train(step, before_update, batch.step < settings.critic_warmup, judgements)
+    if judgements:
+        judgements.write(settings.archive, batch.step, settings.archived, learner.world)
+    return metrics

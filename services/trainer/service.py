@@ -223,6 +223,8 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         run_key=context.run_key,
         checkpoints=context.folder / "checkpoints",
         profiles=context.folder / "profiles",
+        archive=context.folder / "archive",
+        archived=0 if config.replay.archive == "none" else config.replay.archive,
         columns=config.columns,
         deterministic=config.run.deterministic,
         template=config.template,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,19 +18,18 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from penstock.pipeline.page.build import page as make_page
 from penstock.pipeline.page.build import write
 from penstock.pipeline.run.command import penstock
+from tests.e2e.page_pictures import chromium
 from tests.e2e.runs import SHORT, Run, check_promises
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-KEEP = ["replay.archive=all", "trainer.steps=40", "prompts.eval_every=10"]
+KEEP = ["trainer.algorithm.kl.coefficient=0.001", "replay.archive=all", "trainer.steps=40", "prompts.eval_every=10"]
 SOON_MS = 15_000
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Playwright's own, or the system's."""
     with sync_playwright() as playwright:
-        own = Path(playwright.chromium.executable_path)
-        path = str(own) if own.exists() else shutil.which("chromium") or shutil.which("google-chrome")
+        path = chromium(playwright)
         if path is None:
             pytest.skip("there is no Chromium: playwright install chromium")
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -116,6 +114,7 @@ def test_a_run_is_watched_read_and_compared(browser: Browser, served: Any, tmp_p
     read(report)
     for tab in "1234":
         report.page.keyboard.press(tab)
+        expect(report.page.locator("#tabs button").nth(int(tab) - 1)).to_have_attribute("aria-selected", "true")
         report.accessible()
     report.page.keyboard.press("t")
     report.accessible()
@@ -147,14 +146,23 @@ def read(looked: Looked) -> None:
         assert "sort a" in text
     expect(page.locator(".member")).to_have_count(4)
     span = page.locator(".member .text span").first
-    for name in ("age, in versions", "engine less reference", "nothing"):
-        page.get_by_role("button", name=name).click()
-        expect(page.get_by_role("button", name=name)).to_have_attribute("aria-pressed", "true")
+    for name in (
+        "the trainer's",
+        "trainer less engine",
+        "advantage",
+        "engine less reference",
+        "age, in versions",
+        "nothing",
+    ):
+        page.get_by_role("button", name=name, exact=True).click()
+        expect(page.get_by_role("button", name=name, exact=True)).to_have_attribute("aria-pressed", "true")
     assert page.evaluate("element => element.style.background", span.element_handle()) == ""
     page.get_by_role("button", name="the engine's log-probability").click()
     page.locator(".member .text span").first.hover()
-    expect(page.get_by_role("tooltip")).to_contain_text("log p")
+    expect(page.get_by_role("tooltip")).to_contain_text("trainer's log p")
+    expect(page.get_by_role("tooltip")).to_contain_text("ratio, trainer to engine")
     page.locator("#search").fill("")
+    page.keyboard.press("Escape")
 
 
 def big(groups: int, tokens: int) -> dict[str, Any]:
@@ -192,10 +200,12 @@ def test_a_sessions_tree_is_walked(browser: Browser, tmp_path: Path) -> None:
         root | said("Ze", [0, 1]) | {"sample": 2, "parent": 1, "shared": 5},
         root | said("=f", [0, 1]) | {"sample": 3, "session": 1},
     ]
+    data["alerts"] = ["the reward has fallen <b>"]
     (tmp_path / "page.html").write_text(make_page({"runs": [data], "live": False}))
     looked = Looked(browser, (tmp_path / "page.html").as_uri())
     page = looked.page
     page.evaluate("open('rollouts')")
+    expect(page.get_by_role("alert")).to_contain_text("the reward has fallen <b>")
     expect(page.locator(".members > .member")).to_have_count(2)
     expect(page.locator(".members > .member").first).to_contain_text("session 0")
     expect(page.locator(".members > .member").first).to_contain_text("calls 2")

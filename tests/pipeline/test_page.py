@@ -9,19 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config import load as load_config
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.page.alerts import alerts
 from penstock.pipeline.page.build import whole
 from penstock.pipeline.page.data import by_column, evenly, run_data
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.pipeline.page.server import make_app
 from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
 from penstock.protocols.messages import Batch, TakenGroup
-from penstock.services.broker.archive import Archive
+from penstock.services.broker.archive import Archive, open_group
+from penstock.services.learning.batch import TrainingBatch
+from penstock.services.modeling.parallel.world import World
+from penstock.services.trainer.algorithms.compose import Part
+from penstock.services.trainer.judgements import Judgements
 
 CONFIG = """
 model: {type: tiny}
@@ -170,3 +177,65 @@ def test_the_command_writes_one_file_and_knows_a_run(folder: Path, tmp_path: Pat
     assert done.exit_code == 0 and (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     wrong = CliRunner().invoke(app, ["page", str(tmp_path / "nowhere")])
     assert isinstance(wrong.exception, ConfigError) and "is not a run's folder" in str(wrong.exception)
+
+
+def beat(time: float, pid: int = 7, silent_s: float = 0.1, **more: Any) -> dict[str, Any]:
+    member = {"kind": "rollout", "pid": pid, "silent_s": silent_s}
+    return {"time": time, "actors": {"rollout-0": member, **more}, "queues": {"leased": 8, "ready": 0}}
+
+
+def step(number: int, **values: Any) -> dict[str, Any]:
+    usual = {"reward": 0.5, "grad_norm": 1.0, "wait_s": 0.5, "train_step_s": 0.5}
+    return {"step": number, "time": 100.0 + number} | usual | values
+
+
+QUIET = [step(number) for number in range(30)]
+NOW = 130.0
+
+
+@pytest.mark.parametrize(
+    "said, steps, beats",
+    [
+        ("noted nothing for 50 s", QUIET, [beat(80.0)]),
+        ("rollout-1 was there less than 60 s ago", QUIET, [beat(100.0, **{"rollout-1": {"pid": 1}}), beat(129.0)]),
+        ("rollout-0 is not heard of for 20 s", QUIET, [beat(129.0, silent_s=20.0)]),
+        ("rollout-0 has died within", QUIET, [beat(120.0), beat(129.0, pid=8)]),
+        ("no step was completed for 121 s (usually 1.0 s); groups: 8 leased", QUIET[:10], [beat(229.0)]),
+        ("2 of the last 10 steps changed no weight", [*QUIET, step(30, skipped=1), step(31, skipped=1)], []),
+        ("disagreed in 10 of the last 10", [step(n, mismatch_kl_k3=0.2, mismatch_bound=0.1) for n in range(30)], []),
+        (
+            "0.2 in the last 10 steps, 0.9 at its best",
+            [step(n, reward=[0.1, 0.9, 0.2][n // 10]) for n in range(30)],
+            [],
+        ),
+        ("a gradient of norm 30", [*QUIET, step(30, grad_norm=30.0)], []),
+    ],
+)
+def test_a_page_says_what_one_should_look_at(
+    said: str, steps: list[dict[str, Any]], beats: list[dict[str, Any]]
+) -> None:
+    config = load_config(Path("configs/quickstart.yaml"), ["trainer.steps=100"])
+    now = (beats[-1]["time"] + (50 if "noted" in said else 1)) if beats else NOW
+    (found,) = alerts(config, steps, beats, now)
+    assert said in found
+
+
+def test_a_page_has_nothing_to_say_of_a_run_that_goes_well() -> None:
+    config = load_config(Path("configs/quickstart.yaml"), ["trainer.steps=100"])
+    better = [step(number, reward=math.nan if number == 3 else number / 30) for number in range(30)]
+    assert alerts(config, better, [beat(129.0)], NOW) == []
+    assert alerts(config, [], [], NOW) == []
+
+
+def test_what_the_trainer_made_of_tokens_is_on_the_page(folder: Path) -> None:
+    both = open_group(taken(2)).trajectories
+    values = {"reward": np.array([1.0, math.nan], np.float32)}
+    judgements = Judgements(TrainingBatch(both, np.array([2, 2]), np.array([0, 1]), values, {}))
+    part = Part(torch.full((1, 4), -0.25), torch.zeros(1, 4), torch.full((1, 4), 2.0), torch.ones(1, 4, dtype=bool))
+    judgements.note([0], part)
+    judgements.write(folder / "archive", 2, "all", World(torch.device("cpu")))
+    first, second = groups_of(folder)[-1]["members"]
+    assert first["by_token"]["trainer"] == [None, -0.25, -0.25, -0.25]
+    assert first["by_token"]["advantage"] == [None, 2.0, 2.0, 2.0]
+    assert second["by_token"]["trainer"] == [None] * 4, "it has no reward, and no part in the loss"
+    assert "trainer" not in groups_of(folder)[0]["members"][0]["by_token"], "of step 1 nothing is noted"

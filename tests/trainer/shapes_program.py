@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.tensor import is_turned, sum_partial
 from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.weights.byte_views import as_memory
@@ -76,7 +78,11 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
             mine, wanted = full(parameter.grad), plain.parameters[name].grad
             off = float((mine - wanted).norm() / wanted.norm().clamp(min=1e-6))
             assert off <= 1e-5, (name, off)
-        mine, other = cut.train(a_step(number)), plain.train(a_step(number))
+        step = a_step(number)
+        of_ranks, of_one = Judgements(step), Judgements(step)
+        mine, other = cut.train(step, judgements=of_ranks), plain.train(a_step(number), judgements=of_one)
+        np.testing.assert_allclose(of_ranks.values(world), of_one.values(single), atol=1e-4)
+        assert np.count_nonzero(of_one.values(single)[0]) == sum(t.sampled for t in step.trajectories)
         for key in ("loss", "grad_norm", "entropy", "mismatch_kl_k3", "is_weight_mean"):
             if key in other:
                 assert abs(mine[key] - other[key]) <= 2e-5 * max(1, abs(other[key])), (key, mine[key], other[key])

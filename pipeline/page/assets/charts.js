@@ -58,11 +58,7 @@ class Curves {
       if (name in summary) facts.append(make("div", {}, make("dt", {}, name.replaceAll("_", " ")),
         make("dd", {}, number(summary[name]))));
     }
-    const found = [make("h2", {}, run.name), facts];
-    const look = [...(summary.error ? ["Ended with an error: " + summary.error] : []), ...(summary.look_at_this ?? [])];
-    if (look.length) found.splice(1, 0, make("div", {class: "look"}, make("h2", {}, "Look at this"),
-      make("ul", {}, ...look.map((text) => make("li", {}, text)))));
-    return found;
+    return [make("h2", {}, run.name), facts];
   }
 
   size(node) {

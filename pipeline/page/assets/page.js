@@ -41,6 +41,7 @@ tabs.forEach((tab, index) => {
 });
 addEventListener("hashchange", () => open(location.hash.slice(1) || "curves"));
 addEventListener("keydown", (event) => {
+  if (event.key === "Escape") event.target.blur?.();
   if (event.target.matches("input, select") || event.ctrlKey || event.metaKey) return;
   if (/^[1-4]$/.test(event.key)) open(tabs[event.key - 1].id.slice(4));
   if (event.key === "t") place("theme").click();
@@ -64,6 +65,18 @@ function say() {
   }).join(" · ");
 }
 
+// In every view, while a run goes on and after.
+function alarm() {
+  const found = runs.flatMap((run) => [...(run.summary?.error ? ["ended with an error: " + run.summary.error] : []),
+    ...(run.alerts ?? [])].map((text) => (runs.length > 1 ? run.name + ": " : "") + text));
+  const box = place("alerts");
+  if (box.dataset.said === found.join("\n")) return;  // what is read out is not read out again
+  box.dataset.said = found.join("\n");
+  box.hidden = !found.length;
+  box.replaceChildren(make("h2", {}, "Look at this"), make("ul", {}, ...found.map((text) => make("li", {}, text))));
+  document.title = (found.length && data.live ? "(!) " : "") + document.title.replace(/^\(!\) /, "");
+}
+
 async function ask(path) {
   const answer = await fetch(path);
   if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
@@ -81,10 +94,11 @@ async function renew() {
         ...(fresh.steps[name] ?? new Array(fresh.steps.step?.length ?? 0).fill(null))];
     }
     changed ||= Boolean(fresh.steps.step?.length) || Boolean(fresh.summary);
-    const {beats, loads, evaluations, summary} = fresh;
-    Object.assign(run, {beats, loads, evaluations, summary, columns: [...new Set([...run.columns, ...fresh.columns])]});
+    const {beats, loads, evaluations, summary, alerts} = fresh;
+    Object.assign(run, {beats, loads, evaluations, summary, alerts, columns: [...new Set([...run.columns, ...fresh.columns])]});
   }
   say();
+  alarm();
   if (changed && !place("curves").hidden) views.curves.draw();
   views.timeline.draw();
 }
@@ -99,5 +113,6 @@ async function live() {
 }
 
 say();
+alarm();
 open(place(location.hash.slice(1))?.matches("[role=tabpanel]") ? location.hash.slice(1) : "curves");
 if (data.live) setTimeout(live, EVERY_MS);

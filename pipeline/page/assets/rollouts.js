@@ -1,9 +1,17 @@
 // What was trained on: a list of groups that is filtered, and the completions of one of them side by side.
 const ROW = 46;
+// What tokens can be coloured by: [words, the column that it needs beside the engine's, the value of token i].
 const COLOURINGS = {
-  logprob: "the engine's log-probability", reference: "the reference's", surprise: "engine less reference",
-  lag: "age, in versions", none: "nothing",
+  logprob: ["the engine's log-probability", null, (member, i) => member.logprob[i]],
+  trainer: ["the trainer's", "trainer", (member, i, values) => values[i]],
+  mismatch: ["trainer less engine", "trainer", (member, i, values) => (values[i] == null ? null : values[i] - member.logprob[i])],
+  advantage: ["advantage", "advantage", (member, i, values) => values[i]],
+  reference: ["the reference's", "reference", (member, i, values) => values[i]],
+  surprise: ["engine less reference", "reference", (member, i, values) => (values[i] == null ? null : member.logprob[i] - values[i])],
+  lag: ["age, in versions", null, (member, i) => member.lag[i]],
+  none: ["nothing", undefined, () => null],
 };
+const COLUMN_WORDS = {trainer: "trainer's log p", reference: "reference's log p"};
 
 class Rollouts {
   constructor(place, runs, fetchGroups) {
@@ -128,12 +136,12 @@ class Rollouts {
         ? "nothing fits these filters" : "no rollouts are kept yet: replay.samples and replay.archive say which are"));
       return;
     }
-    const kinds = Object.keys(COLOURINGS).filter((kind) => kind === "none" || group.members.some((member) =>
-      kind === "logprob" || kind === "lag" ? member.tokens : member.by_token?.reference));
+    const kinds = Object.entries(COLOURINGS).filter(([, [, needs]]) => needs === undefined
+      || group.members.some((member) => (needs === null ? member.tokens : member.by_token?.[needs]))).map(([kind]) => kind);
     if (!kinds.includes(this.colouring)) this.colouring = kinds[0];
     const buttons = kinds.length < 2 ? [make("span", {class: "about"}, "tokens are there for steps that replay.archive keeps")]
       : kinds.map((kind) => make("button", {"aria-pressed": String(kind === this.colouring),
-        onclick: () => { this.colouring = kind; this.choose(group); }}, COLOURINGS[kind]));
+        onclick: () => { this.colouring = kind; this.choose(group); }}, COLOURINGS[kind][0]));
     const truth = group.truth == null ? "" : typeof group.truth === "string" ? group.truth : JSON.stringify(group.truth);
     this.detail.replaceChildren(make("h2", {}, `Step ${group.step}, group ${group.group}`),
       make("div", {class: "text given"}, group.prompt), make("p", {class: "about"}, truth ? `truth: ${truth}` : ""),
@@ -169,9 +177,8 @@ class Rollouts {
   text(member) {
     if (!member.tokens) return make("div", {class: "text"}, member.response || "(nothing)");
     const box = make("div", {class: "text"});
-    const {logprob, lag, by_token: columns = {}} = member, reference = columns.reference;
-    const found = {logprob: (i) => logprob[i], reference: (i) => reference?.[i], lag: (i) => lag[i],
-      surprise: (i) => (reference?.[i] == null ? null : logprob[i] - reference[i]), none: () => null}[this.colouring];
+    const {logprob, lag, by_token: columns = {}} = member, [, needs, value] = COLOURINGS[this.colouring];
+    const found = (i) => (needs && !columns[needs] ? null : value(member, i, columns[needs]));
     const parts = document.createDocumentFragment();
     const several = member.mask.join("").replace(/^0+/, "").includes("01");  // more than one turn: each a block
     let block = parts;
@@ -194,7 +201,9 @@ class Rollouts {
       if (i == null) return showTip(event, "");
       if (!member.mask[i]) return showTip(event, "not sampled: no loss");
       const lines = [`log p ${number(logprob[i])} (p ${number(Math.exp(logprob[i]))})`, `${number(lag[i])} versions old`];
-      for (const [name, values] of Object.entries(columns)) lines.push(`${name} ${number(values[i])}`);
+      for (const [name, values] of Object.entries(columns)) lines.push(`${COLUMN_WORDS[name] ?? name} ${number(values[i])}`);
+      if (columns.trainer?.[i] != null) lines.push(`ratio, trainer to engine: ${number(Math.exp(columns.trainer[i] - logprob[i]))}`);
+      if (columns.trainer && columns.trainer[i] == null) lines.push("no reward: no loss");
       return showTip(event, lines.join("\n"));
     });
     box.addEventListener("mouseleave", (event) => showTip(event, ""));
@@ -208,6 +217,7 @@ const tint = (rgb, strength) => `rgb(${rgb} / ${Math.min(0.38, strength)})`;
 function shade(kind, value) {
   if (value == null) return "";
   if (kind === "lag") return value ? tint("217 119 6", 0.12 * value) : "";
-  if (kind === "surprise") return value > 0 ? tint("21 128 61", value / 6) : tint("185 28 28", -value / 6);
+  const full = {surprise: 6, advantage: 5, mismatch: 1.5}[kind];  // where both signs have a colour of their own
+  if (full) return value > 0 ? tint("21 128 61", value / full) : tint("185 28 28", -value / full);
   return tint("185 28 28", -value / 10);  // the less likely, the redder
 }

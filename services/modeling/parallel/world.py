@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -183,6 +184,14 @@ class World:
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return (total / self.shape.together).tolist()
+
+    def sum_array(self, values: np.ndarray) -> np.ndarray:
+        """The same of an array, float32, of one shape on all ranks."""
+        if self.size == 1:
+            return values
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total)
+        return (total / self.shape.together).numpy()
 
     def max(self, value: float) -> float:
         """The largest over the ranks."""
