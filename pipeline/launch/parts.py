@@ -50,11 +50,12 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
     specs = registry.actors(config)
     for kind in dict.fromkeys(config.run.elsewhere):
         spec, count = specs[kind], len(specs[kind].names(config))
-        if count:
-            size = min(each, count)
-            tasks = -(-count // size)
-            gpus = size * spec.gpus(config) * with_gpus
-            found.append(Part(kind, tasks, size, gpus, size * _cpus(spec, config), size * spec.ranks(config)))
+        if not count:
+            continue
+        size, nodes = min(each, count), spec.nodes(config)
+        tasks = -(-count // size) * nodes
+        gpus, cpus = size * spec.gpus(config) * with_gpus // nodes, size * _cpus(spec, config) // nodes
+        found.append(Part(kind, tasks, size, gpus, cpus, size * spec.ranks(config) // nodes))
     return found
 
 

@@ -13,15 +13,16 @@ from penstock.pipeline.preflight.look import look
 from penstock.pipeline.run.folder import is_live, new_folder, open_folder
 from penstock.pipeline.run.resume import resumed
 from penstock.protocols.keys import is_loopback
+from penstock.services.runtime import registry
 from penstock.services.runtime.address import own_network
 
 
 def resolve(
     file: Path | None, overrides: list[str], resume: Path | None, network: str | None
 ) -> tuple[Config, Origin, Path]:
-    """The config of a run that is spread over machines, its origin, and its folder: with rollouts elsewhere unless
-    ``run.elsewhere`` says otherwise, and its broker and its weights on ``network`` (None: as the config says). Raises
-    `ConfigError`."""
+    """The config of a run that is spread over machines, its origin, and its folder: with rollouts elsewhere, and
+    learners of several machines, unless ``run.elsewhere`` says otherwise, and its broker and its weights on ``network``
+    (None: as the config says). Raises `ConfigError`."""
     if (file is None) == (resume is None):
         raise ConfigError("give a config, e.g. configs/quickstart.yaml; or, to go on, a run's folder with --resume")
     if resume:
@@ -36,7 +37,8 @@ def resolve(
 
 def spread(plain: Config, network: str | None = None) -> list[str]:
     """Overrides that spread a run over machines, where ``plain`` does not say how."""
-    more = [] if plain.run.elsewhere else ["run.elsewhere=[rollout]"]
+    spread_too = [kind for kind, spec in registry.actors(plain).items() if spec.nodes(plain) > 1]
+    more = [] if plain.run.elsewhere else [f"run.elsewhere=[{','.join(['rollout', *spread_too])}]"]
     if network:
         more += [f"broker.bind=tcp://{network}:0"] * is_loopback(plain.broker.bind)
         more += [f"weights.host={network}"] * plain.weights.host.startswith("127.")

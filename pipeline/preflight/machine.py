@@ -48,6 +48,12 @@ def look(config: Config, report: Report) -> None:
         report.here.append(
             "run.trackers: wandb has no key here; run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"
         )
+    for kind, spec in registry.actors(config).items():
+        if spec.nodes(config) > 1 and kind not in config.run.elsewhere:
+            report.problems.append(
+                f"{kind}.nodes={spec.nodes(config)}: its ranks join from so many machines; add {kind} to run.elsewhere "
+                f"and run penstock join FOLDER {kind} on each, or let penstock launch do so (docs/clusters.md)"
+            )
     _look_at_store(config, report)
     _look_at_disk(config, report)
     _look_at_memory(config, report)

@@ -79,7 +79,8 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
             for tensor in tensors
             if (rollouts := (count - others - ranks) // tensor) >= 1
         ]
-        plain = config.trainer.model_copy(update={"ranks": ranks, "lora": lora})
+        machines = max(1, ranks // MACHINE)
+        plain = config.trainer.model_copy(update={"ranks": ranks, "nodes": machines, "lora": lora})
         if engines and (found := _fastest(shape, plain, load, device)):
             generate_s, tensor, rollouts = min(engines)
             trainer, seconds, faster, faster_s = found

@@ -154,7 +154,8 @@ class _Join:
                 command += ["--folder", str(self._folder), "--name", name, "--broker", address, "--supervised"]
                 env = environment(spec, config) | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
                 preloaded = spec.preloaded(config)
-                supervisor.start(name, [*command, *self._overrides], self._stderr(name), env, preloaded=preloaded)
+                stderr = self._stderr(name if spec.nodes(config) == 1 else f"{name}-{self._name}")
+                supervisor.start(name, [*command, *self._overrides], stderr, env, preloaded=preloaded)
             self._say(f"joined the run at {address}: {', '.join(child.name for child in supervisor.children)}")
             self._watch(supervisor, mailbox)
         finally:
@@ -203,7 +204,7 @@ def shares(spec: ActorSpec, config: Config, gpus: list[str], count: int | None) 
     many as ``gpus`` take. Raises `ConfigError` where those are too few."""
     if spec.single and (count or 1) > 1:
         raise ConfigError(f"--count: a run has one {spec.kind}; its ranks are {spec.kind}.ranks")
-    each = spec.gpus(config) if gpus else 0
+    each = spec.gpus(config) // spec.nodes(config) if gpus else 0
     if count is None:
         count = 1 if spec.single or not each else len(gpus) // each
     if count * each > len(gpus) or not count:

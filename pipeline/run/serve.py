@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -45,7 +47,7 @@ def serve(
     """Runs one actor until the run is over; returns the process's exit code. Errors go to log and stderr."""
     spec = registry.actors(config)[kind]
     rank = torchrun.mine() if spec.learns else 0
-    name = f"{context.name}-rank{rank}" if rank else context.name
+    name = _log_name(spec, config, context.name, rank)
     file = context.folder / "logs" / f"{name}.jsonl"
     logs.configure(context.run, name, file, config.run.log_level, aloud=not supervised)
     if not supervised and _is_over(context):
@@ -76,6 +78,13 @@ def serve(
         return code
 
 
+def _log_name(spec: ActorSpec, config: Config, name: str, rank: int) -> str:
+    """What this process's log is called: of several machines each has its own."""
+    if rank:
+        return f"{name}-rank{rank}"
+    return name if spec.nodes(config) == 1 or torchrun.launched() else f"{name}-on-{socket.gethostname()}-{os.getpid()}"
+
+
 def _serve_member(
     spec: ActorSpec, config: Config, context: ActorContext, rank: int, supervised: bool, place: crashes.Place
 ) -> int:
@@ -83,7 +92,7 @@ def _serve_member(
     if spec.learns:
         ranks = spec.ranks(config)
         if ranks > 1 and not torchrun.launched():
-            return torchrun.launch(ranks, max(30, int(spec.grace_s)))
+            return _launch_ranks(spec, config, context.folder)
         torchrun.join(spec.kind, ranks)
     context = replace(context, run_key=run_key(context.folder))
     if spec.kind != "reward":
@@ -95,6 +104,15 @@ def _serve_member(
         return _run_actor(actor, rank, supervised, spec.grace_s)
     finally:
         place.step = actor.version if rank else actor.actor.version
+
+
+def _launch_ranks(spec: ActorSpec, config: Config, folder: Path) -> int:
+    """This machine's."""
+    nodes, grace_s = spec.nodes(config), max(30, int(spec.grace_s))
+    if nodes == 1:
+        return torchrun.launch(spec.ranks(config), grace_s)
+    host = own_address(config.weights.host)
+    return torchrun.launch_spread(spec.kind, nodes, spec.ranks(config) // nodes, grace_s, folder, host)
 
 
 def _run_actor(actor: Any, rank: int, supervised: bool, grace: float) -> int:
@@ -120,7 +138,7 @@ def _prepare_environment(spec: ActorSpec, config: Config) -> None:
     for name, value in environment(spec, config).items():
         os.environ.setdefault(name, value)
     if gpu_locks.asked() and not torchrun.launched():
-        gpu_locks.claim_for_this_process(visible_gpus(), spec.gpus(config))
+        gpu_locks.claim_for_this_process(visible_gpus(), spec.gpus(config) // spec.nodes(config))
 
 
 def environment(spec: ActorSpec, config: Config) -> dict[str, str]:

@@ -1,14 +1,28 @@
-"""A learner's ranks as processes of torchrun, on this machine."""
+"""A learner's ranks as processes of torchrun."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import structlog
+
+from penstock.pipeline.run.meeting import meeting
+from penstock.services.runtime.address import interface_of
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
 from penstock.services.runtime.processes import die_with_parent
 
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+log = structlog.get_logger()
+
 _OURS = "PENSTOCK_RANK"
+MEET_S = 3600
+"""For the other machines of a learner to come: they may wait for each other in a queue."""
 
 
 def launched() -> bool:
@@ -32,23 +46,61 @@ def join(kind: str, count: int) -> None:
 
 
 def launch(count: int, grace_s: int) -> int:
-    """Runs this very command as ``count`` ranks; returns the exit code of the rank that failed first, or 0; that of one
-    which must not be started again goes before. Where one dies, torchrun ends the others. SIGTERM is handed on to them,
-    and they have ``grace_s`` to leave."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Runs this very command as ``count`` ranks on this machine; returns the exit code of the rank that failed first,
+    or 0; that of one which must not be started again goes before. Where one dies, torchrun ends the others. SIGTERM is
+    handed on to them, and they have ``grace_s`` to leave."""
+    return _run(_config(count, grace_s, "127.0.0.1:0"))
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+
+def launch_spread(kind: str, nodes: int, count: int, grace_s: int, folder: Path, host: str) -> int:
+    """The same with ``count`` ranks here, and as many on each of ``nodes`` machines that do the same: they meet by the
+    run's ``folder``, and this one is reached at ``host``. Raises `SetupError` where they do not come."""
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(host)
+    deadline = time.monotonic() + MEET_S
+    while True:
+        with meeting(folder, kind, host, MEET_S) as (endpoint, hosts):
+            log.info("meeting the other machines", nodes=nodes, endpoint=endpoint, hosts=hosts)
+            config = _config(count, grace_s, endpoint, nodes=nodes, host=host, hosts=hosts)
+            try:
+                return _run(config)
+            except RendezvousError as error:  # the one that hosts has gone before all were there
+                if time.monotonic() > deadline:
+                    raise SetupError(
+                        f"{kind}.nodes: not all {nodes} machines came within {MEET_S} s ({type(error).__name__}: "
+                        f"{error}); start penstock join FOLDER {kind} on each"
+                    ) from error
+                log.warning("met nobody", error=f"{type(error).__name__}: {error}")
+        time.sleep(1)
+
+
+def _config(
+    count: int, grace_s: int, endpoint: str, nodes: int = 1, host: str | None = None, hosts: bool | None = None
+) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    more: dict[str, Any] = {} if hosts is None else {"is_host": hosts, "join_timeout": MEET_S}
+    return LaunchConfig(
+        run_id="penstock",
+        min_nodes=nodes,
+        max_nodes=nodes,
         nproc_per_node=count,
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint=endpoint,
+        rdzv_configs=more,
+        local_addr=host,
         max_restarts=0,  # the supervisor starts all of it again
         monitor_interval=0.5,
         shutdown_timeout=grace_s,
     )
+
+
+def _run(config: LaunchConfig) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
     os.environ[_OURS] = "1"
     command = [sys.executable, "-m", "penstock.pipeline.cli", *sys.argv[1:]]
     try:

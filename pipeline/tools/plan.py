@@ -20,7 +20,7 @@ from penstock.services.trainer.config import TrainerConfig
 
 SHOWN = 6
 SEARCHED = (
-    "ranks", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "gradient_checkpointing", "offload",
+    "ranks", "nodes", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "gradient_checkpointing", "offload",
     "offload_activations",
 )  # fmt: skip
 """Keys of `trainer` that the search chooses."""

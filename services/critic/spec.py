@@ -10,6 +10,7 @@ SPEC = ActorSpec(
     threads=lambda config: config.critic.threads,
     preloaded=lambda config: config.critic.ranks == 1,
     ranks=lambda config: config.critic.ranks,
+    nodes=lambda config: config.critic.nodes,
     gpus=lambda config: config.critic.ranks * (config.critic.device != "cpu"),
     columns=lambda config: [Column(name=VALUES, scorer="critic", per="token", of_step=True)],
     unneeded="nothing reads its values: trainer.algorithm.advantage is not gae",

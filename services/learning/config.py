@@ -53,8 +53,10 @@ class LearnerConfig(Section):
     """What all learners have."""
 
     ranks: int = Field(1, ge=1)
-    """Processes on this machine that share the model by FSDP2, under torchrun; on GPUs one each. Across machines, run
-    `penstock serve trainer` (or ``critic``) under a torchrun of your own."""
+    """Processes that share the model by FSDP2, under torchrun; on GPUs one each."""
+    nodes: int = Field(1, ge=1)
+    """Machines that `ranks` are dealt over, e.g. ``2`` with 16 ranks: eight on each. They join the run by `penstock
+    join`, as `run.elsewhere` must say, or by `penstock launch`. See docs/clusters.md."""
     replicas: int = Field(1, ge=1)
     """Copies of the cut model (HSDP), e.g. ``2``: of 16 `ranks` each copy is cut over 8, and gradients are summed
     between the copies; for ranks on several machines, so that parameters are gathered within one."""
@@ -114,6 +116,8 @@ class LearnerConfig(Section):
                 f"ranks={self.ranks} is no multiple of replicas={self.replicas} x sequence_parallel="
                 f"{self.sequence_parallel} x tensor_parallel={self.tensor_parallel} = {parts}"
             )
+        if self.ranks % self.nodes:
+            raise ValueError(f"nodes={self.nodes} does not divide ranks={self.ranks}: each machine has as many")
         shards = self.ranks // (self.replicas * self.tensor_parallel)
         if shards % self.expert_parallel:
             raise ValueError(

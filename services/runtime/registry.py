@@ -40,10 +40,12 @@ class ActorSpec:
     """Compute threads of one process."""
     ranks: Callable[[Any], int] = lambda config: 1
     """Processes that make one actor, under torchrun."""
+    nodes: Callable[[Any], int] = lambda config: 1
+    """Machines that these are dealt over."""
     preloaded: Callable[[Any], bool] = lambda config: False
     """Its process begins with torch and transformers: on a CPU it may be forked from one that has loaded them."""
     gpus: Callable[[Any], int] = lambda config: 0
-    """GPUs that one process wants."""
+    """GPUs that one process, or all ranks of it, want."""
     columns: Callable[[Any], list[Column]] = lambda config: []
     """What it adds to finished groups, where it is a scorer."""
     sums: Callable[[Any], list[WeightedSum]] = lambda config: []

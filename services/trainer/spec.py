@@ -8,6 +8,7 @@ SPEC = ActorSpec(
     threads=lambda config: config.trainer.threads,
     preloaded=lambda config: config.trainer.ranks == 1,  # torchrun's ranks are processes of their own
     ranks=lambda config: config.trainer.ranks,
+    nodes=lambda config: config.trainer.nodes,
     gpus=lambda config: config.trainer.ranks * (config.trainer.device != "cpu"),
     grace_s=120.0,  # the step in hand, and a checkpoint
     single=True,

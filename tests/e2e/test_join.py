@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.pipeline.run.launcher import RunError
@@ -67,3 +68,30 @@ def test_what_cannot_be_joined_is_told(tmp_path: Path, arguments: list[str], cod
     done = subprocess.run([*JOIN, *given], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == code and said in done.stderr, done.stderr
     assert RunError.__name__ not in done.stderr
+
+
+@pytest.mark.chaos
+def test_a_trainers_ranks_come_from_two_machines_and_one_of_them_dies(tmp_path: Path) -> None:
+    more = ["run.elsewhere=[trainer]", "broker.bind=tcp://127.0.0.0/8:0", "trainer.ranks=2", "trainer.nodes=2"]
+    run = Run(tmp_path, [*SHORT, *more, "trainer.steps=60", "trainer.checkpoint.every=5"])
+    until(lambda: (run.folder / "config.yaml").is_file(), "the run's folder")
+    joined = {name: join(run.folder, tmp_path / name, "trainer", "--name", name) for name in ("one", "two")}
+    for turn, name in enumerate(("two", "one"), 1):  # of both, one is where they meet
+        run.wait_for_step(15 * turn)
+        victim, other = joined.pop(name), next(iter(joined))
+        for process in [psutil.Process(victim.pid), *psutil.Process(victim.pid).children(recursive=True)]:
+            process.kill()
+        until(lambda other=other: "was started again" in (tmp_path / other).read_text(), f"{other} to notice")  # type: ignore[misc]
+        assert victim.wait(10) == -signal.SIGKILL
+        again = f"{name}-again"  # on another machine, say
+        joined[again] = join(run.folder, tmp_path / again, "trainer", "--name", again)
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 60
+    assert [process.wait(60) for process in joined.values()] == [0, 0]
+
+
+def test_a_learner_of_several_machines_is_told_how_it_is_started() -> None:
+    command = [*JOIN[:-1], "run", "configs/quickstart.yaml", "trainer.ranks=2", "trainer.nodes=2", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "trainer.nodes=2: its ranks join from so many machines; add trainer" in done.stderr

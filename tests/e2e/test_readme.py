@@ -50,7 +50,9 @@ def test_every_command_of_the_readme_does_what_it_says(tmp_path: Path) -> None:
         if rest.startswith("prepare"):
             put["runs/NAME"] = "runs/prepared"
         command = shlex.join([*(put.get(word, word) for word in words), *more])
-        found = subprocess.run(command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        found = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
         assert found.returncode == 0, f"{command}\n{found.stdout}\n{found.stderr}"
         assert found.stdout.strip(), command
         done += 1

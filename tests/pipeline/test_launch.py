@@ -50,6 +50,12 @@ def test_the_head_has_what_is_not_elsewhere() -> None:
     assert all(part.gpus == 0 for part in parts_of(config, with_gpus=False))
     both = spread(GRPO, "run.elsewhere=[rollout,trainer]", "trainer.ranks=2")
     assert [(part.kind, part.gpus) for part in parts_of(both, True)] == [("head", 1), ("rollout", 1), ("trainer", 2)]
+    large = parts_of(load(GRPO.with_name("grpo-32b.yaml")), with_gpus=True)
+    assert [(part.kind, part.tasks, part.gpus) for part in large] == [
+        ("head", 1, 0),
+        ("rollout", 4, 2),
+        ("trainer", 2, 8),
+    ]
 
 
 @pytest.mark.parametrize("elsewhere, said", [("[nobody]", "'nobody' is none of"), ("[broker]", "'broker' is none of")])

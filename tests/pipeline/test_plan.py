@@ -87,7 +87,8 @@ def test_whatever_shape_is_searched_a_config_takes_and_none_that_fits_is_much_fa
     assert {bool(layout.trainer.lora) for layout in found} == {False, True}
     for layout in found:
         assert layout.trainer_gib <= device.gib
-        plain = config.trainer.model_copy(update={"ranks": layout.trainer.ranks, "lora": layout.trainer.lora})
+        same = {"ranks": layout.trainer.ranks, "nodes": layout.trainer.nodes, "lora": layout.trainer.lora}
+        plain = config.trainer.model_copy(update=same)
         every = list(shapes(shape, plain))
         for trainer in every:
             TrainerConfig.model_validate(trainer.model_dump())
