@@ -20,8 +20,8 @@ from penstock.services.trainer.config import TrainerConfig
 
 SHOWN = 6
 SEARCHED = (
-    "ranks", "nodes", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "gradient_checkpointing", "offload",
-    "offload_activations",
+    "ranks", "nodes", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "gradient_checkpointing",
+    "offload", "offload_activations",
 )  # fmt: skip
 """Keys of `trainer` that the search chooses."""
 
