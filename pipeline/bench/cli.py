@@ -193,16 +193,30 @@ def bench_memory(
         Optional[list[Path]],  # noqa: UP045
         typer.Argument(help="Configs; by default configs/grpo-*.yaml.", show_default=False),
     ] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="The trainer on 8, 64 and 512 ranks, with each means to spare memory.")
+    ] = False,
+    layers: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="With --grid: cut models to so many layers, which takes minutes.", show_default="all"),
+    ] = None,
 ) -> None:
     """Peak GiB of trainer and reference by their own code on tensors without contents, beside the plan of --dry-run.
 
     Needs no GPU, and half a GiB of memory.
 
     For instance: penstock bench memory configs/grpo-8b.yaml
+    or: penstock bench memory --grid --layers 8
     """
+    paths = files or sorted(Path("configs").glob("grpo-*.yaml"))
+    if grid:
+        from penstock.pipeline.bench.memory_grid import bench as bench_grid
+
+        bench_grid(Console(), paths, layers)
+        return
     from penstock.pipeline.bench.memory import bench as bench_peaks
 
-    bench_peaks(Console(), files or sorted(Path("configs").glob("grpo-*.yaml")))
+    bench_peaks(Console(), paths)
 
 
 @bench.command("trainer")

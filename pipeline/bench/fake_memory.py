@@ -10,7 +10,7 @@ import json
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ class Memory(TorchDispatchMode):
         self.now = self.peak = 0
         """Bytes."""
         self._sizes: dict[int, int] = {}
+        self._on_host = False
+        """What is made now lies in the host's memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs ``func``; of a cut tensor the parts are counted, when their own turn comes."""
@@ -75,7 +77,7 @@ class Memory(TorchDispatchMode):
 
     def _see(self, storage: Any) -> None:
         key = storage._cdata
-        if key not in self._sizes:
+        if key not in self._sizes and not self._on_host:
             self._sizes[key] = 0
             self._resized(key, storage.nbytes())
             weakref.finalize(storage, self._gone, key)
@@ -88,6 +90,18 @@ class Memory(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key, 0)
+
+    def host_keeps_saved(self) -> AbstractContextManager[Any]:
+        """As `torch.autograd.graph.save_on_cpu`, where host and device are told apart by this count alone."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self._on_host = True
+            try:
+                return tensor.clone()
+            finally:
+                self._on_host = False
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.clone)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -142,7 +156,8 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
             stage.read(source.putter(), HostQueue().mark())
             memory.peak = memory.now
             for turn in range(1, MICRO_BATCHES + 1):
-                loss = forward(model, rows, 1.0).sum()
+                with memory.host_keeps_saved() if trainer.offload_activations else nullcontext():
+                    loss = forward(model, rows, 1.0).sum()
                 sum_gradients(model, turn == MICRO_BATCHES or not whole)
                 loss.backward()
                 del loss

@@ -25,8 +25,9 @@ def trainer_gib(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = No
 
 def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None) -> dict[str, float]:
     """GiB of one rank at its peak, by what they are: where a later micro-batch's backward begins, or where embedding
-    and head are summed. Always there, and cut: fp32 weights, their gradient and Adam's two moments; the version that is
-    published, in 16 bits. With an adapter that alone has gradient and moments, and the model is in 16 bits."""
+    and head are summed, or gathered. Always there, and cut: fp32 weights, their gradient and Adam's two moments; the
+    version that is published, in 16 bits. With an adapter that alone has gradient and moments, and the model is in 16
+    bits."""
     lora, tensor = trainer.lora, trainer.tensor_parallel
     shards = trainer.ranks / (trainer.replicas * tensor)
     # Of a layer, what one rank gathers: experts are not cut by tensor parallelism, but dealt out.
@@ -38,7 +39,8 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
     cut = even + shape.layers * own * shape.expert
     trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut
     if lora:
-        ends, layers, sums = 2 * shape.ends, 4.0 * layer, 0.0
+        ends, layers = 2 * shape.ends, 4.0 * layer
+        sums = 4.0 * shape.ends  # while they are gathered: as they come, and as they are put together
     else:
         ends = 2 * (shape.ends + shape.head)  # gathered in bf16, with the head's gradient
         layers = 8 * layer  # one gathered, one on its way, one's gradient in fp32
@@ -62,7 +64,7 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
         "gathered units": ends + layers,
         "activations": acts,
         "logits": logits,
-        "sums of embedding and head": max(0.0, sums - (ends + layers + acts + logits)),
+        "embedding and head, summed": max(0.0, sums - (ends + layers + acts + logits)),
     }
     return {name: size / GIB for name, size in parts.items() if size} | {"context": OVERHEAD_GIB}
 

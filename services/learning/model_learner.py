@@ -14,8 +14,10 @@ import torch
 from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
+from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.optimizer import make_optimizer, set_rate, stepping
 from penstock.services.learning.out_of_memory import MicroBatches
+from penstock.services.learning.phase_memory import PhaseMemory
 from penstock.services.modeling.checkpointing import keep_products
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.lora import Adapted
@@ -49,6 +51,7 @@ class ModelLearner:
         self.world = world or World(next(model.parameters()).device)
         self.device = self.world.device
         """That computes; where they are offloaded, parameters lie on the host."""
+        self.memory = PhaseMemory(self.device)
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
         """What a version consists of."""
         self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
@@ -87,7 +90,8 @@ class ModelLearner:
             passes = self.passes(step.trajectories, step.groups, self.micro_batches.tokens)
             return by_trajectory(step.trajectories, passes, compute)
 
-        found = self.micro_batches.fitting("first pass over a step", of_all, lambda: reshard(self.model))
+        with self.memory.of("first_pass"):
+            found = self.micro_batches.fitting("first pass over a step", of_all, lambda: reshard(self.model))
         reshard(self.model)
         return found
 
@@ -110,12 +114,18 @@ class ModelLearner:
         return rate
 
     def end_update(
-        self, loss: float, before_update: Callable[[], None] = lambda: None, frozen: bool = False
+        self,
+        loss: float,
+        before_update: Callable[[], None] = lambda: None,
+        frozen: bool = False,
+        norms: LayerNorms | None = None,
     ) -> dict[str, float]:
         """Clips the gradient and changes the weights by it, unless it or ``loss`` is not finite, or the weights are
-        ``frozen`` in this step. ``before_update`` is called before a parameter changes."""
+        ``frozen`` in this step. ``before_update`` is called before a parameter changes; ``norms`` watch."""
         bound = self._learning.optimizer.max_grad_norm
         sum_partial(self.model, self.parameters, self.world)
+        if norms:
+            norms.before()
         norm = float(clip_gradients(self.parameters, self.world, bound))
         before_update()
         finite = math.isfinite(norm) and math.isfinite(loss)
@@ -123,7 +133,8 @@ class ModelLearner:
             with stepping(self.optimizer):
                 self.optimizer.step()
             self.gather()
-        return {"grad_norm": norm, "skipped": float(not finite)}
+        watched = norms.after() if norms else {}
+        return {"grad_norm": norm, "skipped": float(not finite)} | watched
 
     def gather(self) -> None:
         """What is published and made of several ranks' parts is made again: by all of them, when weights have

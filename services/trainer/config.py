@@ -48,6 +48,9 @@ class TrainerConfig(LearnerConfig):
     """A step whose KL between the engines' log-probabilities and the trainer's (k3 estimate, nats a token) is above
     this is warned of. See docs/engines.md."""
 
+    norms_every: int = Field(0, ge=0)
+    """Every so many steps the length of each layer's gradient, and how far it moves, are among the metrics, e.g.
+    ``10``; 0: never. Weights are copied to the host in such a step. See docs/metrics.md."""
     profile_steps: tuple[int, ...] = ()
     """Steps that torch's profiler watches, e.g. ``[10, 11]``: a trace of each rank, in the run's folder ``profiles/``,
     to be opened at ui.perfetto.dev. A step that is watched takes longer."""

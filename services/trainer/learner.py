@@ -24,6 +24,7 @@ from penstock.protocols.columns import (
 )
 from penstock.protocols.experience import UNSAMPLED, Trajectory, mean_by_session
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.modeling.packing import Rows
@@ -72,15 +73,19 @@ class Learner(ModelLearner):
         parts = list(mini_batches(step, self._config.epochs, self._config.mini_batches))
         if len(parts) > 1 and self.algorithm.needs_proximal:
             proximal = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
+        watched = self._config.norms_every and (self.version + 1) % self._config.norms_every == 0
+        norms = LayerNorms(self.parameters, self.world) if watched else None
         described, updates = self._describe(step), []
         for number, rows in enumerate(parts):
             rate = self.begin_update()
-            loss, metrics = self.micro_batches.fitting(
-                "forward or backward pass",
-                partial(self.accumulate, step, rows, advantages, proximal, judgements),
-                self.give_up_update,
-            )
-            ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen)
+            with self.memory.of("backward"):
+                loss, metrics = self.micro_batches.fitting(
+                    "forward or backward pass",
+                    partial(self.accumulate, step, rows, advantages, proximal, judgements),
+                    self.give_up_update,
+                )
+            with self.memory.of("update"):
+                ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen, norms)
             updates.append(metrics | ended | {"loss": loss, "lr": rate})
             if number + 1 == self._config.mini_batches:
                 judgements = None

@@ -129,6 +129,7 @@ class Trainer:
             "wait_s": self._desk.waited_s,
             "train_step_s": time.monotonic() - started,
             "publish_wait_s": waited,
+            **self._learner.memory.metrics(),
         }
         self._settle()  # the ledger lets us take one step ahead of what is committed, and no more
         version = self._learner.version

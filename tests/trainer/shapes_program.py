@@ -33,7 +33,7 @@ from penstock.services.weights.sender.shard_exporter import ShardExporter
 from tests.trainer.steps import Tokenizer, a_step
 
 COMMON = {
-    "optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60,
+    "optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60, "norms_every": 1,
     "algorithm": {"correction": {"type": "truncated", "normalize": True}, "entropy_bonus": 0.01},
 }  # fmt: skip
 
@@ -83,7 +83,10 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         mine, other = cut.train(step, judgements=of_ranks), plain.train(a_step(number), judgements=of_one)
         np.testing.assert_allclose(of_ranks.values(world), of_one.values(single), atol=1e-4)
         assert np.count_nonzero(of_one.values(single)[0]) == sum(t.sampled for t in step.trajectories)
-        for key in ("loss", "grad_norm", "entropy", "mismatch_kl_k3", "is_weight_mean"):
+        layers = [key for key in other if key.startswith("layer/")]
+        lengths = [other[key] for key in layers if key.endswith("/grad_norm")]
+        assert other["grad_norm"] == pytest.approx(sum(length**2 for length in lengths) ** 0.5, rel=1e-5)
+        for key in ("loss", "grad_norm", "entropy", "mismatch_kl_k3", "is_weight_mean", *layers):
             if key in other:
                 assert abs(mine[key] - other[key]) <= 2e-5 * max(1, abs(other[key])), (key, mine[key], other[key])
         weights = whole_weights(cut)

@@ -43,7 +43,11 @@ class Curves {
       ["clipped", "Clipped share of tokens by lag"]].map(([what, title]) => ({title, compared: true,
       lines: every.filter((name) => name.startsWith("lag/") && name.endsWith("/" + what)).sort()}));
     const more = named.lines.length > this.runs.length ? [named] : [];
-    for (const chart of [CHARTS[0], ...more, ...CHARTS.slice(1), ...byLag, latency]) this.chart(grid, chart);
+    const layers = (what, title) => ({title, compared: true, lines: every.filter((name) =>
+      name.startsWith("layer/") && name.endsWith("/" + what)).sort((a, b) => a.localeCompare(b, "en", {numeric: true}))});
+    const insides = [layers("grad_norm", "Gradient norm by layer"), layers("update", "Update over weights, by layer"),
+      {title: "Memory of the trainer, GiB", compared: true, lines: every.filter((name) => name.startsWith("memory/"))}];
+    for (const chart of [CHARTS[0], ...more, ...CHARTS.slice(1), ...byLag, ...insides, latency]) this.chart(grid, chart);
     this.pauses(grid);
     this.rates(grid);
   }

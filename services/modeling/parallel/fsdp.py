@@ -148,13 +148,18 @@ def clip_gradients(parameters: Mapping[str, torch.nn.Parameter], world: World, b
         return torch.zeros(())
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for gradient in gradients:
-        total += local(gradient).float().norm().double().square() / _copies(gradient, world)
-    dist.all_reduce(total)
-    norm = total.sqrt()
+        total += squares(local(gradient), gradient, world)
+    norm = world.add(total).sqrt()
     scale = (bound / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         local(gradient).mul_(scale.to(gradient.dtype))
     return norm
+
+
+def squares(mine: torch.Tensor, whole: torch.Tensor, world: World) -> torch.Tensor:
+    """float64: of ``mine``, this rank's part of something that is cut as ``whole``, its share in the sum of squares
+    over all ranks."""
+    return mine.float().norm().double().square() / _copies(whole, world)
 
 
 def _copies(value: torch.Tensor, world: World) -> int:

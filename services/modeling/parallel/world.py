@@ -185,6 +185,12 @@ class World:
         dist.all_reduce(total)
         return (total / self.shape.together).tolist()
 
+    def add(self, total: torch.Tensor) -> torch.Tensor:
+        """``total`` of every rank, in place, on every rank."""
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
     def sum_array(self, values: np.ndarray) -> np.ndarray:
         """The same of an array, float32, of one shape on all ranks."""
         if self.size == 1:

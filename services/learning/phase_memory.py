@@ -1,0 +1,34 @@
+"""What a learner's process holds at most in each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+GIB = float(1 << 30)
+
+
+class PhaseMemory:
+    """Of one rank: what torch has allocated on its GPU; on a CPU the process's resident memory when the phase ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._process = device, psutil.Process()
+        self._peaks: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Around a phase, or a part of one."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        here = self._device.type == "cuda"
+        held = torch.cuda.max_memory_allocated(self._device) if here else self._process.memory_info().rss
+        self._peaks[phase] = max(self._peaks.get(phase, 0.0), held / GIB)
+
+    def metrics(self) -> dict[str, float]:
+        """``memory/PHASE``, in GiB, of all phases since it was asked last."""
+        found, self._peaks = self._peaks, {}
+        return {f"memory/{phase}": peak for phase, peak in found.items()}
