@@ -90,7 +90,7 @@ class ModelLearner:
             passes = self.passes(step.trajectories, step.groups, self.micro_batches.tokens)
             return by_trajectory(step.trajectories, passes, compute)
 
-        with self.memory.of("first_pass"):
+        with self.memory.of("memory/first_pass"):
             found = self.micro_batches.fitting("first pass over a step", of_all, lambda: reshard(self.model))
         reshard(self.model)
         return found

@@ -19,16 +19,16 @@ class PhaseMemory:
         self._peaks: dict[str, float] = {}
 
     @contextmanager
-    def of(self, phase: str) -> Iterator[None]:
-        """Around a phase, or a part of one."""
+    def of(self, name: str) -> Iterator[None]:
+        """Around a phase, or a part of one; ``name`` is that of its metric."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         yield
         here = self._device.type == "cuda"
         held = torch.cuda.max_memory_allocated(self._device) if here else self._process.memory_info().rss
-        self._peaks[phase] = max(self._peaks.get(phase, 0.0), held / GIB)
+        self._peaks[name] = max(self._peaks.get(name, 0.0), held / GIB)
 
     def metrics(self) -> dict[str, float]:
-        """``memory/PHASE``, in GiB, of all phases since it was asked last."""
+        """GiB of each phase since it was asked last, by its metric."""
         found, self._peaks = self._peaks, {}
-        return {f"memory/{phase}": peak for phase, peak in found.items()}
+        return found

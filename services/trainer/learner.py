@@ -78,13 +78,13 @@ class Learner(ModelLearner):
         described, updates = self._describe(step), []
         for number, rows in enumerate(parts):
             rate = self.begin_update()
-            with self.memory.of("backward"):
+            with self.memory.of("memory/backward"):
                 loss, metrics = self.micro_batches.fitting(
                     "forward or backward pass",
                     partial(self.accumulate, step, rows, advantages, proximal, judgements),
                     self.give_up_update,
                 )
-            with self.memory.of("update"):
+            with self.memory.of("memory/update"):
                 ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen, norms)
             updates.append(metrics | ended | {"loss": loss, "lr": rate})
             if number + 1 == self._config.mini_batches:
