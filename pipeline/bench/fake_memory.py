@@ -147,8 +147,9 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
         learner = Learner(model, trainer, 1.0, world)
         rows = _rows(trainer.tokens_per_micro_batch // trainer.sequence_parallel)
         source = ShardExporter(
-            learner.published, config.model.dtype, config.weights.bucket_bytes, world, Gmac.of_run("memory")
-        )
+            learner.published, trainer.published_dtype(config.model.dtype), config.weights.bucket_bytes, world,
+            Gmac.of_run("memory"),
+        )  # fmt: skip
         mine = [bucket[world.rank] for bucket in runs_of(source.layout, source.cut)]
         stage = DeviceStage(source.layout, source.pieces, mine, CPU, HostQueue(), source.gmac)
         for _ in range(2):  # the first makes the optimizer's state, and counts how torch finds out cut shapes

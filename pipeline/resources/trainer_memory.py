@@ -57,7 +57,7 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": (8 if trainer.optimizer.moments == "float32" else EIGHT_BIT_BYTES) * trained,
         "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
-        "published version": 2 * shape.parameters / trainer.ranks,
+        "published version": 4 * trained if trainer.sends_adapter else 2 * shape.parameters / trainer.ranks,
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
     parts = (held if not trainer.offload else {}) | {

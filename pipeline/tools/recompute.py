@@ -63,7 +63,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     if start:
         checkpoint.restore(learner, start)
     gmac = Gmac.of_run(run_key(folder))
-    source = ShardExporter(learner.published, config.model.dtype, config.weights.bucket_bytes, world, gmac)
+    dtype = trainer.published_dtype(config.model.dtype)
+    source = ShardExporter(learner.published, dtype, config.weights.bucket_bytes, world, gmac)
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")

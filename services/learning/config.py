@@ -103,6 +103,11 @@ class LearnerConfig(Section):
     threads: int = Field(1, ge=1)
     """Compute threads of each process."""
 
+    @property
+    def sends_adapter(self) -> bool:
+        """Versions consist of an adapter alone."""
+        return False
+
     @model_validator(mode="after")
     def _ranks_are_dealt(self) -> LearnerConfig:
         if (self.offload or self.offload_activations) and self.tensor_parallel > 1:

@@ -145,7 +145,7 @@ class ModelLearner:
 
     def _published(self, every: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor | Gathered]:
         if self.adapted:
-            return {**self.adapted.published}
+            return {**(self.adapted.alone if self._learning.sends_adapter else self.adapted.published)}
         return {name: Turned(p, self.world) if is_turned(p) else p for name, p in every.items()}
 
     def _sums_once(self, when: str) -> bool:

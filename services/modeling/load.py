@@ -100,3 +100,16 @@ def not_loaded(path: str, what: str, error: BaseException, key: str = "model.pat
         f"{key}: cannot load the {what} of {path!r}: it is neither a folder here, nor could it be had from the Hugging "
         f"Face hub{offline}: {' '.join(str(error).split())[:200]}"
     )
+
+
+def folder_of(path: str) -> Path:
+    """Where the files of the model at ``path``, a folder or a hub name, are. Raises `ModelError`."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], local_files_only=offline))
+    except Exception as error:  # the hub's own errors are of many kinds, and all say that it cannot be had
+        raise ModelError(not_loaded(path, "model", error)) from error

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from penstock.services.modeling.adapter_files import CONFIG, FILE
 from penstock.services.modeling.families import MIXTURES
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
+from penstock.services.modeling.whole_weights import LENGTHS, A, B
 from penstock.services.runtime.errors import SetupError
 
 NAME = "default"
@@ -167,6 +168,27 @@ class Merged:
         return merged.reshape(-1)
 
 
+class Scaled:
+    """A matrix times a number, as it is whenever it is asked for; this rank's rows of it."""
+
+    def __init__(self, parameter: torch.Tensor, scale: float) -> None:
+        self._parameter, self._scale = parameter, scale
+        self.shape, self.device = parameter.shape, parameter.device
+
+    @property
+    def first(self) -> int:
+        """The number of its first row."""
+        return first_row(self._parameter)
+
+    def gather(self) -> None:
+        """Nothing: each rank has what it sends."""
+
+    @torch.no_grad()
+    def local(self) -> torch.Tensor:
+        """float32, flat: elements in the order of the whole matrix."""
+        return (_mine(self._parameter) * self._scale).reshape(-1)
+
+
 def _mine(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's rows, of the same memory."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
@@ -189,6 +211,13 @@ class Adapted:
             plain_name(name): self._merged.get(name, parameter) for name, parameter in whole.items()
         }
         """By the names that the model has without the adapter."""
+        self.alone: dict[str, torch.Tensor | Scaled] = {}
+        """The adapter, by the names that `whole_weights` knows, which makes the same of it."""
+        for name, layer in layers.items():
+            self.alone[name + A] = layer.lora_A[NAME].weight
+            self.alone[name + B] = Scaled(layer.lora_B[NAME].weight, float(layer.scaling[NAME]))
+            if NAME in (lengths := getattr(layer, "lora_magnitude_vector", {})):
+                self.alone[name + LENGTHS] = lengths[NAME].weight
         self.saved = {file_name(name): p for name, p in parameters.items() if is_adapters(name)}
         """By the names that peft's files have."""
 

@@ -38,6 +38,12 @@ class WeightFiles:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, as the model calls them."""
+        parts = {part for name, count in self._experts.items() for n in range(count) for part in matrices_of(name, n)}
+        return [*(name for name in self._file_of if name not in parts), *self._experts]
+
     def __contains__(self, name: str) -> bool:
         return name in self._file_of or name in self._experts
 

@@ -22,6 +22,7 @@ from penstock.protocols.messages import (
     Stop,
 )
 from penstock.services.modeling import determinism
+from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, WorkerEngine
 from penstock.services.rollout.group_maker import GroupMaker, Made
@@ -66,7 +67,7 @@ class Rollout:
         self.actor = Actor("rollout", context)
         self._text = Tokenizer(model_path, template)
         self.engine = make_engine(config, model_path, dtype, self._text)
-        self._receiver = self._make_receiver(weights, context)
+        self._receiver = self._make_receiver(weights, context, AdapterBase(model_path, dtype))
         self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
         self._config, self._group_size = config, group_size
         self._outbox = Outbox(self.actor, self._limit)
@@ -79,10 +80,10 @@ class Rollout:
         max_length = getattr(config.engine, "max_length", None)
         return MultiTurn(self.engine, self._text, config.environment, max_length, self.actor.mailbox.post)
 
-    def _make_receiver(self, weights: WeightsConfig, context: ActorContext) -> Receiver | WorkerDesk:
+    def _make_receiver(self, weights: WeightsConfig, context: ActorContext, base: AdapterBase) -> Receiver | WorkerDesk:
         """What hears of versions: this process, or the engine's own, for which it speaks."""
         if not isinstance(self.engine, WorkerEngine):
-            return Receiver(self.engine, self.actor.mailbox, weights, context.keys)
+            return Receiver(self.engine, self.actor.mailbox, weights, context.keys, base=base)
         desk = WorkerDesk(self.engine.workers, self.actor.mailbox, weights, context.keys)
         self.engine.join_workers(desk.address, weights, context.keys)
         return desk

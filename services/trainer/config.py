@@ -27,6 +27,10 @@ class LoraConfig(Section):
     start: str | None = None
     """A folder with an adapter in peft's layout to begin with, e.g. ``runs/first-try/checkpoints/step-000100``; null:
     one that adds nothing yet."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What rollouts are sent: the model with the adapter ``merged``; or the ``adapter`` alone, in fp32, which they
+    merge with the model that they have on their disk: megabytes a version instead of gigabytes, for rollouts behind a
+    slow network."""
 
 
 class TrainerConfig(LearnerConfig):
@@ -34,8 +38,8 @@ class TrainerConfig(LearnerConfig):
 
     lora: LoraConfig | None = None
     """Train an adapter, e.g. ``{rank: 32}``: gradients and optimizer states are of that alone, and checkpoints too;
-    rollouts are sent the model with it merged. Learning rates are about ten times those of whole models. null: train
-    the model. Needs `penstock[lora]`."""
+    rollouts are sent the model with it merged, or it alone (`publish`). Learning rates are about ten times those of
+    whole models. null: train the model. Needs `penstock[lora]`."""
     steps: int = Field(100, ge=0)
     """Training steps; each yields a version. 0: the model is evaluated, and nothing is trained."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -54,6 +58,15 @@ class TrainerConfig(LearnerConfig):
     profile_steps: tuple[int, ...] = ()
     """Steps that torch's profiler watches, e.g. ``[10, 11]``: a trace of each rank, in the run's folder ``profiles/``,
     to be opened at ui.perfetto.dev. A step that is watched takes longer."""
+
+    @property
+    def sends_adapter(self) -> bool:
+        """See `LoraConfig.publish`."""
+        return self.lora is not None and self.lora.publish == "adapter"
+
+    def published_dtype(self, dtype: str) -> str:
+        """Of versions, where ``dtype`` is `model.dtype`: what is still to be merged is not rounded before."""
+        return "float32" if self.sends_adapter else dtype
 
     @model_validator(mode="after")
     def _adapters_are_not_cut_by_layers(self) -> TrainerConfig:

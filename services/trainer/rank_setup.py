@@ -107,7 +107,8 @@ def self_teacher(trainer: TrainerConfig, model_path: str, template: dict[str, An
 def make_exporter(learner: Learner, settings: TrainerSettings) -> ShardExporter:
     """What this rank publishes."""
     gmac = Gmac.of_run(settings.run_key)
-    return ShardExporter(learner.published, settings.dtype, settings.weights.bucket_bytes, learner.world, gmac)
+    dtype = settings.trainer.published_dtype(settings.dtype)
+    return ShardExporter(learner.published, dtype, settings.weights.bucket_bytes, learner.world, gmac)
 
 
 def train(

@@ -17,7 +17,8 @@ from tests.e2e.runs import QUICKSTART, ROOT, SHORT, Run, check_promises
 
 @pytest.mark.slow
 def test_a_killed_rank_costs_time_and_the_adapter_loads(tmp_path: Path) -> None:
-    more = ["trainer.ranks=2", "trainer.lora.rank=4", "trainer.steps=20", "trainer.checkpoint.every=5"]
+    more = ["trainer.ranks=2", "trainer.lora={rank: 4, publish: adapter}", "weights.transport=gloo"]
+    more += ["trainer.steps=20", "trainer.checkpoint.every=5"]
     run = Run(tmp_path, [*SHORT, *more])
     run.wait_for_step(5)
     every = [p for p in psutil.process_iter(["cmdline"]) if str(run.folder) in (p.info["cmdline"] or [])]
@@ -26,6 +27,8 @@ def test_a_killed_rank_costs_time_and_the_adapter_loads(tmp_path: Path) -> None:
     summary = run.wait(300)
     check_promises(summary)
     assert summary["steps"] == 20 and summary["restarts"] >= 1
+    received = [row["bytes_received"] for row in map(json.loads, (run.folder / "weights.jsonl").open())]
+    assert 0 < max(received) < 0.2 * (run.folder / "model" / "model.safetensors").stat().st_size, "the adapter alone"
     path = run.folder / "checkpoints" / "step-000020"
     assert sorted(file.name for file in path.glob("adapter*")) == ["adapter_config.json", "adapter_model.safetensors"]
     assert not (path / "model.safetensors").exists()

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from transformers import Qwen3MoeConfig
 
+from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig
 from penstock.services.rollout.engines.base import EngineError
 from penstock.services.runtime.errors import SetupError
@@ -94,6 +96,29 @@ def test_experts_are_swapped_and_their_tokens_are_transformers(tmp_path_factory:
     try:
         for which in (0, 1, 0):
             version = bench.publish(which)
+            requests = {request.number: request for request in (bench.request(random) for _ in range(4))}
+            for completion in bench.run(*requests.values()):
+                wanted = bench.expected(requests[completion.number].tokens, completion, version)
+                np.testing.assert_allclose(completion.logprobs, wanted, atol=CLOSE)
+    finally:
+        bench.engine.close()
+
+
+def test_an_adapter_that_comes_alone_is_merged_by_the_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("adapted")
+    models = make_models(folder)
+    models[1].load_state_dict(models[0].state_dict())
+    adapter = {}
+    for name, parameter in models[1].named_parameters():
+        if name.endswith(("q_proj.weight", "down_proj.weight")):  # not all that vLLM fuses
+            a, b = torch.randn(4, parameter.shape[1]) * 0.3, torch.randn(parameter.shape[0], 4) * 0.3
+            adapter |= {name.replace(".weight", A): a, name.replace(".weight", B): b}
+            parameter.data += b @ a
+    bench = Workbench(folder, models, OPTIONS, SamplingConfig())
+    random = np.random.default_rng(0)
+    try:
+        for alone in (False, True, False):
+            version = bench.serve(adapter, models[1]) if alone else bench.publish(0)
             requests = {request.number: request for request in (bench.request(random) for _ in range(4))}
             for completion in bench.run(*requests.values()):
                 wanted = bench.expected(requests[completion.number].tokens, completion, version)

@@ -50,9 +50,14 @@ class Workbench:
 
     def publish(self, which: int) -> int:
         """Serves model ``which`` from now on; returns the version."""
+        model = self.models[which]
+        return self.serve(dict(model.named_parameters()), model)
+
+    def serve(self, weights: Mapping[str, torch.Tensor], model: Any) -> int:
+        """The same of ``weights`` that make ``model``."""
         self.version += 1
-        model = self._served[self.version] = self.models[which]
-        self.engine.swap(self.engine.prepare(dict(model.named_parameters())), self.version)
+        self._served[self.version] = model
+        self.engine.swap(self.engine.prepare(weights), self.version)
         assert self.engine.version == self.version
         return self.version
 

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
+from penstock.services.modeling.load import ModelError
 from penstock.services.modeling.lora import Merged
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -83,6 +85,30 @@ def test_it_is_merged_as_peft_merges(start: Path, variant: str) -> None:
     for name, parameter in one.model.named_parameters():
         if ".base_layer." in name:
             torch.testing.assert_close(mine[name.replace(".base_layer", "")], parameter.detach())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+def test_the_adapter_alone_is_merged_by_who_receives_it_as_the_trainer_merges(
+    start: Path, variant: str, dtype: str
+) -> None:
+    lora = {"variant": variant, "targets": ["q_proj", "down_proj"]}
+    whole, alone = (learner(start, dtype=dtype, publish=how, **lora) for how in ("merged", "adapter"))
+    for each in (whole, alone):
+        each.train(a_step(1))
+    sent = published(alone, "float32")
+    assert all(".lora_" in name for name in sent)
+    made = AdapterBase(str(start), dtype).whole(sent, CPU)
+    wanted = published(whole, dtype)
+    assert set(made) == set(wanted)
+    for name, weight in wanted.items():
+        assert made[name].dtype == weight.dtype
+        torch.testing.assert_close(made[name], weight, rtol=2**-8 if dtype == "bfloat16" else 1e-6, atol=1e-7)
+    assert AdapterBase(str(start), dtype).whole(wanted, CPU) is wanted, "what is whole is left alone"
+    del sent["model.layers.0.self_attn.q_proj.lora_A.weight"]
+    sent["model.layers.7.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 32)
+    with pytest.raises(ModelError, match=r"has no model.layers.7.self_attn.q_proj.weight"):
+        AdapterBase(str(start), dtype).whole(sent, CPU)
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])

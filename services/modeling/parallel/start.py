@@ -6,8 +6,6 @@ needs transformers' conversion), or it is no safetensors, each rank loads it who
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -20,6 +18,7 @@ from penstock.services.modeling.load import (
     Head,
     ModelError,
     attention_of,
+    folder_of,
     load_config,
     load_model,
     not_loaded,
@@ -44,7 +43,7 @@ def load_trainable(
     computes in ``dtype``; with ``offload`` its parameters lie on the host. With a "value" ``head``: that model with one
     output a token instead, which begins at 0 where the files have none. With an ``adapter`` that alone is to be
     trained: what is frozen takes no more bits than are computed with. Raises `ModelError`."""
-    folder = _folder(path)
+    folder = folder_of(path)
     model = _empty(path, head)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     new = new if head == "value" else set()
@@ -80,18 +79,6 @@ def _begun(model: Any, adapter: Adapter | None) -> Any:
     if adapter is not None:
         lora.begin(model, adapter)
     return model
-
-
-def _folder(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], local_files_only=offline))
-    except Exception as error:  # the hub's own errors are of many kinds, and all say that it cannot be had
-        raise ModelError(not_loaded(path, "model", error)) from error
 
 
 def _empty(path: str, head: Head) -> Any:

@@ -24,8 +24,11 @@ class EngineError(RuntimeError):
 
 
 def refuse_partial(names: Collection[str]) -> None:
-    """Raises `EngineError` where a matrix that engines fuse would arrive in part: they would serve wrong weights."""
+    """Raises `EngineError` where a matrix that engines fuse would arrive in part: they would serve wrong weights. What
+    is to be merged with a whole model may."""
     for name in names:
+        if ".lora_" in name:
+            continue
         for family in FUSED:
             for member in family:
                 if f".{member}." in name:

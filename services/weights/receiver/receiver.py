@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.protocols.versions import (
     SharedMemoryRoute,
 )
 from penstock.protocols.weight_channel import BucketError, VersionAssembly, name_buckets
+from penstock.services.modeling.whole_weights import AdapterBase, is_alone
 from penstock.services.runtime import failpoint
 from penstock.services.weights.buffers import BufferPool, MappedBuffer, Mappings
 from penstock.services.weights.byte_views import as_memory, copy_bytes
@@ -69,7 +70,8 @@ class _Costs:
 
 class Receiver:
     """Takes one proposal at a time, always the newest. ``verify=False`` leaves out digests, to measure their cost.
-    ``deliver`` is given what is ready to be swapped in; by default it goes to the actor's inbox."""
+    ``deliver`` is given what is ready to be swapped in; by default it goes to the actor's inbox. ``base``: what
+    adapters are merged with that are published alone; None: they are handed on."""
 
     def __init__(
         self,
@@ -79,9 +81,10 @@ class Receiver:
         keys: ClientKeys | None = None,
         verify: bool = True,
         deliver: Callable[[Prepared], None] | None = None,
+        base: AdapterBase | None = None,
     ) -> None:
         self._engine, self._mailbox, self._config, self._keys, self._verify = engine, mailbox, config, keys, verify
-        self._deliver = deliver or mailbox.post
+        self._deliver, self._base = deliver or mailbox.post, base
         self._forgotten: tuple[int, int] | None = None
         self._proposals: queue.SimpleQueue[Propose | None] = queue.SimpleQueue()
         self._commits: dict[tuple[int, int], CommitVersion] = {}
@@ -360,7 +363,11 @@ class Receiver:
 
     def _prepare(self, commit: CommitVersion, shadow: StagingBuffer, costs: _Costs) -> tuple[Any, float]:
         started = time.monotonic()
-        prepared = self._engine.prepare(shadow.weights, shadow.memory if self._engine.remote else None)
+        weights: Mapping[str, Any] = shadow.weights
+        if self._base and is_alone(weights):
+            prepared = self._engine.prepare(self._base.whole(weights, self._engine.device))
+        else:
+            prepared = self._engine.prepare(weights, shadow.memory if self._engine.remote else None)
         difference = 0.0
         if commit.canary and not self._engine.remote:
             difference = check_canary(self._engine, prepared, commit.canary)

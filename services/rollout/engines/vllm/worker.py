@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.versions import Layout
 from penstock.services.modeling.experts import as_in_files
+from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.rollout.engines.base import refuse_partial
 from penstock.services.weights.buffers import Mappings
 from penstock.services.weights.config import WeightsConfig
@@ -56,6 +57,7 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
         self.receiver: WorkerReceiver | None = None
         """Once its rollout has had it join."""
         self._awaited: set[str] = set()
+        self._base = AdapterBase(self.model_config.model, str(self.model_config.dtype).removeprefix("torch."))
         # It warns of layers that have nothing to load, at every version; what is missing is found below.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -83,7 +85,8 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
         else:
             assert self.receiver
             weights = self.receiver.take(update_info.epoch, update_info.version)
-            refuse_partial(weights.keys())
+        weights = self._base.whole(weights, self.device)
+        refuse_partial(weights.keys())
         loaded = self.model.load_weights(as_in_files(self.model_config.hf_config.model_type, weights))
         if loaded is not None and (missing := self._awaited - loaded):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")

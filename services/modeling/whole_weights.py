@@ -1,0 +1,82 @@
+"""A version that is an adapter alone (`trainer.lora.publish`), as the whole weights that engines load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+import torch
+
+from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.load import ModelError, folder_of
+from penstock.services.modeling.weight_files import WeightFiles
+
+A, B, LENGTHS = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+"""Behind a layer's name: fp32 ``[rank, inputs]``; ``[outputs, rank]``, scaled already; DoRA's ``[outputs]``."""
+
+
+def is_alone(names: Mapping[str, object]) -> bool:
+    """These are an adapter's tensors."""
+    return any(name.endswith(A) for name in names)
+
+
+class AdapterBase:
+    """The model at ``path``, a folder or a hub name, that adapters of a run are added to; its files are mapped when the
+    first one comes, and stay so."""
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self._path, self._dtype = path, DTYPES[dtype]
+
+    @cached_property
+    def _files(self) -> WeightFiles:
+        return WeightFiles(folder_of(self._path)).__enter__()
+
+    def whole(self, version: Mapping[str, torch.Tensor], device: torch.device) -> Mapping[str, torch.Tensor]:
+        """``version`` itself, or, where it is an adapter alone, all weights with it merged, as the trainer would have
+        merged them, made on ``device`` one by one when they are asked for. Raises `ModelError` where it is of another
+        model."""
+        if not is_alone(version):
+            return version
+        layers = {name.removesuffix(A) for name in version if name.endswith(A)}
+        for layer in layers:
+            if f"{layer}.weight" not in self._files:
+                raise ModelError(f"{self._path} has no {layer}.weight, to which the version's adapter adds")
+        return _Merged(self._files, version, layers, self._dtype, device)
+
+
+class _Merged(Mapping[str, torch.Tensor]):
+    """See `AdapterBase.whole`."""
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        adapter: Mapping[str, torch.Tensor],
+        layers: set[str],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._files, self._adapter, self._layers = files, adapter, layers
+        self._dtype, self._device = dtype, device
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files.names)
+
+    def __len__(self) -> int:
+        return len(self._files.names)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise KeyError(name)
+        block = tuple(slice(None) for _ in self._files.shape(name))
+        base = self._files.block(name, block).to(self._device, self._dtype)
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in self._layers:
+            return base
+        merged = base.float().addmm(self._part(layer + B), self._part(layer + A))
+        if layer + LENGTHS in self._adapter:  # Liu et al. 2024, DoRA, equation 5
+            merged *= (self._part(layer + LENGTHS) / merged.norm(dim=1))[:, None]
+        return merged.to(self._dtype)
+
+    def _part(self, name: str) -> torch.Tensor:
+        return self._adapter[name].to(self._device)
