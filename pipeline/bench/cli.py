@@ -209,6 +209,8 @@ def bench_memory(
     or: penstock bench memory --grid --layers 8
     """
     paths = files or sorted(Path("configs").glob("grpo-*.yaml"))
+    if layers and not grid:
+        raise typer.BadParameter("--layers goes with --grid")
     if grid:
         from penstock.pipeline.bench.memory_grid import bench as bench_grid
 

@@ -4,12 +4,14 @@ each means to spare memory."""
 from __future__ import annotations
 
 import json
+import math
 import os
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
 from rich.console import Console
 from rich.progress import track
@@ -43,12 +45,14 @@ def bench(console: Console, paths: Sequence[Path], layers: int | None) -> None:
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         work = pool.map(lambda case: _measure(case[0], case[1], case[2], layers, Path(folder)), cases)
         found = list(track(work, "counting", total=len(cases), console=console, transient=True))
+    errors = [one for one in found if isinstance(one, str)]
     for place in range(0, len(cases), len(RANKS)):
         path, means, _ = cases[place]
-        cells = [f"{one.peak:.1f} ({one.plan / one.peak:.2f})" for one in found[place : place + len(RANKS)]]
-        table.add_row(path.stem, means, *cells)
+        table.add_row(path.stem, means, *(_words(one) for one in found[place : place + len(RANKS)]))
     console.print(table)
-    off = [one.plan / one.peak for one in found]
+    for error in errors:
+        console.print(error, highlight=False, markup=False)
+    off = [one.plan / one.peak for one in found if isinstance(one, Peak)] or [math.nan]
     console.print(
         f"the plan is {min(off):.2f} to {max(off):.2f} times what is allocated; micro-batches of 4,096 tokens"
         f"{f', models cut to {layers} layers' if layers else ''}; {describe()}",
@@ -56,16 +60,23 @@ def bench(console: Console, paths: Sequence[Path], layers: int | None) -> None:
     )
 
 
-def _measure(path: Path, means: str, ranks: int, layers: int | None, folder: Path) -> Peak:
+def _words(found: Peak | str) -> str:
+    return "–" if isinstance(found, str) else f"{found.peak:.1f} ({found.plan / found.peak:.2f})"
+
+
+def _measure(path: Path, means: str, ranks: int, layers: int | None, folder: Path) -> Peak | str:
+    """The peak, or what has gone wrong."""
     overrides = [f"trainer.ranks={ranks}", "trainer.nodes=1", "trainer.tokens_per_micro_batch=4096"]
     overrides += [f"trainer.{each}" for each in MEANS[means]]
     if layers:
         about = read_config(load(path))
         if about is None:
             raise ConfigError(f"{path}: model.path: no config.json of it on this machine")
-        model = folder / f"{path.stem}-{ranks}-{means.replace(' ', '-')}"
-        model.mkdir()
+        model = Path(mkdtemp(dir=folder))
         cut = min(layers, about["num_hidden_layers"])
         (model / "config.json").write_text(json.dumps(about | {"num_hidden_layers": cut}))
         overrides.append(f"model.path={model}")
-    return next(compare(path, overrides))
+    try:
+        return next(compare(path, overrides))
+    except (ConfigError, RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"{path.stem}, {means}, {ranks} ranks: {error}"

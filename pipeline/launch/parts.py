@@ -33,6 +33,8 @@ class Part:
     """Of each task."""
     processes: int
     """That compute, in each task."""
+    fixed: bool = False
+    """There can be no more tasks of it."""
 
     @property
     def words(self) -> str:
@@ -55,7 +57,7 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
         size, nodes = min(each, count), spec.nodes(config)
         tasks = -(-count // size) * nodes
         gpus, cpus = size * spec.gpus(config) * with_gpus // nodes, size * _cpus(spec, config) // nodes
-        found.append(Part(kind, tasks, size, gpus, cpus, size * spec.ranks(config) // nodes))
+        found.append(Part(kind, tasks, size, gpus, cpus, size * spec.ranks(config) // nodes, fixed=spec.single))
     return found
 
 

@@ -105,7 +105,7 @@ def told(folder: Path, shown: Path, parts: list[Part], jobs: dict[str, str]) -> 
     """For people, what was submitted and what can be done with it; ``shown`` is the folder as they would type it."""
     lines = [f"job {jobs[part.kind]}, {job_name(folder, part.kind)}: {part.words}" for part in parts]
     lines.append(f"watch:  penstock top {shown}    (once it runs: squeue --me; what it says: {shown}/slurm/)")
-    for part in parts[1:]:
+    for part in [part for part in parts[1:] if not part.fixed]:
         lines.append(f"more:   sbatch --array={part.tasks}-{2 * part.tasks - 1} {shown}/slurm/{part.kind}.sh")
     lines.append(f"stop:   scancel --batch --signal=TERM {jobs['head']}    (saves a checkpoint, and all leave)")
     lines.append(f"drop:   scancel {' '.join(jobs.values())}    (at once, or while it waits in the queue)")

@@ -18,7 +18,7 @@ from penstock.protocols import wire
 from penstock.protocols.experience import ALONE, ExperienceError, Group, Trajectory
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
-from penstock.services.trainer import judgements
+from penstock.services.trainer import judged
 
 log = structlog.get_logger()
 
@@ -38,13 +38,13 @@ def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS) -> list[
     texts = Texts(config, folder)
     by_token = sorted(column.name for column in config.columns.columns if column.per == "token")
     for step in reversed(evenly(kept, STEPS)):  # the newest are looked at most
-        judged = judgements.read(folder / "archive", step)
+        of_trainer = judged.read(folder / "archive", step)
         for group, columns in _of_step(folder, step):
             tokens -= sum(len(trajectory.tokens) - _begin(trajectory) for trajectory in group.trajectories)
             if len(found) == groups:
                 return found[::-1]
             with_text = texts if texts.known and tokens >= 0 else None
-            by_trajectory = by_token_values(group, columns, by_token, judged.get(group.number, {}))
+            by_trajectory = by_token_values(group, columns, by_token, of_trainer.get(group.number, {}))
             flat = {name: values for name, values in columns.items() if name not in by_token}
             found.append(_shown(group, flat, step, by_trajectory, with_text))
     return found[::-1]

@@ -17,6 +17,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.redis_server import find_server
+from penstock.protocols.keys import is_loopback
 from penstock.services.broker import traces
 from penstock.services.broker.trackers import PACKAGES
 from penstock.services.rollout.config import VllmEngineConfig
@@ -53,6 +54,12 @@ def look(config: Config, report: Report) -> None:
             report.problems.append(
                 f"{kind}.nodes={spec.nodes(config)}: its ranks join from so many machines; add {kind} to run.elsewhere "
                 f"and run penstock join FOLDER {kind} on each, or let penstock launch do so (docs/clusters.md)"
+            )
+        alone = is_loopback(f"tcp://{config.weights.host}:1") and not is_loopback(config.broker.bind)
+        if spec.nodes(config) > 1 and alone:
+            report.problems.append(
+                f"weights.host={config.weights.host}: the machines of {kind}.nodes do not reach each other there; give "
+                "their network, e.g. weights.host=10.1.0.0/16"
             )
     _look_at_store(config, report)
     _look_at_disk(config, report)

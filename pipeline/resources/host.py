@@ -22,7 +22,7 @@ class HostNeeds:
     """In GiB, of a host that holds the whole run."""
 
     version: float
-    """One version, as it is published."""
+    """The model, as engines have it."""
     shared: float
     """Shared memory: a version may be served, another fetched, a third made, while a fourth is held by a reader."""
     offloaded: float
@@ -79,6 +79,7 @@ def host_needs(config: Config) -> HostNeeds | None:
     version, lora = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB, config.trainer.lora
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
     state = 12 * trained / GIB  # fp32 weights and AdamW's two moments
-    shared = SEGMENTS * version if config.weights.transport in ("auto", "shm") else 0.0
+    published = 4 * trained / GIB if config.trainer.sends_adapter else version
+    shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     offloaded = 16 * trained / GIB * config.trainer.offload  # and gradients
     return HostNeeds(version, shared, offloaded, state, (config.trainer.checkpoint.keep + 1) * state)

@@ -157,13 +157,14 @@ class _Join:
                 stderr = self._stderr(name if spec.nodes(config) == 1 else f"{name}-{self._name}")
                 supervisor.start(name, [*command, *self._overrides], stderr, env, preloaded=preloaded)
             self._say(f"joined the run at {address}: {', '.join(child.name for child in supervisor.children)}")
-            self._watch(supervisor, mailbox)
+            # One that waits for another machine's ranks is not heard of; ranks that hang give up by themselves.
+            self._watch(supervisor, mailbox, waits=spec.nodes(config) > 1)
         finally:
             supervisor.stop(spec.grace_s, lambda: len(self._interrupted) > 1)
             if spec.kind == "trainer":
                 shared_memory.remove_leftovers(run_key(self._folder))
 
-    def _watch(self, supervisor: Supervisor, mailbox: Mailbox) -> None:
+    def _watch(self, supervisor: Supervisor, mailbox: Mailbox, waits: bool) -> None:
         heard, restarts = time.monotonic(), 0
         while not self._interrupted:
             if error := supervisor.poll():
@@ -179,7 +180,8 @@ class _Join:
                     return
                 continue
             for name in state["lost"]:
-                supervisor.end_wedged(name)
+                if not waits:
+                    supervisor.end_wedged(name)
             if state["phase"] in OVER:
                 supervisor.wait({child.name for child in supervisor.children}, DRAIN_S)
                 return

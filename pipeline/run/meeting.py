@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -30,11 +31,12 @@ def meeting(folder: Path, kind: str, host: str, patience_s: float) -> Iterator[t
     path, begun, told = folder / f"{kind}.meeting", time.monotonic(), 0.0
     while True:
         with path.open("a+") as file:
-            if _take(file):
+            if _take(file, kind):
                 endpoint = f"{host}:{_free_port(host)}"
                 file.truncate(0)
                 file.write(endpoint)
                 file.flush()
+                os.fsync(file.fileno())  # for readers on other machines
                 yield endpoint, True
                 return
             file.seek(0)
@@ -54,11 +56,16 @@ def meeting(folder: Path, kind: str, host: str, patience_s: float) -> Iterator[t
         time.sleep(RETRY_S)
 
 
-def _take(file: IO[str]) -> bool:
+def _take(file: IO[str], kind: str) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise SetupError(
+            f"{kind}.nodes: machines meet by a lock in the run's folder, and this file system gives none ({error}); "
+            "mount it with locks (Lustre: -o flock), or put the run elsewhere"
+        ) from error
     return True
 
 

@@ -82,7 +82,7 @@ def _log_name(spec: ActorSpec, config: Config, name: str, rank: int) -> str:
     """What this process's log is called: of several machines each has its own."""
     if rank:
         return f"{name}-rank{rank}"
-    return name if spec.nodes(config) == 1 or torchrun.launched() else f"{name}-on-{socket.gethostname()}-{os.getpid()}"
+    return name if spec.nodes(config) == 1 or torchrun.launched() else f"{name}-on-{socket.gethostname()}"
 
 
 def _serve_member(
@@ -112,6 +112,8 @@ def _launch_ranks(spec: ActorSpec, config: Config, folder: Path) -> int:
     if nodes == 1:
         return torchrun.launch(spec.ranks(config), grace_s)
     host = own_address(config.weights.host)
+    if not host.startswith("127."):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
     return torchrun.launch_spread(spec.kind, nodes, spec.ranks(config) // nodes, grace_s, folder, host)
 
 

@@ -23,6 +23,12 @@ log = structlog.get_logger()
 _OURS = "PENSTOCK_RANK"
 MEET_S = 3600
 """For the other machines of a learner to come: they may wait for each other in a queue."""
+EARLY, EARLY_S = 10, 60.0
+"""So many meetings that break up so soon, one after the other, are no accident."""
+
+
+class NotMetError(RuntimeError):
+    """The other machines of a learner have not come."""
 
 
 def launched() -> bool:
@@ -54,24 +60,28 @@ def launch(count: int, grace_s: int) -> int:
 
 def launch_spread(kind: str, nodes: int, count: int, grace_s: int, folder: Path, host: str) -> int:
     """The same with ``count`` ranks here, and as many on each of ``nodes`` machines that do the same: they meet by the
-    run's ``folder``, and this one is reached at ``host``. Raises `SetupError` where they do not come."""
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    run's ``folder``, and this one is reached at ``host``. Raises `NotMetError` where they do not come."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(host)
-    deadline = time.monotonic() + MEET_S
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(host))
+    early = 0
     while True:
+        begun = time.monotonic()
         with meeting(folder, kind, host, MEET_S) as (endpoint, hosts):
             log.info("meeting the other machines", nodes=nodes, endpoint=endpoint, hosts=hosts)
             config = _config(count, grace_s, endpoint, nodes=nodes, host=host, hosts=hosts)
             try:
                 return _run(config)
-            except RendezvousError as error:  # the one that hosts has gone before all were there
-                if time.monotonic() > deadline:
-                    raise SetupError(
-                        f"{kind}.nodes: not all {nodes} machines came within {MEET_S} s ({type(error).__name__}: "
-                        f"{error}); start penstock join FOLDER {kind} on each"
+            except (RendezvousError, DistError) as error:  # the one that hosts is gone: before all met, or after
+                early = early + 1 if time.monotonic() - begun < EARLY_S else 0
+                said = f"{type(error).__name__}: {error}"
+                if early == EARLY or isinstance(error, RendezvousTimeoutError):
+                    raise NotMetError(
+                        f"{kind}.nodes: not all {nodes} machines have met ({said}); start penstock join FOLDER {kind} "
+                        "on each"
                     ) from error
-                log.warning("met nobody", error=f"{type(error).__name__}: {error}")
+                log.warning("the other machines are gone", error=said)
         time.sleep(1)
 
 

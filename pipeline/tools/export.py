@@ -15,7 +15,7 @@ from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Group
 from penstock.services.broker.samples import rows
 from penstock.services.data import need
-from penstock.services.trainer import judgements
+from penstock.services.trainer import judged
 
 FIXED = {
     "step": "int32", "group": "int64", "sample": "int32", "session": "int32", "source": "string", "prompt": "string",
@@ -25,8 +25,6 @@ FIXED = {
 """Columns that every file has, with pyarrow's names of their types. ``truth`` is text, or JSON of what else it is."""
 TOKENS = {"token_ids": "int32", "loss_mask": "uint8", "logprobs": "float32", "versions": "int32"}
 """Lists with one element for each token of the prompt and the answer."""
-JUDGED = {"trainer": "trainer_logprobs", "advantage": "advantages"}
-"""Such lists too, of what the trainer made of each token: `judgements.NAMES`, as the file calls them."""
 
 
 def export(run: str | Path, file: Path, step: int | None = None) -> int:
@@ -47,15 +45,15 @@ def export(run: str | Path, file: Path, step: int | None = None) -> int:
             *((name, pa.type_for_alias(kind)) for name, kind in FIXED.items()),
             *((name, pa.list_(pa.type_for_alias(kind))) for name, kind in TOKENS.items()),
             *((name, pa.float64()) for name in names),
-            *((name, pa.list_(pa.float32())) for name in (*by_token, *JUDGED.values())),
+            *((name, pa.list_(pa.float32())) for name in dict.fromkeys((*by_token, *judged.NAMES))),
             ("metrics", pa.string()),
         ]
     )
     aside, written = file.with_name(f".{file.name}.partial"), 0
     with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
         for number, several in groupby(steps, key=lambda each: each[0]):  # a row group of the file is a step
-            judged = judgements.read(Path(run) / "archive", number)
-            found = [row for _, group, of in several for row in _rows(number, group, of, table, judged)]
+            made = judged.read(Path(run) / "archive", number)
+            found = [row for _, group, of in several for row in _rows(number, group, of, table, made)]
             writer.write_table(pa.Table.from_pylist(found, schema))
             written += len(found)
     aside.rename(file)
@@ -63,9 +61,9 @@ def export(run: str | Path, file: Path, step: int | None = None) -> int:
 
 
 def _rows(
-    step: int, group: Group, columns: dict[str, np.ndarray], table: ColumnTable, judged: judgements.Judged
+    step: int, group: Group, columns: dict[str, np.ndarray], table: ColumnTable, made: judged.Judged
 ) -> Iterator[dict[str, Any]]:
-    values = by_token_values(group, columns, table.by_token, judged.get(group.number, {}))
+    values = by_token_values(group, columns, table.by_token, made.get(group.number, {}))
     flat = rows(step, group, {name: each for name, each in columns.items() if name not in table.by_token})
     for row, trajectory, by_token in zip(flat, group.trajectories, values, strict=True):
         truth = row["truth"]
@@ -75,6 +73,6 @@ def _rows(
             "loss_mask": trajectory.loss_mask,
             "logprobs": trajectory.logprobs,
             "versions": trajectory.versions,
-            **{JUDGED.get(name, name): each for name, each in by_token.items()},
+            **by_token,
             "metrics": json.dumps(trajectory.metrics),
         }

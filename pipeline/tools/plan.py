@@ -94,8 +94,8 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     alike = [layout for layout in every if bool(layout.trainer.lora) == adapter]
     best = min(alike, key=lambda each: each.step_s)
     for reason in reasons(best, alike):
-        console.print(f"why: {reason}", highlight=False)
-    console.print(f"take the first: {overrides(config, best)}", highlight=False, soft_wrap=True)
+        console.print(f"why: {reason}", highlight=False, markup=False)
+    console.print(f"take the first: {overrides(config, best)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def reasons(best: Layout, others: list[Layout]) -> list[str]:
@@ -156,6 +156,8 @@ def overrides(config: Config, layout: Layout) -> str:
         if (value := getattr(layout.trainer, key)) != getattr(config.trainer, key)
     ]
     words.append(f"rollout.count={layout.rollouts}")
+    if layout.trainer.nodes > 1 and "trainer" not in config.run.elsewhere:
+        words.append("'run.elsewhere=[rollout,trainer]'")
     if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
     if layout.trainer.lora and config.trainer.lora is None:

@@ -53,15 +53,16 @@ def archived(
 
 
 def by_token_values(
-    group: Group, columns: Mapping[str, np.ndarray], names: Iterable[str], judged: Mapping[str, Sequence[np.ndarray]]
+    group: Group, columns: Mapping[str, np.ndarray], names: Iterable[str], made: Mapping[str, Sequence[np.ndarray]]
 ) -> list[dict[str, np.ndarray]]:
     """Of each trajectory of ``group``: ``[tokens]`` of those of its ``columns`` that have a value for each token, whose
-    ``names`` are given, and of what the trainer made of it, see `judgements.read`."""
+    ``names`` are given, and of what the trainer ``made`` of it, see `judged.read`; a column goes before."""
     ends = np.cumsum([len(trajectory.tokens) for trajectory in group.trajectories])[:-1]
     parts = {name: np.split(columns[name], ends) for name in names if name in columns}
     found = [{name: each[number] for name, each in parts.items()} for number in range(len(group.trajectories))]
     learned = [each for each, trajectory in zip(found, group.trajectories, strict=True) if not trajectory.greedy]
-    for name, several in judged.items():
-        for each, values in zip(learned, several, strict=True):
-            each[name] = values
+    for name, several in made.items():
+        if len(several) == len(learned):  # else it is of another life of the step
+            for each, values in zip(learned, several, strict=True):
+                each.setdefault(name, values)
     return found

@@ -10,6 +10,7 @@ import json
 import math
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,17 +201,13 @@ class Adapted:
     def __init__(self, model: Any, parameters: dict[str, torch.nn.Parameter]) -> None:
         self.config = model.peft_config[NAME]
         layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
-        self._merged = {f"{name}.base_layer.weight": Merged(layer) for name, layer in layers.items()}
-        whole = {name: parameter for name, parameter in parameters.items() if not is_adapters(name)}
-        if tied := self._merged.keys() - whole.keys():
+        self._layers = {f"{name}.base_layer.weight": layer for name, layer in layers.items()}
+        self._whole = {name: parameter for name, parameter in parameters.items() if not is_adapters(name)}
+        if tied := self._layers.keys() - self._whole.keys():
             raise SetupError(
                 f"trainer.lora.targets: {min(tied).removesuffix('.base_layer.weight')} shares its matrix with another "
                 "layer (tie_word_embeddings), which would change with it; name other layers"
             )
-        self.published: dict[str, torch.Tensor | Merged] = {
-            plain_name(name): self._merged.get(name, parameter) for name, parameter in whole.items()
-        }
-        """By the names that the model has without the adapter."""
         self.alone: dict[str, torch.Tensor | Scaled] = {}
         """The adapter, by the names that `whole_weights` knows, which makes the same of it."""
         for name, layer in layers.items():
@@ -220,6 +217,14 @@ class Adapted:
                 self.alone[name + LENGTHS] = lengths[NAME].weight
         self.saved = {file_name(name): p for name, p in parameters.items() if is_adapters(name)}
         """By the names that peft's files have."""
+
+    @cached_property
+    def published(self) -> dict[str, torch.Tensor | Merged]:
+        """By the names that the model has without the adapter. All ranks must ask at once."""
+        return {
+            plain_name(name): Merged(self._layers[name]) if name in self._layers else parameter
+            for name, parameter in self._whole.items()
+        }
 
     def write_config(self, folder: Path) -> None:
         """What peft and transformers know the files beside it by."""

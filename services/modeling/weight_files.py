@@ -44,7 +44,7 @@ class WeightFiles:
         parts = {part for name, count in self._experts.items() for n in range(count) for part in matrices_of(name, n)}
         return [*(name for name in self._file_of if name not in parts), *self._experts]
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._file_of or name in self._experts
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import ModelError, folder_of
 from penstock.services.modeling.weight_files import WeightFiles
+from penstock.services.runtime.errors import SetupError
 
 A, B, LENGTHS = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """Behind a layer's name: fp32 ``[rank, inputs]``; ``[outputs, rank]``, scaled already; DoRA's ``[outputs]``."""
@@ -30,6 +31,16 @@ class AdapterBase:
     @cached_property
     def _files(self) -> WeightFiles:
         return WeightFiles(folder_of(self._path)).__enter__()
+
+    def check(self, names: Iterable[str]) -> None:
+        """Finds the files, which takes long where they come from the hub. Raises `ModelError`, or `SetupError` where
+        they lack one of these ``names``, the model's own."""
+        files = self._files
+        if lacking := [name for name in names if name not in files]:
+            raise SetupError(
+                f"trainer.lora.publish: the safetensors files of {self._path} have no {lacking[0]}, so nobody could "
+                "merge an adapter with them; use publish=merged"
+            )
 
     def whole(self, version: Mapping[str, torch.Tensor], device: torch.device) -> Mapping[str, torch.Tensor]:
         """``version`` itself, or, where it is an adapter alone, all weights with it merged, as the trainer would have
@@ -60,6 +71,9 @@ class _Merged(Mapping[str, torch.Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # and not by making it, as a Mapping would
 
     def __len__(self) -> int:
         return len(self._files.names)

@@ -58,7 +58,9 @@ class Rollout:
         group_size: int,
         deterministic: bool = False,
         template: Mapping[str, Any] | None = None,
+        merges: bool = False,
     ) -> None:
+        """``merges``: versions are adapters, which are added to the model at ``model_path``."""
         torch.set_num_threads(context.threads)
         if deterministic:
             determinism.pin(context.folder, "rollout", context.threads)
@@ -66,8 +68,11 @@ class Rollout:
             config = config.model_copy(update={"engine": engine})
         self.actor = Actor("rollout", context)
         self._text = Tokenizer(model_path, template)
+        base = AdapterBase(model_path, dtype)
+        if merges:
+            base.check([])  # now, before anybody waits for a version
         self.engine = make_engine(config, model_path, dtype, self._text)
-        self._receiver = self._make_receiver(weights, context, AdapterBase(model_path, dtype))
+        self._receiver = self._make_receiver(weights, context, base)
         self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
         self._config, self._group_size = config, group_size
         self._outbox = Outbox(self.actor, self._limit)
@@ -231,6 +236,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         1 if config.gateway.count else config.sampling.trajectories,  # agents ask for one answer at a time
         config.run.deterministic,
         config.template,
+        config.trainer.sends_adapter,
     )
 
 

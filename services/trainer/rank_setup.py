@@ -16,10 +16,12 @@ from penstock.protocols.messages import Batch
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import open_batch
 from penstock.services.modeling import determinism
+from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import device_of, load_tokenizer
-from penstock.services.modeling.lora import Adapter
+from penstock.services.modeling.lora import Adapter, is_adapters, plain_name
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
+from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.trainer.canary import canary_tokens
@@ -77,6 +79,9 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
     def make(path: str) -> Learner:
         trainer = settings.trainer
         model = load_policy(path, settings.model_path, world, settings.dtype, trainer.lora, trainer.offload)
+        if trainer.sends_adapter:
+            names = [plain_name(name) for name, _ in model.named_parameters() if not is_adapters(name)]
+            AdapterBase(settings.model_path, settings.dtype).check(names)
         teacher = self_teacher(trainer, settings.model_path, settings.template)
         if settings.deterministic:  # a redo has the micro-batches that the step had
             trainer = trainer.model_copy(update={"halve_micro_batches": False})
@@ -108,7 +113,11 @@ def make_exporter(learner: Learner, settings: TrainerSettings) -> ShardExporter:
     """What this rank publishes."""
     gmac = Gmac.of_run(settings.run_key)
     dtype = settings.trainer.published_dtype(settings.dtype)
-    return ShardExporter(learner.published, dtype, settings.weights.bucket_bytes, learner.world, gmac)
+    whole = sum(p.numel() for name, p in learner.model.named_parameters() if not is_adapters(name))
+    return ShardExporter(
+        learner.published, dtype, settings.weights.bucket_bytes, learner.world, gmac,
+        loaded_bytes=DTYPES[settings.dtype].itemsize * whole,
+    )  # fmt: skip
 
 
 def train(

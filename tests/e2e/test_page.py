@@ -22,7 +22,7 @@ from tests.e2e.page_pictures import chromium
 from tests.e2e.runs import SHORT, Run, check_promises
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-KEEP = ["trainer.algorithm.kl.coefficient=0.001", "replay.archive=all", "trainer.steps=40", "prompts.eval_every=10"]
+KEEP = ["trainer.algorithm.kl.coefficient=0.001", "replay.archive=all", "trainer.steps=80", "prompts.eval_every=10"]
 SOON_MS = 15_000
 
 
@@ -99,11 +99,11 @@ def test_a_run_is_watched_read_and_compared(browser: Browser, served: Any, tmp_p
     first = steps_seen(live.page)
     expect(live.page.locator("#state")).to_contain_text("under way")
     expect(live.page.get_by_role("heading", name="Reward", exact=True)).to_be_visible()
-    live.page.wait_for_function(f"runs[0].steps.step.length > {min(first + 3, 39)}", timeout=60_000)
+    live.page.wait_for_function(f"runs[0].steps.step.length > {min(first + 3, 79)}", timeout=60_000)
     live.page.keyboard.press("2")
     expect(live.page.get_by_label("Timeline of the processes")).to_be_visible()
     check_promises(run.wait())
-    expect(live.page.locator("#state")).to_contain_text("complete, step 40 of 40", timeout=SOON_MS)
+    expect(live.page.locator("#state")).to_contain_text("complete, step 80 of 80", timeout=SOON_MS)
     live.close()
 
     again = Looked(browser, url + "#rollouts")

@@ -184,6 +184,10 @@ def beat(time: float, pid: int = 7, silent_s: float = 0.1, **more: Any) -> dict[
     return {"time": time, "actors": {"rollout-0": member, **more}, "queues": {"leased": 8, "ready": 0}}
 
 
+def seconds(first: int, last: int) -> list[dict[str, Any]]:
+    return [beat(float(second)) for second in range(first, last + 1)]
+
+
 def step(number: int, **values: Any) -> dict[str, Any]:
     usual = {"reward": 0.5, "grad_norm": 1.0, "wait_s": 0.5, "train_step_s": 0.5}
     return {"step": number, "time": 100.0 + number} | usual | values
@@ -200,7 +204,7 @@ NOW = 130.0
         ("rollout-1 was there less than 60 s ago", QUIET, [beat(100.0, **{"rollout-1": {"pid": 1}}), beat(129.0)]),
         ("rollout-0 is not heard of for 20 s", QUIET, [beat(129.0, silent_s=20.0)]),
         ("rollout-0 has died within", QUIET, [beat(120.0), beat(129.0, pid=8)]),
-        ("no step was completed for 121 s (usually 1.0 s); groups: 8 leased", QUIET[:10], [beat(229.0)]),
+        ("no step was completed for 121 s (usually 1.0 s); groups: 8 leased", QUIET[:10], seconds(100, 229)),
         ("2 of the last 10 steps changed no weight", [*QUIET, step(30, skipped=1), step(31, skipped=1)], []),
         ("disagreed in 10 of the last 10", [step(n, mismatch_kl_k3=0.2, mismatch_bound=0.1) for n in range(30)], []),
         (
@@ -225,6 +229,13 @@ def test_a_page_has_nothing_to_say_of_a_run_that_goes_well() -> None:
     better = [step(number, reward=math.nan if number == 3 else number / 30) for number in range(30)]
     assert alerts(config, better, [beat(129.0)], NOW) == []
     assert alerts(config, [], [], NOW) == []
+    noise = np.random.default_rng(0)
+    for _ in range(50):
+        flat = [step(number, reward=float(noise.normal(0.5, 0.03))) for number in range(100)]
+        assert not [said for said in alerts(config, flat, [], NOW) if "fallen" in said]
+    resumed = [beat(1000.0), beat(90_000.0), beat(90_001.0)]
+    assert alerts(config, QUIET, resumed, 90_002.0) == [], "the last step is of the day before"
+    assert "no step was completed for 899 s" in alerts(config, [], seconds(101, 1000), 1000.0)[0]
 
 
 def test_what_the_trainer_made_of_tokens_is_on_the_page(folder: Path) -> None:
@@ -235,7 +246,7 @@ def test_what_the_trainer_made_of_tokens_is_on_the_page(folder: Path) -> None:
     judgements.note([0], part)
     judgements.write(folder / "archive", 2, "all", World(torch.device("cpu")))
     first, second = groups_of(folder)[-1]["members"]
-    assert first["by_token"]["trainer"] == [None, -0.25, -0.25, -0.25]
-    assert first["by_token"]["advantage"] == [None, 2.0, 2.0, 2.0]
-    assert second["by_token"]["trainer"] == [None] * 4, "it has no reward, and no part in the loss"
-    assert "trainer" not in groups_of(folder)[0]["members"][0]["by_token"], "of step 1 nothing is noted"
+    assert first["by_token"]["trainer_logprobs"] == [None, -0.25, -0.25, -0.25]
+    assert first["by_token"]["advantages"] == [None, 2.0, 2.0, 2.0]
+    assert second["by_token"]["trainer_logprobs"] == [None] * 4, "it has no reward, and no part in the loss"
+    assert "trainer_logprobs" not in groups_of(folder)[0]["members"][0]["by_token"], "of step 1 nothing is noted"

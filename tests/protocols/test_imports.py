@@ -26,6 +26,10 @@ HEAVY = ("torch", "transformers", "datasets", "matplotlib")
         "penstock.services.runtime.actor",
         "penstock.services.broker.service",
         "penstock.services.reward.service",
+        "penstock.pipeline.run.launcher",
+        "penstock.pipeline.run.finish",
+        "penstock.pipeline.page.build",
+        "penstock.pipeline.tools.export",
     ],
 )
 def test_no_heavy_import(module: str) -> None:

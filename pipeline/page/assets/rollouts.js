@@ -3,15 +3,15 @@ const ROW = 46;
 // What tokens can be coloured by: [words, the column that it needs beside the engine's, the value of token i].
 const COLOURINGS = {
   logprob: ["the engine's log-probability", null, (member, i) => member.logprob[i]],
-  trainer: ["the trainer's", "trainer", (member, i, values) => values[i]],
-  mismatch: ["trainer less engine", "trainer", (member, i, values) => (values[i] == null ? null : values[i] - member.logprob[i])],
-  advantage: ["advantage", "advantage", (member, i, values) => values[i]],
+  trainer: ["the trainer's", "trainer_logprobs", (member, i, values) => values[i]],
+  mismatch: ["trainer less engine", "trainer_logprobs", (member, i, values) => (values[i] == null ? null : values[i] - member.logprob[i])],
+  advantage: ["advantage", "advantages", (member, i, values) => values[i]],
   reference: ["the reference's", "reference", (member, i, values) => values[i]],
   surprise: ["engine less reference", "reference", (member, i, values) => (values[i] == null ? null : member.logprob[i] - values[i])],
   lag: ["age, in versions", null, (member, i) => member.lag[i]],
   none: ["nothing", undefined, () => null],
 };
-const COLUMN_WORDS = {trainer: "trainer's log p", reference: "reference's log p"};
+const COLUMN_WORDS = {trainer_logprobs: "trainer's log p", reference: "reference's log p", advantages: "advantage"};
 
 class Rollouts {
   constructor(place, runs, fetchGroups) {
@@ -202,8 +202,9 @@ class Rollouts {
       if (!member.mask[i]) return showTip(event, "not sampled: no loss");
       const lines = [`log p ${number(logprob[i])} (p ${number(Math.exp(logprob[i]))})`, `${number(lag[i])} versions old`];
       for (const [name, values] of Object.entries(columns)) lines.push(`${COLUMN_WORDS[name] ?? name} ${number(values[i])}`);
-      if (columns.trainer?.[i] != null) lines.push(`ratio, trainer to engine: ${number(Math.exp(columns.trainer[i] - logprob[i]))}`);
-      if (columns.trainer && columns.trainer[i] == null) lines.push("no reward: no loss");
+      const trainer = columns.trainer_logprobs;
+      if (trainer?.[i] != null) lines.push(`ratio, trainer to engine: ${number(Math.exp(trainer[i] - logprob[i]))}`);
+      if (trainer && trainer[i] == null) lines.push("no reward: no loss");
       return showTip(event, lines.join("\n"));
     });
     box.addEventListener("mouseleave", (event) => showTip(event, ""));

@@ -96,7 +96,7 @@ class Publisher:
         self._ways = Ways(config.transport, nonce, self._gpu, source.cut.ranks)
         self._buffers = BufferPool(bool(self._ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
-        self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.layout.nbytes))
+        self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.loaded_bytes))
         self._slowest_s = 0.0
         """That a version has taken to be loaded."""
         self._snapshots = BucketServer(config.host, keys, self._answer_fetch)
@@ -177,7 +177,7 @@ class Publisher:
             if took_s is not None:
                 self.loaded(event)
             self._slowest_s = max(self._slowest_s, took_s or 0.0)
-            sender.deadline_s = self._config.patience_s(self._source.layout.nbytes, self._slowest_s)
+            sender.deadline_s = self._config.patience_s(self._source.loaded_bytes, self._slowest_s)
             if event.buckets_again and event.transport in ("gloo", "nccl"):  # its end of the group broke
                 sender.broken()
         elif isinstance(event, m.LoadFailed):

@@ -26,13 +26,21 @@ CACHED_BYTES = 1 << 19
 
 
 class ShardExporter:
-    """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for."""
+    """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for. ``loaded_bytes``:
+    what engines load of a version, where that is more than is sent."""
 
     def __init__(
-        self, named: Mapping[str, torch.Tensor | Gathered], dtype: str, bucket_bytes: int, world: World, gmac: Gmac
+        self,
+        named: Mapping[str, torch.Tensor | Gathered],
+        dtype: str,
+        bucket_bytes: int,
+        world: World,
+        gmac: Gmac,
+        loaded_bytes: int = 0,
     ) -> None:
         self.world, self.gmac = world, gmac
         self.layout = make_layout({name: tuple(p.shape) for name, p in named.items()}, dtype, bucket_bytes)
+        self.loaded_bytes = max(self.layout.nbytes, loaded_bytes)
         self._dtype = DTYPES[dtype]
         self._weights = [named[weight.name] for weight in self.layout.weights]
         self.device = self._weights[0].device
