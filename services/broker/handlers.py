@@ -17,39 +17,12 @@ from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.membership import Member, MembershipError
 from penstock.services.broker.rules.ledger import LedgerError, Step
 from penstock.services.broker.scheduler import Scheduler, Waiting
+from penstock.services.broker.senders import GENERATOR, LEARNER, SENDERS
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.status import ledger_state, live_state, queues
 from penstock.services.broker.store import StoreError
 
 log = structlog.get_logger()
-
-LEARNER = "learner"
-"""In the place of a kind: every kind that trains on the ledger's steps."""
-GENERATOR = "generator"
-"""In the place of a kind: who makes groups, rollouts or, where there are agents, gateways."""
-SENDERS: dict[type[m.Message], str] = {
-    m.Finished: GENERATOR,
-    m.Failed: GENERATOR,
-    m.TurnRequest: "gateway",
-    m.Note: "gateway",
-    m.GiveBack: "gateway",
-    m.Generated: "rollout",
-    m.Loaded: "rollout",
-    m.LoadFailed: "rollout",
-    m.Reach: "rollout",
-    m.LedgerTail: "trainer",
-    m.Take: LEARNER,
-    m.StepColumn: LEARNER,
-    m.Learned: LEARNER,
-    m.Commit: "trainer",
-    m.Checkpointed: LEARNER,
-    m.Invite: "trainer",
-    m.Propose: "trainer",
-    m.CommitVersion: "trainer",
-    m.Published: "trainer",
-    m.StopRun: "observer",
-}
-"""Who alone may say what; anything else is for every member. A column is for the kind that the config says."""
 
 
 class Handlers:
