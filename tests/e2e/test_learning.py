@@ -119,7 +119,7 @@ def test_a_policy_that_can_read_a_good_answer_teaches_itself(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "shape", [["trainer.lora.rank=16"], ["trainer.ranks=2"], TENSOR, SEQUENCE, ["trainer.lora.variant=dora"]]
+    "shape", [["trainer.lora.rank=16"], ["trainer.ranks=2"], TENSOR, SEQUENCE, ["trainer.lora.variant=dora"], ALONE]
 )
 def test_an_adapter_and_two_ranks_learn_as_well(shape: list[str], tmp_path: Path) -> None:
     rate = ["trainer.optimizer.lr=3e-3"] if "lora" in shape[0] else []
