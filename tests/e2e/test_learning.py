@@ -19,6 +19,7 @@ from tests.e2e.runs import ROOT, Run, check_promises
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
 TENSOR, SEQUENCE = ([f"trainer.{kind}_parallel=2", "trainer.ranks=2"] for kind in ("tensor", "sequence"))
+ALONE = ["trainer.lora={rank: 16, publish: adapter}"]
 PLAIN = ["loss={type: reinforce}", "correction={type: truncated}"]
 METHODS = {
     "dapo": ["loss={type: ppo_clip, clip_high: 0.28}"],
