@@ -21,11 +21,15 @@ OWN_FILES = {"task.yaml", "config.yaml"}
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of code blocks and code in the text that begin with a command of ours, or of make's or Python's."""
-    text = page.read_text().replace("\\\n", " ")
-    found = re.findall(r"^ *((?:penstock|make|python) .*)$", _blocks(text), re.MULTILINE)
-    inline = re.findall(r"`((?:penstock|make) [^`\n]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
-    return [*found, *inline]
+    """Those of code blocks, and code in the text that begins so."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text().replace("\\\n", " "), flags=re.M | re.S)
+    return [*in_blocks(page), *re.findall(r"`((?:penstock|make) [^`\n]*)`", text)]
+
+
+def in_blocks(page: Path) -> list[str]:
+    """Lines of code blocks that begin with a command of ours, or of make's or Python's."""
+    blocks = _blocks(page.read_text().replace("\\\n", " "))
+    return re.findall(r"^ *((?:penstock|make|python) .*)$", blocks, re.MULTILINE)
 
 
 def _blocks(text: str) -> str:
