@@ -53,7 +53,7 @@ def prepared(words: list[str], folder: Path, done: int) -> list[str]:
     if words[1:3] == ["run", "configs/quickstart.yaml"]:
         found += [*BRIEF, f"run.name={'NAME' if done == 0 else f'other-{done}'}"]
     elif words[1:3] == ["run", "--resume"]:
-        found.append("trainer.steps=6")
+        found.append("trainer.steps=14")  # as many as penstock simulate --like wants
     return found
 
 
