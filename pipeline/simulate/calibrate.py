@@ -37,7 +37,8 @@ def like(run: Path) -> Costs:
     rows = steps_of(run)[SKIPPED:]
     if len(rows) < LEAST:
         raise ConfigError(f"--like {run}: {len(rows) + SKIPPED} steps say too little; it takes {LEAST + SKIPPED}")
-    loads = read_lines(run / "weights.jsonl")
+    every = read_lines(run / "weights.jsonl")
+    loads = [row for row in every if "gather_s" in row]  # the others are of versions that were there already
     lengths, prompt = _lengths(run)
     tokens = sum(row["tokens"] for row in rows)
     known = Costs(
