@@ -111,9 +111,7 @@ def _launch_ranks(spec: ActorSpec, config: Config, folder: Path) -> int:
     nodes, grace_s = spec.nodes(config), max(30, int(spec.grace_s))
     if nodes == 1:
         return torchrun.launch(spec.ranks(config), grace_s)
-    host = own_address(config.weights.host)
-    if not host.startswith("127."):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
+    host = _on_weight_network(config).weights.host
     return torchrun.launch_spread(spec.kind, nodes, spec.ranks(config) // nodes, grace_s, folder, host)
 
 

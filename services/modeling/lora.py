@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from penstock.services.modeling.adapter_files import CONFIG, FILE
 from penstock.services.modeling.families import MIXTURES
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
-from penstock.services.modeling.whole_weights import LENGTHS, A, B
+from penstock.services.modeling.whole_weights import LENGTHS, A, B, merge
 from penstock.services.runtime.errors import SetupError
 
 NAME = "default"
@@ -162,11 +162,8 @@ class Merged:
     @torch.no_grad()
     def local(self) -> torch.Tensor:
         """float32, flat: elements in the order of the whole matrix."""
-        base, b = _mine(self._base).float(), _mine(self._b)
-        merged = base.addmm(b, self._whole_a, alpha=self._scale)
-        if self._lengths is not None:  # Liu et al. 2024, DoRA, equation 5
-            merged *= (_mine(self._lengths) / merged.norm(dim=1))[:, None]
-        return merged.reshape(-1)
+        lengths = None if self._lengths is None else _mine(self._lengths)
+        return merge(_mine(self._base).float(), self._whole_a, _mine(self._b), lengths, self._scale).reshape(-1)
 
 
 class Scaled:

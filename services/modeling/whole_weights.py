@@ -16,6 +16,17 @@ A, B, LENGTHS = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """Behind a layer's name: fp32 ``[rank, inputs]``; ``[outputs, rank]``, scaled already; DoRA's ``[outputs]``."""
 
 
+def merge(
+    base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: torch.Tensor | None, scale: float = 1.0
+) -> torch.Tensor:
+    """Rows of a matrix with what its adapter adds, fp32: ``base`` ``[rows, inputs]``, all of ``a``, the same rows of
+    ``b``, and DoRA's ``lengths`` of these rows, where it has some."""
+    merged = base.addmm(b, a, alpha=scale)
+    if lengths is not None:  # Liu et al. 2024, DoRA, equation 5
+        merged *= (lengths / merged.norm(dim=1))[:, None]
+    return merged
+
+
 def is_alone(names: Mapping[str, object]) -> bool:
     """These are an adapter's tensors."""
     return any(name.endswith(A) for name in names)
@@ -87,10 +98,8 @@ class _Merged(Mapping[str, torch.Tensor]):
         layer = name.removesuffix(".weight")
         if layer == name or layer not in self._layers:
             return base
-        merged = base.float().addmm(self._part(layer + B), self._part(layer + A))
-        if layer + LENGTHS in self._adapter:  # Liu et al. 2024, DoRA, equation 5
-            merged *= (self._part(layer + LENGTHS) / merged.norm(dim=1))[:, None]
-        return merged.to(self._dtype)
+        lengths = self._part(layer + LENGTHS) if layer + LENGTHS in self._adapter else None
+        return merge(base.float(), self._part(layer + A), self._part(layer + B), lengths).to(self._dtype)
 
     def _part(self, name: str) -> torch.Tensor:
         return self._adapter[name].to(self._device)

@@ -87,6 +87,14 @@ def test_capacity_follows_what_the_cache_has_room_for(tmp_path_factory: pytest.T
     bench.engine.close()
 
 
+def check_tokens(bench: Workbench, version: int, random: np.random.Generator) -> None:
+    """What is sampled now has transformers' log-probabilities under ``version``."""
+    requests = {request.number: request for request in (bench.request(random) for _ in range(4))}
+    for completion in bench.run(*requests.values()):
+        wanted = bench.expected(requests[completion.number].tokens, completion, version)
+        np.testing.assert_allclose(completion.logprobs, wanted, atol=CLOSE)
+
+
 @pytest.mark.slow
 def test_experts_are_swapped_and_their_tokens_are_transformers(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("mixture")
@@ -96,10 +104,7 @@ def test_experts_are_swapped_and_their_tokens_are_transformers(tmp_path_factory:
     try:
         for which in (0, 1, 0):
             version = bench.publish(which)
-            requests = {request.number: request for request in (bench.request(random) for _ in range(4))}
-            for completion in bench.run(*requests.values()):
-                wanted = bench.expected(requests[completion.number].tokens, completion, version)
-                np.testing.assert_allclose(completion.logprobs, wanted, atol=CLOSE)
+            check_tokens(bench, version, random)
     finally:
         bench.engine.close()
 
@@ -119,9 +124,6 @@ def test_an_adapter_that_comes_alone_is_merged_by_the_workers(tmp_path_factory: 
     try:
         for alone in (False, True, False):
             version = bench.serve(adapter, models[1]) if alone else bench.publish(0)
-            requests = {request.number: request for request in (bench.request(random) for _ in range(4))}
-            for completion in bench.run(*requests.values()):
-                wanted = bench.expected(requests[completion.number].tokens, completion, version)
-                np.testing.assert_allclose(completion.logprobs, wanted, atol=CLOSE)
+            check_tokens(bench, version, random)
     finally:
         bench.engine.close()
