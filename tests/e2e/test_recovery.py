@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.pipeline.run.summary import steps_of
+from penstock.pipeline.run.summary import read_lines, steps_of
 from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises
 
 
@@ -32,8 +32,15 @@ def test_an_interrupted_run_goes_on_with_another_bound_and_batch(tmp_path: Path)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["groups_lost"] == 0 and summary["groups_trained_twice"] == 0
-    assert all(row["lag_max"] <= 1 for row in steps_of(run.folder) if row["step"] >= before["steps"])
-    assert summary["steps"] == steps and summary["groups_trained"] == before["steps"] * 8 + 4 * 5
+    assert all(row["lag_max"] <= row["max_lag"] for row in steps_of(run.folder))
+    rows = {row["step"]: row for row in read_lines(run.folder / "ledger.jsonl")}
+    ledger = [rows[step] for step in range(before["steps"], steps)]
+    # What was taken when the run was interrupted stays as it was taken, bound and all.
+    taken_before = [row for row in ledger if row["max_lag"] != 1]
+    assert taken_before == ledger[: len(taken_before)] and len(taken_before) <= 1
+    sizes = [len(row["groups"]) for row in ledger]
+    assert sizes == [8] * len(taken_before) + [5] * (4 - len(taken_before))
+    assert summary["steps"] == steps and summary["groups_trained"] == before["steps"] * 8 + sum(sizes)
     assert not run.actors()
     again = resume(run, [f"trainer.steps={steps}", "gate.max_lag=1", "gate.groups_per_step=5", "gate.prefetch=null"])
     assert again.returncode == 0, again.stdout + again.stderr  # complete already: says so and ends
