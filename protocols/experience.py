@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -11,7 +10,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import core_schema
 
-from penstock.protocols import wire
+from penstock.protocols import routing as routes
+from penstock.protocols.routing import no_routing
 
 Finish = Literal["stop", "length"]
 Purpose = Literal["train", "eval"]
@@ -127,6 +127,8 @@ class Sampling(BaseModel):
     """0 keeps all tokens."""
     candidates: bool = False
     """Which tokens top-p and top-k kept is recorded, and log-probabilities are over those alone."""
+    routing_replay: bool = False
+    """Which experts a mixture sends each token to is recorded."""
     max_new_tokens: int = 16
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory once it contains one of them."""
@@ -171,6 +173,9 @@ class Trajectory:
     rewards: np.ndarray = field(default_factory=no_rewards)
     """float32: what an environment gave, each reward on the last token of the turn that it is for; or empty, where
     there is no environment."""
+    routing: np.ndarray = field(default_factory=no_routing)
+    """uint8 or int16 ``[tokens, layers, experts of a token]``: where a mixture sent each token (see `routing`); or
+    empty, where nothing was recorded."""
     turns: tuple[str, ...] = ()
     """What the policy said in each turn, decoded; empty where `text` is the only one."""
     failure: str = ""
@@ -205,6 +210,8 @@ class Trajectory:
             raise ExperienceError("rewards: expected float32, one for each token, or none")
         if not np.all(np.isfinite(self.rewards)):
             raise ExperienceError("rewards: finite")
+        if fault := routes.fault(self.routing, len(self.tokens)):
+            raise ExperienceError(f"routing: {fault}")
         self._check_candidates(sampled)
 
     def _check_candidates(self, sampled: np.ndarray) -> None:
@@ -288,109 +295,3 @@ def summarize(group: Group) -> GroupSummary:
         oldest=int(versions.min(initial=np.iinfo(np.int32).max)) if versions.size else UNSAMPLED,
         newest=int(versions.max(initial=UNSAMPLED)),
     )
-
-
-_COLUMNS = ("tokens", "loss_mask", "logprobs", "versions")
-_CANDIDATES = ("candidate_counts", "candidate_ids")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_text(name) and isinstance(number, float) and math.isfinite(number) for name, number in value.items()
-    )
-
-
-_LISTS: dict[str, Callable[[Any], bool]] = {
-    "text": _is_text,
-    "finish": lambda value: value in ("stop", "length"),
-    "turns": lambda value: isinstance(value, list | tuple) and all(map(_is_text, value)),
-    "failure": _is_text,
-    "greedy": lambda value: isinstance(value, bool),
-    "session": lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= ALONE,
-    "metrics": _are_numbers,
-}
-"""What a packed group has for each trajectory, beside arrays; and what such a value is."""
-
-
-def pack_group(group: Group) -> bytes:
-    """``group`` as one buffer: its trajectories' arrays concatenated, with their lengths (int32 ``[n]``)."""
-    trajectories = group.trajectories
-    columns = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in _COLUMNS}
-    return wire.pack(
-        {
-            "number": group.number,
-            "prompt": group.prompt.model_dump(),
-            "lengths": np.array([len(t.tokens) for t in trajectories], np.int32),
-            **columns,
-            **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in (*_CANDIDATES, "rewards")},
-            **{name: [getattr(t, name) for t in trajectories] for name in _LISTS},
-        }
-    )
-
-
-def unpack_group(data: bytes | memoryview) -> Group:
-    """The group of `pack_group`, every rule checked. Raises `ExperienceError` or `wire.WireError`."""
-    fields = wire.unpack(data)
-    expected = {"number", "prompt", "lengths", "rewards", *_LISTS, *_COLUMNS, *_CANDIDATES}
-    if not isinstance(fields, dict) or fields.keys() != expected:
-        raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")
-    lengths = fields["lengths"]
-    if (
-        not isinstance(fields["number"], int)
-        or not isinstance(lengths, np.ndarray)
-        or lengths.dtype != np.int32
-        or lengths.ndim != 1
-    ):
-        raise ExperienceError("number or lengths have wrong types")
-    for name, right in _LISTS.items():
-        values = fields[name]
-        if not isinstance(values, list) or len(values) != len(lengths) or not all(map(right, values)):
-            raise ExperienceError(f"lengths and {name} do not agree, or it has values that it may not have")
-    if not len(lengths) or lengths.min() < 1:
-        raise ExperienceError("a group has at least one trajectory, each of at least one token")
-    bounds = np.cumsum(lengths, dtype=np.int64)
-    for name in _COLUMNS:
-        if not isinstance(fields[name], np.ndarray) or fields[name].shape != (int(bounds[-1]),):
-            raise ExperienceError(f"{name}: expected one value for each of {int(bounds[-1])} tokens")
-    try:
-        prompt = Prompt.model_validate(fields["prompt"])
-    except ValueError as error:
-        raise ExperienceError(f"prompt: {error}") from None
-    if not all(isinstance(fields[name], np.ndarray) for name in (*_CANDIDATES, "rewards")):
-        raise ExperienceError("candidate_counts, candidate_ids, rewards: expected arrays")
-    columns = {name: fields[name] for name in (*_COLUMNS, *_CANDIDATES, "rewards")}
-    Trajectory(**columns)  # every rule on all trajectories at once, several times faster
-    starts = [0, *bounds[:-1].tolist()]
-    before = np.concatenate([[0], np.cumsum(fields["candidate_counts"], dtype=np.int64)])
-    said = zip(*(fields[name] for name in _LISTS), strict=True)
-    trajectories = [
-        _cut(columns, slice(start, end), before, words)
-        for start, end, words in zip(starts, bounds.tolist(), said, strict=True)
-    ]
-    return Group(fields["number"], prompt, trajectories)
-
-
-def lengths_of(data: Bytes) -> np.ndarray:
-    """int32 ``[trajectories]``: how many tokens each trajectory of a packed group has."""
-    fields = wire.unpack(data.data)
-    lengths = fields.get("lengths") if isinstance(fields, dict) else None
-    if not isinstance(lengths, np.ndarray):
-        raise ExperienceError("not a group: it has no lengths")
-    return lengths
-
-
-def _cut(columns: dict[str, np.ndarray], part: slice, before: np.ndarray, words: tuple[Any, ...]) -> Trajectory:
-    """One trajectory out of columns that were checked as a whole. ``before[i]``: candidate ids before token i;
-    ``words``: its own of each of `_LISTS`."""
-    trajectory = object.__new__(Trajectory)
-    for name in (*_COLUMNS, "candidate_counts", "rewards"):
-        object.__setattr__(trajectory, name, columns[name][part])
-    ids = columns["candidate_ids"]
-    object.__setattr__(trajectory, "candidate_ids", ids[before[part.start] : before[part.stop]] if ids.size else ids)
-    for name, value in zip(_LISTS, words, strict=True):
-        object.__setattr__(trajectory, name, tuple(value) if isinstance(value, list) else value)
-    return trajectory

@@ -15,9 +15,10 @@ import zmq
 
 from penstock.protocols import messages as m
 from penstock.protocols import wire
-from penstock.protocols.experience import Group, GroupSummary, Prompt, Trajectory, as_bytes, pack_group, summarize
+from penstock.protocols.experience import Group, GroupSummary, Prompt, Trajectory, as_bytes, summarize
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import to_envelope
+from penstock.protocols.packed_groups import pack_group
 from penstock.protocols.versions import Digests
 from penstock.services.runtime.processes import raise_file_limit
 

@@ -42,6 +42,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.modeling import determinism
     from penstock.services.modeling.load import device_of
     from penstock.services.modeling.parallel.world import World
+    from penstock.services.modeling.routing import Replay
     from penstock.services.trainer.learner import Learner
     from penstock.services.trainer.rank_setup import load_policy, self_teacher
     from penstock.services.weights.sender.shard_exporter import ShardExporter
@@ -58,6 +59,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     if config.run.deterministic:  # as the run itself did
         trainer = trainer.model_copy(update={"halve_micro_batches": False})
     model = load_policy(str(start or begun), begun, world, config.model.dtype, trainer.lora, trainer.offload)
+    if config.rollout.sampling.routing_replay:
+        Replay(model)
     teacher = self_teacher(trainer, begun, config.template)
     learner = Learner(model, trainer, config.rollout.sampling.temperature, world, teacher)
     if start:

@@ -50,6 +50,8 @@ class TurnRequest(Message):
     sampling: Sampling
     stream: int
     """What its sampling is keyed by."""
+    known: int = 0
+    """Tokens at the prompt's beginning whose experts an earlier answer says."""
     note: Bytes
     """The gateway's own, kept with the answer for a gateway that takes the session over."""
 
@@ -69,6 +71,7 @@ class Generate(Message):
     prompt: Bytes
     sampling: Sampling
     stream: int
+    known: int = 0
 
 
 class Generated(Message):

@@ -21,7 +21,7 @@ class Lease(Message):
 
 
 class Finished(Message):
-    """rollout → broker: a finished group (`experience.pack_group`). Answered by `Ack` once it is durable."""
+    """rollout → broker: a finished group (`packed_groups.pack_group`). Answered by `Ack` once it is durable."""
 
     purpose: Purpose
     number: int

@@ -15,7 +15,7 @@ class WorkItem(BaseModel):
     purpose: Purpose
     number: int
     experience: Bytes
-    """`experience.pack_group`"""
+    """`packed_groups.pack_group`"""
     trajectories: int
     tokens: int
     """Of all trajectories together; like the two beside it as the rollout said, to be compared."""

@@ -62,11 +62,13 @@ class AgentDesk:
             chosen = next((r for r in able if r.identity == last), None) or max(able, key=lambda r: (r.room, r.name))
             state.turns.grant(turn, chosen.identity, now + state.settings.broker.lease_s)
             chosen.given += 1
-            prompt, sampling, stream = turn.request
+            prompt, sampling, stream, known = turn.request
             seed = state.settings.seed if turn.group[0] == "train" else 0
             state.router.send(
                 chosen.identity,
-                m.Generate(id=turn.id, seed=seed, prompt=as_bytes(prompt), sampling=sampling, stream=stream),
+                m.Generate(
+                    id=turn.id, seed=seed, prompt=as_bytes(prompt), sampling=sampling, stream=stream, known=known
+                ),
             )
 
     def _bounds(self, turn: Turn) -> tuple[int, int | None]:
@@ -88,7 +90,7 @@ class AgentDesk:
         if known is not None:
             state.router.send(member.identity, m.TurnAnswer(answer=as_bytes(known)), request)
             return
-        wanted = asked.prompt.tobytes(), asked.sampling, asked.stream
+        wanted = asked.prompt.tobytes(), asked.sampling, asked.stream, asked.known
         turn = state.turns.ask(group, key, (*group, key.place), wanted, (member.identity, request))
         turn.note = asked.note.tobytes()
 

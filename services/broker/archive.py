@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.protocols import wire
-from penstock.protocols.experience import Group, as_bytes, unpack_group
+from penstock.protocols.experience import Group, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
+from penstock.protocols.packed_groups import unpack_group
 from penstock.services.runtime.files import write_whole
 
 Keep = Literal["all", "none"] | int

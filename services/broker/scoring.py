@@ -7,16 +7,9 @@ import regex
 import structlog
 
 from penstock.protocols.columns import REWARD, Column, WeightedSum
-from penstock.protocols.experience import (
-    ExperienceError,
-    Purpose,
-    Trajectory,
-    lengths_of,
-    mean_by_session,
-    sessions_of,
-    unpack_group,
-)
+from penstock.protocols.experience import ExperienceError, Purpose, Trajectory, mean_by_session, sessions_of
 from penstock.protocols.messages import Score
+from penstock.protocols.packed_groups import lengths_of, unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.broker.rules.evaluation import majority, pass_at
 from penstock.services.broker.rules.replay_buffer import Replay

@@ -96,8 +96,9 @@ class Policy:
             "told": told,
         }
         stream = turn_stream(work.lease, session.place, number)
+        known = max(0, len(prompt) - len(given) - 1)  # an answer's last token is run only when another follows
         request = TurnRequest(
-            key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream,
+            key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream, known=known,
             note=as_bytes(wire.pack(note)),
         )  # fmt: skip
         try:

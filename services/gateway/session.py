@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.turns.answers import Answer
-from penstock.services.turns.joining import Sampled, join
+from penstock.services.turns.joining import Again, Part, join
 
 Said = list[dict[str, Any]]
 """Messages in the form in which they are compared: see `canonical`."""
@@ -162,9 +162,9 @@ class Session:
         found = []
         for leaf in self._leaves():
             path = self.path(leaf)
-            parts: list[np.ndarray | Sampled] = []
+            parts: list[Part] = []
             for turn in path:
-                parts += [turn.given, turn.answer.tokens if turn.number in trained else turn.answer]
+                parts += [turn.given, Again(turn.answer) if turn.number in trained else turn.answer]
             trained |= {turn.number for turn in path}
             tokens = self.tokens(leaf)
             rewards = np.zeros(len(tokens), np.float32)

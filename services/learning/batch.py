@@ -10,8 +10,9 @@ import structlog
 import torch
 
 from penstock.protocols.columns import REWARD, ColumnError, ColumnTable
-from penstock.protocols.experience import ExperienceError, Group, Prompt, Trajectory, sessions_of, unpack_group
+from penstock.protocols.experience import ExperienceError, Group, Prompt, Trajectory, sessions_of
 from penstock.protocols.messages import Batch, TakenGroup
+from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 
 log = structlog.get_logger()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -14,6 +15,12 @@ EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters ``[experts, ...]`` of a layer's experts."""
 _STACKED = re.compile(rf"(.*\.experts)\.({'|'.join(EXPERTS)})")
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
+
+
+def mixture_layers(config: Any) -> list[int]:
+    """Which layers of a model of this transformers ``config`` have experts; the others are plain."""
+    every, plain = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
+    return [layer for layer in range(config.num_hidden_layers) if layer not in plain and (layer + 1) % every == 0]
 
 
 def matrices_of(name: str, number: int) -> list[str]:

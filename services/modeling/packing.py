@@ -19,6 +19,7 @@ import torch
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
+from penstock.services.modeling.routing import OPEN, as_given
 from penstock.services.runtime import health
 
 MASKED_ROW_TOKENS = 1024
@@ -46,6 +47,9 @@ class Rows:
     candidates: torch.Tensor | None = None
     """int64 ``[sampled tokens, most candidates]``: what the sampler chose each from, padded with -1; a row of -1 alone:
     from all. None where nothing was recorded."""
+    routing: np.ndarray | None = None
+    """int16 ``[rows, length, layers, experts of a token]``, on the host: which experts the engine sent each token to,
+    `routing.OPEN` where that is not known. None where nothing was recorded."""
 
     def scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` float32 ``[sampled tokens]``, in `mask`'s order, as ``[trajectories, longest - 1]``; 0 elsewhere."""
@@ -163,11 +167,13 @@ class _Draft:
         self._mask = np.zeros((len(members), max(len(trajectories[index].tokens) for index in members)), bool)
         self._source: list[np.ndarray] = []
         self._target: list[np.ndarray] = []
+        self._routing: np.ndarray | None = None
 
     def prompt(self, r: int, at: int, trajectory: Trajectory, size: int) -> None:
         """The first ``size`` tokens of ``trajectory``, in row ``r`` from ``at`` on."""
         self._tokens[r, at : at + size] = trajectory.tokens[:size]
         self._positions[r, at : at + size] = np.arange(size)
+        self._route(r, at, trajectory.routing[:size])
 
     def response(self, r: int, at: int, trajectory: Trajectory, prompt: int, prompt_at: int) -> int:
         """What follows a prompt of ``prompt`` tokens that lies at ``prompt_at``. Returns where it ends. To be called in
@@ -176,6 +182,7 @@ class _Draft:
         end = at + size - prompt
         self._tokens[r, at:end] = trajectory.tokens[prompt:]
         self._positions[r, at:end] = np.arange(prompt, size)
+        self._route(r, at, trajectory.routing[prompt:])
         mask = self._mask[len(self._source)]
         mask[:size] = trajectory.loss_mask == 1
         sampled = np.flatnonzero(mask[1:]) + 1
@@ -184,6 +191,14 @@ class _Draft:
         self._source.append(r * self._tokens.shape[1] + before)
         self._target.append(trajectory.tokens[sampled].astype(np.int64))
         return end
+
+    def _route(self, r: int, at: int, routing: np.ndarray) -> None:
+        """These experts, for the tokens of row ``r`` from ``at`` on."""
+        if not routing.size:
+            return
+        if self._routing is None:
+            self._routing = np.full((*self._tokens.shape, *routing.shape[1:]), OPEN, np.int16)
+        self._routing[r, at : at + len(routing)] = as_given(routing)
 
     def finish(self, attention: torch.Tensor | Segments, device: torch.device) -> Rows:
         """The rows, on ``device``."""
@@ -198,6 +213,7 @@ class _Draft:
             torch.from_numpy(np.concatenate(self._source)).to(device),
             torch.from_numpy(np.concatenate(self._target)).to(device),
             _candidates([self._trajectories[index] for index in self._members], device),
+            self._routing,
         )
 
 

@@ -201,12 +201,15 @@ class MultiTurn:
             return self._refused(session, f"no room is left in rollout.engine.max_length={self._max_length}")
         one: dict[str, Any] = {"n": 1, "greedy_baseline": False, "max_new_tokens": new}
         if session.greedy:
-            one["temperature"] = 0.0
+            one |= {"temperature": 0.0, "routing_replay": False}
         stream = turn_stream(lease, session.place, len(session.turns))
+        given = session.parts[-1]
+        assert isinstance(given, np.ndarray)
+        known = max(0, len(tokens) - len(given) - 1)  # an answer's last token is run with what follows
         self._requests += 1
         try:
             sampling = lease.sampling.model_copy(update=one)
-            self._engine.submit(Request(self._requests, lease.seed, tokens, sampling, stream))
+            self._engine.submit(Request(self._requests, lease.seed, tokens, sampling, stream, known))
         except RequestError as error:
             return self._refused(session, str(error))
         self._generating[self._requests] = session

@@ -26,7 +26,7 @@ class TurnServer:
             return None
         tokens = np.frombuffer(asked.prompt.tobytes(), np.int32)
         try:
-            self._engine.submit(Request(asked.id, asked.seed, tokens, asked.sampling, asked.stream))
+            self._engine.submit(Request(asked.id, asked.seed, tokens, asked.sampling, asked.stream, asked.known))
         except RequestError as error:
             return _refused(asked.id, str(error))
         self._open[asked.id] = time.monotonic()

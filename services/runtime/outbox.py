@@ -12,10 +12,11 @@ from typing import Any
 
 import structlog
 
-from penstock.protocols.experience import Group, as_bytes, pack_group, summarize
+from penstock.protocols.experience import Group, as_bytes, summarize
 from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import Credit, Failed, Finished, Generated, Lease, Message
 from penstock.protocols.messages.membership import Held
+from penstock.protocols.packed_groups import pack_group
 from penstock.services.runtime.actor import Actor
 
 log = structlog.get_logger()

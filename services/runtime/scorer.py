@@ -18,9 +18,10 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from penstock.protocols.experience import ExperienceError, Group, Purpose, summarize, unpack_group
+from penstock.protocols.experience import ExperienceError, Group, Purpose, summarize
 from penstock.protocols.mailbox import DeadlineError, FencedError
 from penstock.protocols.messages import Credit, HelloNeeded, Message, Score, Scores, Stop, Work, WorkItem
+from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.runtime.actor import Actor, ActorContext
 

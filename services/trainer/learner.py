@@ -30,6 +30,7 @@ from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.routing import Replay
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
@@ -92,7 +93,9 @@ class Learner(ModelLearner):
         if self._average:
             self._average.follow()
         self.version += 1
-        return mean_metrics(updates) | rewarded | described
+        replay: Replay | None = getattr(self.model, "penstock_replay", None)
+        routed = replay.take_metrics(self.world) if replay else {}
+        return mean_metrics(updates) | rewarded | described | routed
 
     def accumulate(
         self,

@@ -21,6 +21,7 @@ from penstock.services.modeling.load import device_of, load_tokenizer
 from penstock.services.modeling.lora import Adapter, is_adapters, plain_name
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
+from penstock.services.modeling.routing import Replay
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
@@ -47,6 +48,8 @@ class TrainerSettings:
     dtype: str
     temperature: float
     run_key: str
+    routing_replay: bool
+    """Tokens go to the experts that an engine has sent them to."""
     checkpoints: Path
     columns: ColumnTable
     critic_warmup: int = 0
@@ -82,6 +85,8 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
         if trainer.sends_adapter:
             names = [plain_name(name) for name, _ in model.named_parameters() if not is_adapters(name)]
             AdapterBase(settings.model_path, settings.dtype).check(names)
+        if settings.routing_replay:
+            Replay(model)
         teacher = self_teacher(trainer, settings.model_path, settings.template)
         if settings.deterministic:  # a redo has the micro-batches that the step had
             trainer = trainer.model_copy(update={"halve_micro_batches": False})

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.protocols.experience import UNSAMPLED, Prompt, Trajectory
+from penstock.protocols.routing import no_routing
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.turns.tokenizer import Tokenizer
@@ -110,4 +111,5 @@ def _after(prompt: np.ndarray, answer: Trajectory, begun: int) -> Trajectory:
         versions=behind(answer.versions, UNSAMPLED),
         candidate_counts=behind(counts, 0) if counts.size else counts,
         rewards=behind(answer.rewards, 0) if answer.rewards.size else answer.rewards,
+        routing=no_routing(),  # that was behind another prompt
     )

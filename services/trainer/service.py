@@ -221,6 +221,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         critic_warmup=config.critic_warmup,
         reference_every=config.reference.refresh_every,
         temperature=config.rollout.sampling.temperature,
+        routing_replay=config.rollout.sampling.routing_replay,
         run_key=context.run_key,
         checkpoints=context.folder / "checkpoints",
         profiles=context.folder / "profiles",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from penstock.protocols import routing as routes
 from penstock.protocols.experience import UNSAMPLED, Finish, Trajectory, no_candidates, no_rewards
 
 
 class Sampled(Protocol):
-    """What a policy said: see `experience.Trajectory` for each of the arrays, all ``[tokens]``."""
+    """What a policy said: see `experience.Trajectory` for each of the arrays, all ``[tokens]`` but ``routing``, which
+    is of these and of as many tokens before them as it has more."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -23,10 +26,22 @@ class Sampled(Protocol):
     def candidate_counts(self) -> np.ndarray: ...
     @property
     def candidate_ids(self) -> np.ndarray: ...
+    @property
+    def routing(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a policy said, where another trajectory is trained on it."""
+
+    said: Sampled
+
+
+Part = np.ndarray | Sampled | Again
 
 
 def join(
-    parts: Sequence[np.ndarray | Sampled],
+    parts: Sequence[Part],
     text: str,
     finish: Finish,
     rewards: np.ndarray | None = None,
@@ -34,23 +49,21 @@ def join(
     failure: str = "",
     greedy: bool = False,
 ) -> Trajectory:
-    """A trajectory of ``parts``, one behind the other: int32 arrays of tokens that were not sampled, or not for it, and
-    what the policy said."""
-    candidates = any(not isinstance(part, np.ndarray) and part.candidate_counts.size for part in parts)
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("tokens", "mask", "logprobs", "versions", "counts")}
-    for part in parts:
-        given = isinstance(part, np.ndarray)
-        tokens = part if isinstance(part, np.ndarray) else part.tokens
-        size = len(tokens)
-        columns["tokens"].append(tokens)
-        columns["mask"].append(np.full(size, not given, np.uint8))
-        columns["logprobs"].append(np.zeros(size) if isinstance(part, np.ndarray) else np.minimum(part.logprobs, 0))
-        columns["versions"].append(np.full(size, UNSAMPLED) if isinstance(part, np.ndarray) else part.versions)
-        counted = not isinstance(part, np.ndarray) and part.candidate_counts.size
-        columns["counts"].append(part.candidate_counts if counted else np.zeros(size))  # type: ignore[union-attr]
-    ids = [part.candidate_ids for part in parts if not isinstance(part, np.ndarray)]
+    """A trajectory of ``parts``, one behind the other: int32 arrays of tokens that were not sampled, and what the
+    policy said."""
+    sampled = [None if isinstance(part, np.ndarray | Again) else part for part in parts]
+    tokens = [_tokens(part) for part in parts]
+    candidates = any(said is not None and said.candidate_counts.size for said in sampled)
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("mask", "logprobs", "versions", "counts")}
+    for said, size in zip(sampled, map(len, tokens), strict=True):
+        columns["mask"].append(np.full(size, said is not None, np.uint8))
+        columns["logprobs"].append(np.zeros(size) if said is None else np.minimum(said.logprobs, 0))
+        columns["versions"].append(np.full(size, UNSAMPLED) if said is None else said.versions)
+        counted = said is not None and said.candidate_counts.size
+        columns["counts"].append(said.candidate_counts if said is not None and counted else np.zeros(size))
+    ids = [said.candidate_ids for said in sampled if said is not None]
     return Trajectory(
-        tokens=np.concatenate(columns["tokens"]).astype(np.int32),
+        tokens=np.concatenate(tokens).astype(np.int32),
         loss_mask=np.concatenate(columns["mask"]),
         logprobs=np.concatenate(columns["logprobs"]).astype(np.float32),
         versions=np.concatenate(columns["versions"]).astype(np.int32),
@@ -62,4 +75,30 @@ def join(
         turns=turns,
         failure=failure,
         greedy=greedy,
+        routing=_routing(parts),
     )
+
+
+def _tokens(part: Part) -> np.ndarray:
+    if isinstance(part, np.ndarray):
+        return part
+    return part.said.tokens if isinstance(part, Again) else part.tokens
+
+
+def _routing(parts: Sequence[Part]) -> np.ndarray:
+    """`Trajectory.routing`. Where several turns say it of a token, the first counts: it was sampled with that."""
+    said, end = [], 0
+    for part in parts:
+        end += len(_tokens(part))
+        if isinstance(part, np.ndarray):
+            continue
+        routing = (part.said if isinstance(part, Again) else part).routing
+        if routing.size:
+            said.append((end, routing))
+    if not said:
+        return routes.no_routing()
+    found = routes.unrouted(end, said[0][1])
+    for end, routing in reversed(said):
+        known = (routing != routes.unknown(routing.dtype)).all((1, 2))
+        found[end - len(routing) : end][known] = routing[known]
+    return found

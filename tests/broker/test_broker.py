@@ -15,8 +15,9 @@ import redis
 from penstock.pipeline.run.summary import read_lines
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
-from penstock.protocols.experience import Group, GroupSummary, Trajectory, as_bytes, pack_group, summarize
+from penstock.protocols.experience import Group, GroupSummary, Trajectory, as_bytes, summarize
 from penstock.protocols.mailbox import FencedError, Mailbox, RefusedError
+from penstock.protocols.packed_groups import pack_group
 from penstock.protocols.versions import Digests
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.broker.service import Broker

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.summary import steps_of
-from penstock.protocols.experience import unpack_group
+from penstock.protocols.packed_groups import unpack_group
 from penstock.services.broker.archive import read
 from tests.e2e.runs import QUICKSTART, WHOLE, Run, check_promises
 

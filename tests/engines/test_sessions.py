@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.protocols.experience import Group, pack_group, unpack_group
+from penstock.protocols.experience import Group
+from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.questions import Asking

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.protocols.experience import Group, Trajectory, pack_group, unpack_group
+from penstock.protocols.experience import Group, Trajectory
+from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.gateway import desk
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError

@@ -22,8 +22,9 @@ from penstock.pipeline.page.build import whole
 from penstock.pipeline.page.data import by_column, evenly, run_data
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.pipeline.page.server import make_app
-from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes, pack_group
+from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
+from penstock.protocols.packed_groups import pack_group
 from penstock.services.broker.archive import Archive, open_group
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.parallel.world import World

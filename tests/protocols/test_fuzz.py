@@ -13,7 +13,7 @@ import zmq
 
 from penstock.pipeline.harness.ack_server import ack_server
 from penstock.protocols import wire
-from penstock.protocols.experience import ExperienceError, GroupSummary, as_bytes, pack_group, unpack_group
+from penstock.protocols.experience import ExperienceError, GroupSummary, as_bytes
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.messages import (
     Ack,
@@ -29,6 +29,7 @@ from penstock.protocols.messages import (
     from_envelope,
     to_envelope,
 )
+from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.protocols.router_server import RouterServer
 from tests.conftest import make_group
 

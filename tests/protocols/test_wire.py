@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.protocols import wire
-from penstock.protocols.experience import ExperienceError, Group, GroupSummary, pack_group, unpack_group
+from penstock.protocols.experience import ExperienceError, Group, GroupSummary
 from penstock.protocols.messages import Finished, Take, from_envelope, to_envelope
+from penstock.protocols.packed_groups import pack_group, unpack_group
+from penstock.protocols.routing import no_routing, unknown
 from tests.conftest import make_group, with_candidates
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
@@ -146,6 +149,24 @@ def test_candidates_that_break_their_rules_are_refused(change: Any, match: str) 
     fields["candidate_counts"], fields["candidate_ids"] = counts.astype(np.int32), ids
     with pytest.raises(ExperienceError, match=match):
         unpack_group(wire.pack(fields))
+
+
+def test_a_group_says_where_the_tokens_of_some_of_its_trajectories_went() -> None:
+    random = np.random.default_rng(3)
+    group = make_group(random, 1, 3)
+    sizes = [len(t.tokens) for t in group.trajectories]
+    routes = [
+        random.integers(0, 7, (sizes[0], 2, 3)).astype(np.uint8),
+        no_routing(),
+        np.full((sizes[2], 2, 3), 5, np.uint8),
+    ]
+    told = [replace(t, routing=routing) for t, routing in zip(group.trajectories, routes, strict=True)]
+    again = unpack_group(pack_group(Group(1, group.prompt, told))).trajectories
+    assert np.array_equal(again[0].routing, routes[0]) and np.array_equal(again[2].routing, routes[2])
+    assert (again[1].routing == unknown(np.dtype(np.uint8))).all() and again[1].routing.shape == (sizes[1], 2, 3)
+    for bad in (routes[0][:-1], routes[0][:, :, 0], routes[0].astype(np.int32), -routes[0].astype(np.int16) - 1):
+        with pytest.raises(ExperienceError, match="routing: "):
+            replace(told[0], routing=bad)
 
 
 def test_a_token_without_a_version_is_refused() -> None:

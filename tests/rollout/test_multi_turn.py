@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
-from penstock.protocols.experience import UNSAMPLED, Group, Prompt, Sampling, pack_group, unpack_group
+from penstock.protocols.experience import UNSAMPLED, Group, Prompt, Sampling
 from penstock.protocols.messages import Lease
+from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.modeling import attention  # noqa: F401 - registers ours
 from penstock.services.rollout.group_maker import Made

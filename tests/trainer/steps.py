@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from penstock.protocols.experience import Trajectory
+from penstock.protocols.routing import unknown
 from penstock.services.learning.batch import TrainingBatch
 from tests.conftest import make_group
 
@@ -15,9 +19,26 @@ class Tokenizer:
         (folder / "tokenizer.json").write_text("{}")
 
 
-def a_step(seed: int) -> TrainingBatch:
+def routed(trajectories: Sequence[Trajectory], seed: int = 0) -> list[Trajectory]:
+    """As if an engine had sent each token to two of eight experts, in one layer; the last one to none, and those of a
+    prompt to the same in all trajectories."""
+    random, found = np.random.default_rng(seed), []
+    for trajectory in trajectories:
+        of_prompt = np.random.default_rng(trajectory.tokens[trajectory.loss_mask == 0])
+        drawn = [
+            (random if sampled else of_prompt).choice(8, (1, 2), replace=False) for sampled in trajectory.loss_mask
+        ]
+        routing = np.array(drawn, np.uint8)
+        routing[-1] = unknown(routing.dtype)
+        found.append(replace(trajectory, routing=routing))
+    return found
+
+
+def a_step(seed: int, routing: bool = False) -> TrainingBatch:
     random = np.random.default_rng(seed)
     groups = [make_group(random, number) for number in range(3)]
     trajectories = [t for group in groups for t in group.trajectories]
+    if routing:
+        trajectories = routed(trajectories, seed)
     rewards = random.random(12).astype(np.float32)
     return TrainingBatch(trajectories, np.repeat(np.arange(3), 4), np.arange(12), {"reward": rewards}, {})

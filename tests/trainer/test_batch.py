@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.protocols.columns import REWARD, Column, ColumnTable, WeightedSum
-from penstock.protocols.experience import Group, as_bytes, lengths_of, pack_group
+from penstock.protocols.experience import Group, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
+from penstock.protocols.packed_groups import lengths_of, pack_group
 from penstock.services.learning.batch import TrainingBatch, open_batch
 from penstock.services.learning.config import Penalties
 from penstock.services.learning.token_rewards import token_rewards

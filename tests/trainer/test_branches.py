@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from penstock.protocols.experience import Group, mean_by_session, pack_group, sessions_of, unpack_group
+from penstock.protocols.experience import Group, mean_by_session, sessions_of
+from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.algorithms.compose import Algorithm
 from tests.conftest import make_group

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.columns import Column, ColumnTable
-from penstock.protocols.experience import as_bytes, pack_group
+from penstock.protocols.experience import as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
+from penstock.protocols.packed_groups import pack_group
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import BatchError, open_batch
 from penstock.services.modeling.parallel.start import load_trainable

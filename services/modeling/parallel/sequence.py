@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.services.modeling.parallel.exchange import exchange
+from penstock.services.modeling.routing import OPEN
 from penstock.services.runtime.errors import SetupError
 
 
@@ -31,8 +32,8 @@ class SequenceParallel:
         """What the model is called with for this rank's tokens: of ``inputs`` for a whole packed row, which is padded
         so that it can be cut."""
         found = dict(inputs)
-        for name in ("input_ids", "position_ids"):
-            padded = self._padded(inputs[name], 1)
+        for name in {"input_ids", "position_ids", "routing"} & inputs.keys():
+            padded = self._padded(inputs[name], 1, OPEN if name == "routing" else 0)
             found[name] = padded.chunk(self.size, 1)[self.rank]
         found["segments"] = replace(inputs["segments"], ulysses=self)
         return found
@@ -86,14 +87,14 @@ class SequenceParallel:
     def _share(self, length: int) -> int:
         return -(-length // self.size)
 
-    def _padded(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def _padded(self, tensor: torch.Tensor, dim: int, fill: int = 0) -> torch.Tensor:
         length = tensor.shape[dim]
         missing = self._share(length) * self.size - length
         if not missing:
             return tensor
         shape = [*tensor.shape]
         shape[dim] = missing
-        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+        return torch.cat([tensor, tensor.new_full(shape, fill)], dim)
 
 
 class _Gather(torch.autograd.Function):

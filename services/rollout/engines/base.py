@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.protocols.experience import Finish, Sampling, no_candidates
 from penstock.protocols.keys import ClientKeys
+from penstock.protocols.routing import no_routing
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import FUSED
 from penstock.services.weights.receiver.loader import WeightLoader
@@ -51,6 +52,8 @@ class Request:
     sampling: Sampling
     of: int | None = None
     """What sampling is keyed by in the place of `number`."""
+    known: int = 0
+    """Tokens at the beginning whose experts need not be said: see `Completion.routing`."""
 
     @property
     def stream(self) -> int:
@@ -89,6 +92,9 @@ class Completion:
     all"""
     candidate_ids: np.ndarray = field(default_factory=no_candidates)
     """int32 ``[sum of candidate_counts]``"""
+    routing: np.ndarray = field(default_factory=no_routing)
+    """Where `Sampling.routing_replay` asks for it, `experience.Trajectory.routing` of the prompt's tokens from
+    `Request.known` on, and of the new ones: as each was run first."""
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,8 @@ class HttpEngine(AsyncEngine):
         """See `base.Engine.submit`."""
         if request.sampling.candidates:
             raise RequestError("rollout.sampling.candidates: servers over HTTP do not say what a sampler kept")
+        if request.sampling.routing_replay:
+            raise RequestError("rollout.sampling.routing_replay: servers over HTTP do not say which experts they took")
         super().submit(request)
 
     def swap(self, prepared: Version, version: int) -> None:

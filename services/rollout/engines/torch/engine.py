@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import structlog
 import torch
 
 from penstock.protocols.experience import Finish, no_candidates
+from penstock.protocols.routing import no_routing
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.rollout.config import TorchEngineConfig
@@ -19,6 +21,7 @@ from penstock.services.rollout.engines.base import Completion, Refusal, Request,
 from penstock.services.rollout.engines.torch import native
 from penstock.services.rollout.engines.torch.hosted import HostedModel, UnfitError
 from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
+from penstock.services.rollout.engines.torch.routing_table import RoutingTable
 from penstock.services.rollout.engines.torch.sampling import sample, stream_key, uniforms
 from penstock.services.weights.receiver.loader import MappedVersion
 
@@ -93,6 +96,10 @@ class TorchEngine:
         """Requests whose candidates are recorded."""
         self._kept: dict[tuple[int, int], list[np.ndarray]] = {}
         """By request and sample: for each new token, what it was chosen from."""
+        self._routed: dict[int, int] = {}
+        """Requests whose routing is noted, and from which token on it is wanted."""
+        self._routing: RoutingTable | None = None
+        """From the first such request on."""
         self._generated = 0
 
     @property
@@ -106,6 +113,8 @@ class TorchEngine:
         sampling = request.sampling
         if sampling.n > self._capacity:
             raise RequestError(f"n={sampling.n} exceeds rollout.engine.max_sequences={self._capacity}")
+        if sampling.routing_replay:
+            self._route(request)
         self._queue.append(request)
         if sampling.stop:
             self._stops[request.number] = sampling.stop
@@ -133,6 +142,7 @@ class TorchEngine:
             self._compact(gone)
         self._stops.pop(number, None)
         self._masked.discard(number)
+        self._routed.pop(number, None)
         self._kept = {key: recorded for key, recorded in self._kept.items() if key[0] != number}
 
     def pending(self) -> int:
@@ -193,10 +203,21 @@ class TorchEngine:
         tokens = np.zeros((len(chosen), int(lengths.max())), np.int32)
         for row, request in enumerate(chosen):
             tokens[row, : lengths[row]] = request.tokens
-        logits = self._prefill(tokens, lengths, slots)
+        logits = self._prefill(tokens, lengths, slots, self._routing if self._routed else None)
         repeat = torch.tensor([len(mine) for mine in slots], device=self.device)
         self._extend(logits.repeat_interleave(repeat, 0), start, self._active)
         done += self._retire(self._active, start)
+
+    def _route(self, request: Request) -> None:
+        """Its routing will be noted. Raises `RequestError` where there is none, or none that can be seen."""
+        if self._routing is None:
+            if not isinstance(self._model, HostedModel) or not self._model.recorder.fits:
+                raise RequestError(
+                    "rollout.sampling.routing_replay: this model has no experts whose choice the embedded engine can "
+                    "note; set it to false"
+                )
+            self._routing = RoutingTable(self._model, self._capacity, self._length)
+        self._routed[request.number] = request.known
 
     def _occupy(self, request: Request, mine: list[int]) -> None:
         s, sampling, size = self._slots, request.sampling, len(request.tokens)
@@ -208,8 +229,10 @@ class TorchEngine:
         s.sample[mine] = range(len(mine))
         s.key[mine] = [stream_key(request.seed, request.stream, i) for i in range(len(mine))]
 
-    def _prefill(self, tokens: np.ndarray, lengths: np.ndarray, slots: list[list[int]]) -> torch.Tensor:
-        """Runs the first ``lengths[i]`` of each row into its slots, rows of like length together."""
+    def _prefill(
+        self, tokens: np.ndarray, lengths: np.ndarray, slots: list[list[int]], routing: RoutingTable | None = None
+    ) -> torch.Tensor:
+        """Runs the first ``lengths[i]`` of each row into its slots, rows of like length together. ``routing`` notes."""
         order = np.argsort(lengths, kind="stable")
         logits: list[torch.Tensor] = []
         start = 0
@@ -226,7 +249,10 @@ class TorchEngine:
             width = int(lengths[rows[-1]])
             block = torch.from_numpy(tokens[rows, :width].astype(np.int64)).to(self.device)
             sizes = torch.from_numpy(lengths[rows]).to(self.device)
-            logits.append(self._model.prefill(block, sizes, [torch.tensor(slots[r], device=self.device) for r in rows]))
+            mine = [slots[r] for r in rows]
+            with routing.prefilling(mine, lengths[rows], width) if routing else nullcontext():
+                places = [torch.tensor(each, device=self.device) for each in mine]
+                logits.append(self._model.prefill(block, sizes, places))
             start = end
         return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self.device)]
 
@@ -234,11 +260,12 @@ class TorchEngine:
         s, active = self._slots, self._active
         positions = s.lengths[:active] - 1
         last = s.tokens[np.arange(active), positions].astype(np.int64)
-        logits = self._model.decode(
-            torch.from_numpy(last).to(self.device),
-            torch.from_numpy(positions).to(self.device),
-            int(positions.max()) + 1,
-        )
+        with self._routing.decoding(positions) if self._routing and self._routed else nullcontext():
+            logits = self._model.decode(
+                torch.from_numpy(last).to(self.device),
+                torch.from_numpy(positions).to(self.device),
+                int(positions.max()) + 1,
+            )
         self._extend(logits, 0, active)
 
     def _extend(self, logits: torch.Tensor, start: int, end: int) -> None:
@@ -295,10 +322,11 @@ class TorchEngine:
             return []
         done = [self._completion(int(slot), bool(stopped[slot - start])) for slot in finished]
         self._compact(finished)
-        if self._stops or self._masked:
+        if self._stops or self._masked or self._routed:
             running = set(s.number[: self._active].tolist()) | {r.number for r in self._queue}
             self._stops = {number: stop for number, stop in self._stops.items() if number in running}
             self._masked &= running
+            self._routed = {number: known for number, known in self._routed.items() if number in running}
         return done
 
     def _completion(self, slot: int, stopped: bool) -> Completion:
@@ -306,7 +334,7 @@ class TorchEngine:
         part = slice(int(s.prompt[slot]), int(s.lengths[slot]))
         finish: Finish = "stop" if stopped else "length"
         number, sample = int(s.number[slot]), int(s.sample[slot])
-        recorded = self._kept.pop((number, sample), [])
+        recorded, known = self._kept.pop((number, sample), []), self._routed.get(number)
         return Completion(
             number,
             sample,
@@ -316,6 +344,7 @@ class TorchEngine:
             finish,
             np.array([len(ids) for ids in recorded], np.int32) if recorded else no_candidates(),
             np.concatenate(recorded) if recorded else no_candidates(),
+            self._routing.of(slot, known, part.stop) if self._routing and known is not None else no_routing(),
         )
 
     def _compact(self, finished: np.ndarray) -> None:
@@ -327,6 +356,8 @@ class TorchEngine:
             length = int(self._slots.lengths[movers].max())
             self._model.move(torch.from_numpy(movers).to(self.device), torch.from_numpy(holes).to(self.device), length)
             self._slots.move(movers, holes)
+            if self._routing and self._routed:
+                self._routing.move(movers, holes)
         self._active = remaining
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.services.modeling.load import ModelError, attention_of
+from penstock.services.modeling.routing import Recorder
 
 
 class TransformersModel:
@@ -19,6 +20,12 @@ class TransformersModel:
         self._device = device
         self._spare = [self._make(config, dtype), self._make(config, dtype)]
         self.weights: Any = None
+        self._recorders = [Recorder(model) for model in self._spare]
+
+    @property
+    def recorder(self) -> Recorder:
+        """Of the copy that serves."""
+        return self._recorders[self.weights is self._spare[1]]
 
     def _make(self, config: Any, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))

@@ -25,7 +25,7 @@ BATCHED_TOKENS = 8192
 """Prompt tokens of one step, on a CPU."""
 
 
-def environment(threads: int) -> None:
+def environment(threads: int, routed: bool = False) -> None:
     """Sets what vLLM's processes read from the environment. Whatever the user has set stays."""
     os.environ[OURS] = str(os.getpid())
     defaults = {
@@ -35,6 +35,8 @@ def environment(threads: int) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if routed:
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one records no experts
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     plugins = os.environ.get("VLLM_PLUGINS")
@@ -43,11 +45,18 @@ def environment(threads: int) -> None:
 
 
 def engine_arguments(
-    config: VllmEngineConfig, model_path: str, dtype: str, raw: bool, kv_token_bytes: int, positions: int, top_k: int
+    config: VllmEngineConfig,
+    model_path: str,
+    dtype: str,
+    raw: bool,
+    kv_token_bytes: int,
+    positions: int,
+    top_k: int,
+    routed: bool = False,
 ) -> Any:
     """vLLM's ``AsyncEngineArgs``. ``raw``: log-probabilities before the temperature is applied; ``kv_token_bytes``: KV
-    of one token; ``positions``: that the model has; ``top_k``: log-probabilities that may be asked for. Raises
-    `SetupError`."""
+    of one token; ``positions``: that the model has; ``top_k``: log-probabilities that may be asked for;
+    ``routed``: it says which experts it took. Raises `SetupError`."""
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -77,9 +86,14 @@ def engine_arguments(
         "load_format": "dummy",  # version 0 comes by the weight channel like any other
         "generation_config": "vllm",
         "max_logprobs": max(LOGPROBS, top_k),
+        **({"enable_return_routed_experts": True} if routed else {}),
         **config.vllm,
     }
     if current_platform.is_cpu():
+        if routed:
+            raise SetupError(
+                "rollout.sampling.routing_replay: vLLM records no experts on a CPU; use rollout.engine.type=torch there"
+            )
         wanted = max(config.max_sequences * config.max_length * kv_token_bytes, 64 << 20)
         room = int(psutil.virtual_memory().available * KV_SHARE)
         arguments.setdefault("kv_cache_memory_bytes", min(wanted, room))

@@ -16,7 +16,9 @@ import torch
 
 from penstock.protocols.experience import Finish, Sampling
 from penstock.protocols.keys import ClientKeys
+from penstock.protocols.routing import routing_dtype, unrouted
 from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.experts import mixture_layers
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
 from penstock.services.rollout.engines.base import (
@@ -95,11 +97,14 @@ class VllmEngine(AsyncEngine):
         self._requests = 0
         self._shared: list[HostBuffer] = []
         self._processes: list[psutil.Process] = []
-        environment(threads)
+        environment(threads, sampling.routing_replay)
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         itemsize = DTYPES[dtype].itemsize
         kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
-        arguments = engine_arguments(config, model_path, dtype, self._raw, kv, positions, sampling.top_k)
+        arguments = engine_arguments(
+            config, model_path, dtype, self._raw, kv, positions, sampling.top_k, sampling.routing_replay
+        )
+        self._model_config = model_config
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
         self.llm: Any = self.call(self._start(arguments), config.start_s, "start")
         parallel = self.llm.vllm_config.parallel_config
@@ -231,6 +236,7 @@ class VllmEngine(AsyncEngine):
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            routed_experts_prompt_start=request.known if sampling.routing_replay else 0,
         )
         # Salted, so that blocks of an older version are never taken for this one's.
         prompt = {"prompt_token_ids": request.tokens.tolist(), "cache_salt": str(self.version)}
@@ -238,7 +244,11 @@ class VllmEngine(AsyncEngine):
             result = await self._answer(prompt, parameters, f"{request.number}-{sample}")
         except ValueError as error:  # vLLM's validation: the request's fault
             raise RequestError(str(error)) from error
-        return _completion(request.number, sample, result.outputs[0], sampling.candidates)
+        found = _completion(request.number, sample, result.outputs[0], sampling.candidates)
+        if not sampling.routing_replay:
+            return found
+        size, routed = len(request.tokens) - request.known + len(found.tokens), result.outputs[0].routed_experts
+        return dataclasses.replace(found, routing=as_recorded(routed, size, self._model_config))
 
     async def _answer(self, prompt: dict[str, Any], parameters: Any, name: str, priority: int = 0) -> Any:
         self._requests += 1
@@ -321,6 +331,15 @@ def _processes(before: set[psutil.Process]) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             pass
     return found
+
+
+def as_recorded(routed: np.ndarray | None, tokens: int, model_config: Any) -> np.ndarray:
+    """vLLM's ``[tokens, layers, experts of a token]``, which has all layers, and all ``tokens`` but the last, which
+    was not run, as `Completion.routing`. Raises `EngineError` where some are left out."""
+    if routed is None or len(routed) < tokens - 1:
+        raise EngineError(f"vLLM says of {0 if routed is None else len(routed)} tokens where they went, not {tokens}")
+    run = routed[: tokens - 1, mixture_layers(model_config)].astype(routing_dtype(model_config.num_experts))
+    return np.concatenate([run, unrouted(1, run)])
 
 
 def _completion(number: int, sample: int, output: Any, candidates: bool) -> Completion:

@@ -1,0 +1,139 @@
+"""Routing replay: the trainer sends tokens to the experts that an engine has sent them to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from penstock.protocols.experience import Trajectory
+from penstock.protocols.routing import no_routing, routing_dtype, unknown
+from penstock.services.modeling.families import OUR_ATTENTION
+from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.routing import Recorder, Replay
+from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.learner import Learner
+from tests.conftest import TINY, make_group
+from tests.trainer.rank_program import CPU, a_mixture, a_model
+from tests.trainer.steps import a_step, routed
+
+GROUPS = [number for number in range(3) for _ in range(4)]
+
+
+def ours(model: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
+    model.set_attn_implementation(OUR_ATTENTION)
+    return model.eval()
+
+
+def trajectories() -> list[Trajectory]:
+    random = np.random.default_rng(3)
+    return [t for number in range(3) for t in make_group(random, number).trajectories]
+
+
+def found(model: torch.nn.Module, some: Sequence[Trajectory], groups: Sequence[int], packed: bool) -> list[np.ndarray]:
+    with torch.no_grad():
+        return by_trajectory(some, plan_rows(some, groups, 200, CPU, packed=packed), lambda r: logprobs(model, r, 1.0))
+
+
+def own(model: torch.nn.Module, some: Sequence[Trajectory]) -> list[Trajectory]:
+    """With the experts that the model itself chooses."""
+    recorder, with_it = Recorder(model), []
+    for trajectory in some:
+        with torch.no_grad(), recorder.noting() as noted:
+            model(torch.from_numpy(trajectory.tokens.astype(np.int64))[None])
+        with_it.append(replace(trajectory, routing=torch.stack(noted, 1).numpy().astype(np.uint8)))
+    return with_it
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_models_own_choice_changes_nothing(packed: bool) -> None:
+    model, some = ours(a_mixture()), trajectories()
+    wanted = found(model, some, GROUPS, packed)
+    replay = Replay(model)
+    for one, two in zip(wanted, found(model, own(model, some), GROUPS, packed), strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-6)
+    assert replay.take_metrics(World(CPU)) == {"routing_other": 0.0} and replay.take_metrics(World(CPU)) == {}
+    np.testing.assert_array_equal(found(model, some, GROUPS, packed)[0], wanted[0]), "and it can be left out"
+
+
+def test_given_experts_are_those_of_a_model_that_has_no_others() -> None:
+    """Of two experts with normalised weights, a router with only their rows chooses both, and weighs them alike."""
+    shape = {**TINY, "moe_intermediate_size": 32, "norm_topk_prob": True, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    whole = ours(Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, num_experts=8)))
+    two = ours(Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, num_experts=2)))
+    pair = [6, 1]
+    two.load_state_dict({
+        name: weight[pair] if ".experts." in name or name.endswith("mlp.gate.weight") else weight
+        for name, weight in whole.state_dict().items()
+    })  # fmt: skip
+    some = trajectories()
+    layers = len(whole.model.layers)
+    given = [replace(t, routing=np.full((len(t.tokens), layers, 2), pair, np.uint8)) for t in some]
+    wanted, before = found(two, some, GROUPS, True), found(whole, some, GROUPS, True)
+    replay = Replay(whole)
+    for mine, other in zip(found(whole, given, GROUPS, True), wanted, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    assert max(np.abs(a - b).max() for a, b in zip(before, wanted, strict=True)) > 1e-3
+    assert 0.5 < replay.take_metrics(World(CPU))["routing_other"] <= 1
+
+
+def test_rows_that_share_a_prompt_and_rows_alone_are_sent_alike() -> None:
+    model, some = ours(a_mixture()), routed(trajectories())
+    Replay(model)
+    alone = [found(model, [t], [0], False)[0] for t in some]
+    for packed in (False, True):
+        for one, two in zip(found(model, some, GROUPS, packed), alone, strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+def test_what_is_not_known_the_model_chooses() -> None:
+    model, some = ours(a_mixture()), trajectories()
+    wanted = found(model, some, GROUPS, True)
+    chosen = own(model, some)
+    for t in chosen:
+        t.routing[::2, :, 1] = unknown(t.routing.dtype)
+    Replay(model)
+    mixed = [t if i % 3 else replace(t, routing=no_routing()) for i, t in enumerate(chosen)]
+    for one, two in zip(found(model, mixed, GROUPS, True), wanted, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_a_layer_that_is_computed_again_gets_its_experts_again(how: object) -> None:
+    gradients = []
+    for given in ({"gradient_checkpointing": False}, {"gradient_checkpointing": how, "tokens_per_micro_batch": 40}):
+        model = a_mixture()
+        Replay(model)
+        learner = Learner(model, TrainerConfig.model_validate(given), 1.0)
+        loss, _ = learner.accumulate(a_step(1, routing=True))
+        gradients.append((loss, {name: p.grad for name, p in learner.parameters.items()}))
+    assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)
+    for name, wanted in gradients[0][1].items():
+        torch.testing.assert_close(gradients[1][1][name], wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_says_how_often_the_router_would_have_chosen_otherwise() -> None:
+    model = a_mixture()
+    Replay(model)
+    learner = Learner(model, TrainerConfig(), 1.0)
+    assert 0.3 < learner.train(a_step(1, routing=True))["routing_other"] < 1
+    assert "routing_other" not in learner.train(a_step(2))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(SetupError, match="qwen3 is no mixture of experts"):
+        Replay(a_model())
+    model, some = ours(a_mixture()), trajectories()
+    Replay(model)
+    for routing in (np.zeros((len(some[0].tokens), 2, 2), np.uint8), np.full((len(some[0].tokens), 1, 2), 8, np.uint8)):
+        with pytest.raises(SetupError, match="need the same model"):
+            found(model, [replace(some[0], routing=routing)], [0], True)
+    assert routing_dtype(255) == np.uint8 and routing_dtype(256) == np.int16
