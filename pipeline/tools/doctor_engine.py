@@ -21,6 +21,7 @@ from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.precision import LOGPROBS
+from penstock.services.modeling.routing import Replay, as_given
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
 from penstock.services.rollout.service import make_engine
 from penstock.services.runtime import logs
@@ -97,6 +98,8 @@ def _examine(
     engine: Engine, config: Config, path: str, text: Tokenizer, prompts: int, findings: _Findings, say: Any
 ) -> None:
     model = load_model(path, config.model.dtype, torch.device("cpu")).eval()
+    if config.rollout.sampling.routing_replay:
+        Replay(model)
     random = np.random.default_rng(config.run.seed)
     tolerance = config.weights.canary_tolerance or LOGPROBS[config.model.dtype]
     scored = random.integers(0, model.config.get_text_config().vocab_size, max(2, config.weights.canary_tokens)).astype(
@@ -187,9 +190,13 @@ def _compare(
 
 @torch.inference_mode()
 def _trainers(model: Any, prompt: np.ndarray, completion: Completion, temperature: float) -> np.ndarray:
-    """float32 ``[new tokens]``: what the trainer would compute, over what the sampler kept where that was recorded."""
+    """float32 ``[new tokens]``: what the trainer would compute; over what the sampler kept, and with the experts that
+    the engine took, where that was recorded."""
+    replay: Replay | None = getattr(model, "penstock_replay", None)
+    routing = as_given(completion.routing)[None]
+    given = {"routing": replay.given(routing, torch.device("cpu"))} if replay and routing.size else {}
     ids = torch.from_numpy(np.concatenate([prompt, completion.tokens]).astype(np.int64))
-    logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
+    logits = model(ids[None], **given).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
     for row, kept in enumerate(np.split(completion.candidate_ids, np.cumsum(completion.candidate_counts)[:-1])):
         if kept.size:
             keep = torch.zeros(logits.shape[1], dtype=torch.bool)

@@ -104,7 +104,7 @@ class SamplingConfig(Section):
     those alone, as the sampler did (DeepSeek-AI 2025, V3.2). false: over the whole vocabulary."""
     routing_replay: bool = False
     """Of a mixture of experts: which experts the engine sends each token to is recorded, and the trainer sends it there
-    (R3, Ma et al. 2025, arXiv:2510.11370). A byte for each token, layer and expert of a token. See docs/experts.md."""
+    (R3, Ma et al. 2025, arXiv:2510.11370). See docs/engines.md."""
     max_new_tokens: int = Field(256, ge=1)
     """Longest response, in tokens; what is longer is cut off."""
     stop: tuple[str, ...] = ()
