@@ -235,6 +235,8 @@ class Config(Section):
                     f"weights.canary_tokens={self.weights.canary_tokens} exceeds "
                     f"rollout.engine.max_length={engine.max_length}"
                 )
+        if sampling.routing_replay and isinstance(self.model, TinyModel) and not self.model.experts:
+            raise ValueError("rollout.sampling.routing_replay: there are no experts; set model.experts, e.g. to 4")
         if sampling.candidates and not sampling.training().truncated:
             raise ValueError("rollout.sampling.candidates: without top_p or top_k there is nothing to record")
         if isinstance(engine, VllmEngineConfig) and sampling.candidates and not sampling.top_k:

@@ -33,6 +33,7 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("weights.transport=glo", "did you mean 'gloo'?"),
         ("gate.window=100", "gate: window=100 with groups_per_step=32 needs max_lag >= 4, got 2"),
         ("rollout.sampling.n=1", "rollout.sampling.n must be at least 2"),
+        ("rollout.sampling.routing_replay=true", "there are no experts; set model.experts"),
         ("rollout.sampling.n=300", "exceeds rollout.engine.max_sequences=256"),
         ("rollout.sampling.max_new_tokens=32", "leaves no room for a prompt"),
         ("trainer.algorithm.aggregation=seq-mean-token-sum-norm", "length_scale is needed"),
