@@ -62,6 +62,9 @@ class RunConfig(Section):
     gpu_gib: float | None = Field(None, gt=0)
     """Memory of each GPU in GiB, e.g. ``80``; null: not checked. With it, a run whose model cannot fit is refused
     before anything starts."""
+    placement: Literal["as_given", "auto"] = "as_given"
+    """Who gets which GPUs: ``as_given``, as `trainer.ranks`, `rollout.count` and so on say; ``auto``: `penstock run`
+    takes the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
     elsewhere: tuple[str, ...] = ()
     """Kinds of processes that `penstock run` does not start, e.g. ``[rollout]``: they join from other machines, by
     `penstock join`. See docs/clusters.md."""

@@ -47,6 +47,14 @@ DEVICES = {
 """By name, as the makers' data sheets have them (SXM where there are several); networks as clouds rent them out."""
 
 
+def device_called(name: str, gib: float) -> Device | None:
+    """What the driver calls ``NVIDIA A100-SXM4-80GB``, say, and has so much memory; None where it is none of these."""
+    plain = name.upper().replace(" ", "")
+    called = [device for device in DEVICES.values() if device.name.partition("-")[0] in plain]
+    near = [device for device in called if abs(device.gib - gib) <= 0.15 * device.gib]
+    return max(near, key=lambda device: len(device.name.partition("-")[0]), default=None)
+
+
 def devices_of(text: str) -> tuple[int, Device]:
     """``8xH100``. Raises `ConfigError`."""
     match = re.fullmatch(r"(\d+)\s*x\s*([\w-]+)", text.strip(), re.IGNORECASE)

@@ -15,6 +15,7 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.report.console import print_summary
+from penstock.pipeline.resources.choice import choose
 from penstock.pipeline.run.folder import begin, make_folder, new_folder
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError
 from penstock.pipeline.run.launcher import run as launch
@@ -44,12 +45,11 @@ def start(
         overrides, file = [file, *overrides], None
     if file is None and resume is None:
         raise ConfigError("give a config, e.g. penstock run configs/quickstart.yaml, or a run's folder with --resume")
-    changed: list[str] = []
-    if resume:
-        config, origin, changed = resumed(resume, Path(file) if file else None, overrides)
-    else:
-        assert file
-        config, origin = load(Path(file), overrides), Origin(str(Path(file).resolve()), tuple(overrides))
+    config, origin, changed = _read(file, overrides, resume)
+    if config.run.placement == "auto":
+        choice = choose(config)
+        config, origin, changed = _read(file, [*overrides, *choice.overrides], resume)
+        changed = [*changed, choice.line]
     folder = resume or new_folder(config, Path(file or ""))
     if resume and not dry_run and (summary := complete(folder, config)):
         more = f"to go on, give more steps, e.g. trainer.steps={2 * summary['steps']}"
@@ -74,6 +74,14 @@ def start(
         console.print(f"changed: {change}", highlight=False, markup=False, soft_wrap=True)
     with held(folder, wait_s):
         return _run(console, config, origin, folder, show)
+
+
+def _read(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:
+    """The config, where it is from, and what is changed in a run that goes on."""
+    if resume:
+        return resumed(resume, Path(file) if file else None, overrides)
+    assert file
+    return load(Path(file), overrides), Origin(str(Path(file).resolve()), tuple(overrides)), []
 
 
 def _show(config: Config, report: Report, changed: list[str]) -> int:

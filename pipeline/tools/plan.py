@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import heapq
+import shlex
 
 from rich.console import Console
 from rich.table import Table
 
 from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.resources.choice import (
+    best_of,
+    half_of_the_longest,
+    load_of,
+    memory_words,
+    nothing_fits,
+    overrides,
+    shape_words,
+)
 from penstock.pipeline.resources.devices import Device, devices_of
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, Load
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE
 from penstock.pipeline.resources.trainer_memory import trainer_parts
-from penstock.services.rollout.config import VllmEngineConfig
-from penstock.services.trainer.config import TrainerConfig
 
 SHOWN = 6
-SEARCHED = (
-    "ranks", "nodes", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "gradient_checkpointing",
-    "offload", "offload_activations",
-)  # fmt: skip
-"""Keys of `trainer` that the search chooses."""
 
 
 def show(console: Console, config: Config, gpus: str | None, length: int | None) -> bool:
@@ -48,7 +51,7 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
             highlight=False,
         )
     if device:
-        response = length or max(1, config.rollout.sampling.max_new_tokens // 2)
+        response = length or half_of_the_longest(config)
         _print_layouts(console, config, shape, count, device, response)
     return not found.problems
 
@@ -67,14 +70,9 @@ def _print_parts(console: Console, config: Config, shape: Shape) -> None:
 
 def _print_layouts(console: Console, config: Config, shape: Shape, count: int, device: Device, response: int) -> None:
     groups = config.gate.groups_per_step * config.sampling.trajectories
-    load = Load(float(groups * response), float(response))
-    every = list(layouts(config, shape, count, device, load))
+    every = list(layouts(config, shape, count, device, load_of(config, response)))
     if not every:
-        console.print(
-            f"nothing fits {count} x {device.name} of {device.gib:g} GiB: take more of them, or larger ones; fewer "
-            "trainer.tokens_per_micro_batch or a shorter rollout.engine.max_length need less",
-            style="red", highlight=False,
-        )  # fmt: skip
+        console.print(nothing_fits(count, device), style="red", highlight=False)
         return
     for title, lora in (("training all weights", False), ("training an adapter (LoRA)", True)):
         some = [layout for layout in every if (layout.trainer.lora is not None) == lora]
@@ -90,49 +88,11 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         "(gate.max_lag=0)",
         highlight=False,
     )
-    adapter = all(layout.trainer.lora for layout in every)
-    alike = [layout for layout in every if bool(layout.trainer.lora) == adapter]
-    best = min(alike, key=lambda each: each.step_s)
-    for reason in reasons(best, alike):
+    best, why = best_of(config, every)
+    for reason in why:
         console.print(f"why: {reason}", highlight=False, markup=False)
-    console.print(f"take the first: {overrides(config, best)}", highlight=False, markup=False, soft_wrap=True)
-
-
-def reasons(best: Layout, others: list[Layout]) -> list[str]:
-    """Why it is the best of these, which come in the order of their ranks."""
-    ranks = best.trainer.ranks
-    fewer = [each for each in others if each.trainer.ranks < ranks]
-    more = [each for each in others if each.trainer.ranks > ranks]
-    said = []
-    for word, near in (("fewer", fewer[-1:]), ("more", more[:1])):
-        for each in near:
-            longer = "training" if each.train_s > each.generate_s else "generating"
-            said.append(f"with {word} ranks ({each.trainer.ranks}), {longer} takes longest: {each.step_s:.1f} s")
-    if best.faster and best.faster_s < best.train_s:
-        said.append(
-            f"{ranks} ranks ({_words(best.faster)}) would train in {best.faster_s:.1f} s and not "
-            f"{best.train_s:.1f}, but take {best.faster_gib:.0f} GiB each"
-        )
-    return said
-
-
-def _shape_words(trainer: TrainerConfig) -> str:
-    degrees = (
-        ("R", trainer.replicas), ("SP", trainer.sequence_parallel), ("TP", trainer.tensor_parallel),
-        ("EP", trainer.expert_parallel),
-    )  # fmt: skip
-    return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
-
-
-def _memory_words(trainer: TrainerConfig) -> str:
-    checkpointing = {True: "all", "selective": "part", False: ""}[trainer.gradient_checkpointing]
-    words = (checkpointing, "off" * trainer.offload, "act" * trainer.offload_activations)
-    return " ".join(filter(None, words))
-
-
-def _words(trainer: TrainerConfig) -> str:
-    spares = _memory_words(trainer)
-    return ", ".join(filter(None, (_shape_words(trainer), f"spares: {spares}" if spares else "sparing nothing")))
+    taken = shlex.join(overrides(config, best))
+    console.print(f"take the first: {taken}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_table(console: Console, title: str, rows: list[Layout], count: int, device: Device) -> None:
@@ -141,29 +101,8 @@ def _print_table(console: Console, title: str, rows: list[Layout], count: int, d
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(row.trainer.ranks), _shape_words(row.trainer), _memory_words(row.trainer), f"{row.trainer_gib:.1f}",
+            str(row.trainer.ranks), shape_words(row.trainer), memory_words(row.trainer), f"{row.trainer_gib:.1f}",
             f"{row.rollouts} x {row.tensor_parallel}", f"{row.train_s:.1f}", f"{row.generate_s:.1f}",
             f"{row.step_s:.1f}", f"{row.synchronous_s:.1f}",
         )  # fmt: skip
     console.print(table)
-
-
-def overrides(config: Config, layout: Layout) -> str:
-    """What makes a config this layout."""
-    words = [
-        f"trainer.{key}={_yaml(value)}"
-        for key in SEARCHED
-        if (value := getattr(layout.trainer, key)) != getattr(config.trainer, key)
-    ]
-    words.append(f"rollout.count={layout.rollouts}")
-    if layout.trainer.nodes > 1 and "trainer" not in config.run.elsewhere:
-        words.append("'run.elsewhere=[rollout,trainer]'")
-    if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
-        words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
-    if layout.trainer.lora and config.trainer.lora is None:
-        words.append(f"'trainer.lora={{rank: {layout.trainer.lora.rank}}}'")
-    return " ".join(words)
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

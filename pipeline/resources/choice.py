@@ -1,0 +1,146 @@
+"""Which layout to take of those that fit, and why; and the one that `run.placement: auto` takes on this machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.resources.devices import Device, device_called
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.search import Layout, layouts
+from penstock.pipeline.resources.step_time import Load
+from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.runtime.gpus import chosen_gpus
+from penstock.services.trainer.config import TrainerConfig
+
+SEARCHED = (
+    "ranks", "nodes", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "gradient_checkpointing",
+    "offload", "offload_activations",
+)  # fmt: skip
+"""Keys of `trainer` that the search chooses."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `run.placement: auto` makes of a config."""
+
+    overrides: tuple[str, ...]
+    line: str
+    """What it is, and why, for people."""
+
+
+def choose(config: Config) -> Choice:
+    """The layout of ``config`` on the GPUs that this machine has. Raises `ConfigError` where none fits, or they are of
+    a kind that is not known."""
+    gpus = [*chosen_gpus().values()]
+    if len(gpus) < 2:
+        what = "there is no GPU" if not gpus else f"one {gpus[0].name}, which all processes share"
+        return Choice((), f"run.placement: auto leaves everything as it is: {what}")
+    if config.run.elsewhere:
+        raise ConfigError(
+            f"run.placement: auto lays out the GPUs of one machine, and run.elsewhere={list(config.run.elsewhere)} has "
+            "others start some processes; take what `penstock plan FILE --gpus …` says, and as_given"
+        )
+    device = device_called(gpus[0].name, gpus[0].total_gib)
+    if device is None or any(device_called(gpu.name, gpu.total_gib) != device for gpu in gpus):
+        kinds = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.total_gib:.0f} GiB)" for gpu in gpus))
+        raise ConfigError(f"run.placement: auto needs GPUs of one kind that is known, not {kinds}; set it to as_given")
+    shape = shape_of(config)
+    if shape is None:
+        raise ConfigError("run.placement: auto needs the model's sizes, and there is no config.json at model.path")
+    every = list(layouts(config, shape, len(gpus), device, load_of(config, half_of_the_longest(config))))
+    every = [layout for layout in every if bool(layout.trainer.lora) == bool(config.trainer.lora)]
+    if not every:
+        raise ConfigError(f"run.placement: auto: {nothing_fits(len(gpus), device)}")
+    best, why = best_of(config, every)
+    taken = overrides(config, best)
+    title = f"run.placement: auto takes {shlex.join(taken)} on {len(gpus)} x {device.name}, the fastest on paper"
+    return Choice(tuple(taken), "; ".join([title, *why]))
+
+
+def half_of_the_longest(config: Config) -> int:
+    """Tokens of a response, where nobody knows better."""
+    return max(1, config.rollout.sampling.max_new_tokens // 2)
+
+
+def load_of(config: Config, response: int) -> Load:
+    """A step's, with responses of so many tokens."""
+    return Load(float(config.gate.groups_per_step * config.sampling.trajectories * response), float(response))
+
+
+def nothing_fits(count: int, device: Device) -> str:
+    """For people."""
+    return (
+        f"nothing fits {count} x {device.name} of {device.gib:g} GiB: take more of them, or larger ones; fewer "
+        "trainer.tokens_per_micro_batch or a shorter rollout.engine.max_length need less"
+    )
+
+
+def best_of(config: Config, every: Sequence[Layout]) -> tuple[Layout, list[str]]:
+    """The fastest, of adapters alone only where nothing else fits; and why."""
+    adapter = all(layout.trainer.lora for layout in every)
+    alike = [layout for layout in every if bool(layout.trainer.lora) == adapter]
+    best = min(alike, key=lambda each: each.step_s if config.gate.max_lag else each.synchronous_s)
+    return best, _reasons(best, alike)
+
+
+def overrides(config: Config, layout: Layout) -> list[str]:
+    """What makes a config this layout."""
+    words = [
+        f"trainer.{key}={_yaml(value)}"
+        for key in SEARCHED
+        if (value := getattr(layout.trainer, key)) != getattr(config.trainer, key)
+    ]
+    words.append(f"rollout.count={layout.rollouts}")
+    if layout.trainer.nodes > 1 and "trainer" not in config.run.elsewhere:
+        words.append("run.elsewhere=[rollout,trainer]")
+    if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
+        words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
+    if layout.trainer.lora and config.trainer.lora is None:
+        words.append(f"trainer.lora={{rank: {layout.trainer.lora.rank}}}")
+    return words
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _reasons(best: Layout, others: list[Layout]) -> list[str]:
+    """Why it is the best of these, which come in the order of their ranks."""
+    ranks = best.trainer.ranks
+    fewer = [each for each in others if each.trainer.ranks < ranks]
+    more = [each for each in others if each.trainer.ranks > ranks]
+    said = []
+    for word, near in (("fewer", fewer[-1:]), ("more", more[:1])):
+        for each in near:
+            longer = "training" if each.train_s > each.generate_s else "generating"
+            said.append(f"with {word} ranks ({each.trainer.ranks}), {longer} takes longest: {each.step_s:.1f} s")
+    if best.faster and best.faster_s < best.train_s:
+        said.append(
+            f"{ranks} ranks ({_words(best.faster)}) would train in {best.faster_s:.1f} s and not "
+            f"{best.train_s:.1f}, but take {best.faster_gib:.0f} GiB each"
+        )
+    return said
+
+
+def shape_words(trainer: TrainerConfig) -> str:
+    """``R2 TP4``: the degrees that are not 1."""
+    degrees = (
+        ("R", trainer.replicas), ("SP", trainer.sequence_parallel), ("TP", trainer.tensor_parallel),
+        ("EP", trainer.expert_parallel),
+    )  # fmt: skip
+    return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
+
+
+def memory_words(trainer: TrainerConfig) -> str:
+    """``all off act``: what spares memory."""
+    checkpointing = {True: "all", "selective": "part", False: ""}[trainer.gradient_checkpointing]
+    words = (checkpointing, "off" * trainer.offload, "act" * trainer.offload_activations)
+    return " ".join(filter(None, words))
+
+
+def _words(trainer: TrainerConfig) -> str:
+    spares = memory_words(trainer)
+    return ", ".join(filter(None, (shape_words(trainer), f"spares: {spares}" if spares else "sparing nothing")))

@@ -1,0 +1,84 @@
+"""`run.placement: auto`: what the planner would take on the GPUs that are here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import yaml
+from rich.console import Console
+
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.resources.choice import choose
+from penstock.pipeline.resources.devices import DEVICES, device_called
+from penstock.pipeline.run.start import start
+from penstock.services.runtime.errors import SetupError
+from tests.e2e.runs import QUICKSTART, ROOT
+from tests.preflight.nvml import FakeNvml
+
+BIG = ROOT / "configs" / "grpo-8b.yaml"
+AUTO = "run.placement=auto"
+
+
+def nvml(patch: pytest.MonkeyPatch, gpus: int) -> FakeNvml:
+    return FakeNvml(patch, (80.0,) * gpus, "580.65.06", 13000)
+
+
+def test_it_takes_what_the_plan_calls_the_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    nvml(monkeypatch, 8)
+    choice = choose(load(BIG, [AUTO]))
+    taken = load(BIG, [AUTO, *choice.overrides])
+    engines = taken.rollout.count * taken.rollout.engine.vllm["tensor_parallel_size"]  # type: ignore[union-attr]
+    assert engines + taken.trainer.ranks + taken.reference.count * taken.with_reference <= 8
+    assert "8 x H100" in choice.line and "takes longest" in choice.line
+    from penstock.pipeline.tools.plan import show
+
+    show(Console(width=300), load(BIG), "8xH100", None)
+    first = capsys.readouterr().out.partition("take the first: ")[2].split()
+    assert first == list(choice.overrides)
+
+
+def test_a_run_is_laid_out_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    nvml(monkeypatch, 4)
+    given = [AUTO, "trainer.ranks=99", "prompts.train={type: sort}", "prompts.eval=null"]
+    with suppress(ConfigError, SetupError):  # the model is on the hub, which may not answer
+        start(Console(), str(BIG), given, None, True)
+    out = capsys.readouterr().out
+    shown = yaml.safe_load(out)
+    assert 1 <= shown["trainer"]["ranks"] <= 3 and shown["rollout"]["count"] >= 1
+    assert f"trainer.ranks={shown['trainer']['ranks']}" in out.partition("# changed: run.placement: auto takes ")[2]
+
+
+def test_with_no_gpu_or_one_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, said in ((0, "there is no GPU"), (1, "which all processes share")):
+        nvml(monkeypatch, count)
+        choice = choose(load(QUICKSTART, [AUTO]))
+        assert choice.overrides == () and said in choice.line
+
+
+@pytest.mark.parametrize(
+    ("given", "gib", "message"),
+    [
+        (["run.elsewhere=[rollout]"], 80.0, "of one machine"),
+        ([], 10.0, "GPUs of one kind that is known"),
+        (["rollout.engine.max_length=40000", "rollout.sampling.max_new_tokens=30000"], 80.0, "nothing fits 2 x H100"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], gib: float, message: str
+) -> None:
+    FakeNvml(monkeypatch, (gib, gib), "580.65.06", 13000)
+    big = ROOT / "configs" / "grpo-32b.yaml"
+    with pytest.raises(ConfigError, match=message):
+        choose(load(big, [AUTO, "run.elsewhere=[]", *given]))
+
+
+def test_gpus_are_known_by_what_the_driver_calls_them() -> None:
+    names = {
+        ("NVIDIA A100-SXM4-40GB", 40): "A100-40", ("NVIDIA A100-SXM4-80GB", 80): "A100", ("NVIDIA L4", 22.5): "L4",
+        ("NVIDIA L40S", 45): "L40S", ("NVIDIA GeForce RTX 4090", 24): "RTX4090", ("NVIDIA H200", 140): "H200",
+        ("NVIDIA H100 80GB HBM3", 79.6): "H100", ("NVIDIA A10G", 22.5): "A10",
+    }  # fmt: skip
+    for (name, gib), wanted in names.items():
+        assert device_called(name, gib) == DEVICES[wanted], name
+    assert device_called("NVIDIA L40", 45) is None and device_called("Tesla T4", 15) is None
