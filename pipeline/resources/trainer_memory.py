@@ -40,7 +40,8 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
     trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut
     if lora:
         ends, layers = 2 * shape.ends, 4.0 * layer
-        sums = 4.0 * shape.ends  # while they are gathered: as they come, and as they are put together
+        # While they are gathered, and the first layer behind them: as they come, and as they are put together.
+        sums = 4.0 * (shape.ends + layer)
     else:
         ends = 2 * (shape.ends + shape.head)  # gathered in bf16, with the head's gradient
         layers = 8 * layer  # one gathered, one on its way, one's gradient in fp32

@@ -14,6 +14,7 @@ import pytest
 from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.services.broker.config import StoreConfig
 from penstock.services.broker.store import Store, StoreError
+from tests.redis_log import append_only_file
 
 
 class Server:
@@ -21,8 +22,12 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.redis = PrivateRedis(folder, "always")
-        self.log = folder / "redis" / "appendonly.aof"
+        self.folder = folder
         self.start()
+
+    @property
+    def log(self) -> Path:
+        return append_only_file(self.folder)
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.redis.command, stdout=subprocess.DEVNULL)

@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.services.runtime.failpoint import VARIABLE
 from tests.e2e.runs import QUICKSTART, Run, check_promises
+from tests.redis_log import append_only_file
 
 ACTORS = ("trainer", "broker", "redis", "rollout-0", "rollout-1", "reward-0", "reference-0")
 STOPPABLE = ("rollout-0", "trainer", "broker")
@@ -106,5 +107,5 @@ def _do(run: Run, act: Act) -> None:
     for victim in victims:
         victim.send_signal(signal.SIGKILL)
     if act.kind == "tear":
-        torn = run.folder / "redis" / "appendonly.aof"
+        torn = append_only_file(run.folder)
         os.truncate(torn, max(0, torn.stat().st_size - 3000))
