@@ -33,6 +33,8 @@ class Shape:
     """Experts that a token goes to."""
     packs: bool = True
     """Its rows may be packed without padding."""
+    norms_heads: bool = False
+    """Queries and keys are normalised, head by head."""
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -127,6 +129,7 @@ def _shape(name: str, data: dict[str, Any]) -> Shape | None:
             data["vocab_size"], bool(data.get("tie_word_embeddings")), data.get("max_position_embeddings") or 1 << 20,
             data.get("num_experts") or data.get("num_local_experts") or 0, data.get("num_experts_per_tok") or 0,
             data.get("model_type") in PLAIN and not data.get("use_sliding_window"),
+            data.get("model_type") in ("qwen3", "qwen3_moe"),
         )  # fmt: skip
     except KeyError:
         return None

@@ -80,10 +80,21 @@ def activations(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
     else:
         inner += 2 * tokens * 5 * shape.intermediate / tensor
     if not trainer.gradient_checkpointing:
-        kept = inner * (shape.layers - 1)
+        kept = 2 * tokens * _saved(shape, tensor) * (shape.layers - 1)
     elif trainer.gradient_checkpointing == "selective":  # and what the matrices gave
         kept += 2 * tokens * shape.layers * sum(outputs for _, outputs in shape.matrices.values()) / tensor
     return kept, inner
+
+
+def _saved(shape: Shape, tensor: int) -> float:
+    """Numbers of 16 bits that a layer keeps of each token for its backward: two norms (each its input in fp32, what it
+    makes of that, and the result), queries, keys, values and what attention gives, and four of the feed-forward part
+    (gate, its activation, up, their product), of each expert that the token went to."""
+    heads = sum(shape.matrices[name][1] for name in ("q_proj", "k_proj"))
+    attention = 2 * heads + (3 * heads if shape.norms_heads else 0)
+    if shape.experts:
+        return 8 * shape.hidden + attention / tensor + shape.chosen * (2 * shape.hidden + 4 * shape.intermediate)
+    return 8 * shape.hidden + (attention + 4 * shape.intermediate) / tensor
 
 
 def critic_gib(shape: Shape, critic: CriticConfig, gpu_gib: float | None = None) -> float:
