@@ -25,7 +25,7 @@ BATCHED_TOKENS = 8192
 """Prompt tokens of one step, on a CPU."""
 
 
-def environment(threads: int, routed: bool = False) -> None:
+def environment(threads: int) -> None:
     """Sets what vLLM's processes read from the environment. Whatever the user has set stays."""
     os.environ[OURS] = str(os.getpid())
     defaults = {
@@ -35,8 +35,6 @@ def environment(threads: int, routed: bool = False) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if routed:
-        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one records no experts
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     plugins = os.environ.get("VLLM_PLUGINS")
@@ -89,11 +87,13 @@ def engine_arguments(
         **({"enable_return_routed_experts": True} if routed else {}),
         **config.vllm,
     }
-    if current_platform.is_cpu():
-        if routed:
+    if routed:
+        if current_platform.is_cpu():
             raise SetupError(
                 "rollout.sampling.routing_replay: vLLM records no experts on a CPU; use rollout.engine.type=torch there"
             )
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one records none
+    if current_platform.is_cpu():
         wanted = max(config.max_sequences * config.max_length * kv_token_bytes, 64 << 20)
         room = int(psutil.virtual_memory().available * KV_SHARE)
         arguments.setdefault("kv_cache_memory_bytes", min(wanted, room))

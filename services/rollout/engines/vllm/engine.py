@@ -97,7 +97,7 @@ class VllmEngine(AsyncEngine):
         self._requests = 0
         self._shared: list[HostBuffer] = []
         self._processes: list[psutil.Process] = []
-        environment(threads, sampling.routing_replay)
+        environment(threads)
         heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
         itemsize = DTYPES[dtype].itemsize
         kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
