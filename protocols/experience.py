@@ -140,6 +140,11 @@ class Sampling(BaseModel):
         """Of a group, the greedy one included."""
         return self.n + self.greedy_baseline
 
+    def one(self, greedy: bool, **more: Any) -> Sampling:
+        """Of one trajectory; a ``greedy`` one is never trained on."""
+        update = {"n": 1, "greedy_baseline": False, **more}
+        return self.model_copy(update=update | ({"temperature": 0.0, "routing_replay": False} if greedy else {}))
+
     @property
     def truncated(self) -> bool:
         """Some tokens are left out."""

@@ -60,6 +60,8 @@ def pack_group(group: Group) -> bytes:
 def unpack_group(data: bytes | memoryview) -> Group:
     """The group of `pack_group`, every rule checked. Raises `ExperienceError` or `wire.WireError`."""
     fields = wire.unpack(data)
+    if isinstance(fields, dict):
+        fields.setdefault("routing", routing.no_routing())  # archives of older code have none
     expected = {"number", "prompt", "lengths", "rewards", "routing", *_LISTS, *_COLUMNS, *_CANDIDATES}
     if not isinstance(fields, dict) or fields.keys() != expected:
         raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")

@@ -7,10 +7,35 @@ run. Where nothing was recorded, the array is empty: ``[0, 0, 0]``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 DTYPES = ("uint8", "int16")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a model has to route tokens to."""
+
+    layers: int
+    """Of experts."""
+    chosen: int
+    """Experts of a token."""
+    experts: int
+
+    def fault(self, routing: np.ndarray) -> str:
+        """Why ``routing``, which is well formed, is not of this model; empty where it is, or says nothing."""
+        if not routing.size:
+            return ""
+        numbers = routing[routing != unknown(routing.dtype)]
+        if routing.shape[1:] == (self.layers, self.chosen) and numbers.max(initial=0) < self.experts:
+            return ""
+        return (
+            f"routing: {routing.shape[1]} layers, {routing.shape[2]} experts for a token, expert "
+            f"{numbers.max(initial=0)}; the trainer's model has {self.layers} layers of {self.experts} experts, "
+            f"{self.chosen} for a token"
+        )
 
 
 def no_routing() -> np.ndarray:

@@ -20,6 +20,8 @@ class Origin:
     overrides: tuple[str, ...] = ()
     started_in: str = field(default_factory=os.getcwd)
     """The folder that it was started from: what the config names may lie below it."""
+    before_auto: tuple[str, ...] = ()
+    """Overrides that give back what `run.placement: auto` has changed."""
 
     def with_overrides(self, more: list[str] | None) -> Origin:
         """With those that are given now; where a key is given again, that counts."""
@@ -45,4 +47,5 @@ def read(folder: Path) -> Origin | None:
         row = json.loads((folder / "origin.json").read_text())
     except FileNotFoundError:
         return None
-    return Origin(**{**row, "overrides": tuple(row["overrides"])})
+    lists = {name: tuple(row.get(name, ())) for name in ("overrides", "before_auto")}
+    return Origin(**{**row, **lists})

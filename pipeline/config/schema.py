@@ -26,7 +26,13 @@ from penstock.services.critic.config import CriticConfig
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reward.config import ENVIRONMENT, RewardConfig
-from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import (
+    HTTP_ENGINES,
+    PluginEngineConfig,
+    RolloutConfig,
+    TorchEngineConfig,
+    VllmEngineConfig,
+)
 from penstock.services.runtime import registry
 from penstock.services.runtime.custom_scorer import ScorerConfig
 from penstock.services.runtime.settings import Section
@@ -240,6 +246,11 @@ class Config(Section):
                 )
         if sampling.routing_replay and isinstance(self.model, TinyModel) and not self.model.experts:
             raise ValueError("rollout.sampling.routing_replay: there are no experts; set model.experts, e.g. to 4")
+        if sampling.routing_replay and isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:
+            raise ValueError(
+                f"rollout.sampling.routing_replay: a server over HTTP ({engine.name}) does not say which experts it "
+                "took; use rollout.engine.type=torch or vllm"
+            )
         if sampling.candidates and not sampling.training().truncated:
             raise ValueError("rollout.sampling.candidates: without top_p or top_k there is nothing to record")
         if isinstance(engine, VllmEngineConfig) and sampling.candidates and not sampling.top_k:

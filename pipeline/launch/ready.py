@@ -37,6 +37,11 @@ def resolve(
 
 def spread(plain: Config, network: str | None = None) -> list[str]:
     """Overrides that spread a run over machines, where ``plain`` does not say how."""
+    if plain.run.placement == "auto":
+        raise ConfigError(
+            "run.placement: auto lays out the GPUs of one machine; for a cluster take run.placement=as_given, and what "
+            "`penstock plan FILE --gpus …` says"
+        )
     spread_too = [kind for kind, spec in registry.actors(plain).items() if spec.nodes(plain) > 1]
     more = [] if plain.run.elsewhere else [f"run.elsewhere=[{','.join(['rollout', *spread_too])}]"]
     if network:

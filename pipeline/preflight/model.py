@@ -30,6 +30,7 @@ def look(config: Config, report: Report) -> None:
         with report.collect():
             _find(config.model.path, "model.path")
             _encode(config, report)
+            _check_routing(config.model.path, config.rollout.sampling.routing_replay)
 
 
 def _find(path: str, key: str) -> None:
@@ -48,6 +49,18 @@ def _find(path: str, key: str) -> None:
     from penstock.services.modeling.load import load_config
 
     load_config(path, key)
+
+
+def _check_routing(path: str, replayed: bool) -> None:
+    """Raises `SetupError` where there is nothing to route."""
+    from penstock.services.modeling.load import load_config
+
+    text = load_config(path).get_text_config()
+    if replayed and not getattr(text, "num_experts", 0):
+        raise SetupError(
+            f"rollout.sampling.routing_replay: {path} ({text.model_type}) is no mixture of experts that is known; set "
+            "it to false"
+        )
 
 
 def _encode(config: Config, report: Report) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.devices import Device, device_called
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.search import Layout, layouts
@@ -27,6 +28,8 @@ class Choice:
     """What `run.placement: auto` makes of a config."""
 
     overrides: tuple[str, ...]
+    before: tuple[str, ...]
+    """Overrides that take these back."""
     line: str
     """What it is, and why, for people."""
 
@@ -35,14 +38,15 @@ def choose(config: Config) -> Choice:
     """The layout of ``config`` on the GPUs that this machine has. Raises `ConfigError` where none fits, or they are of
     a kind that is not known."""
     gpus = [*chosen_gpus().values()]
-    if len(gpus) < 2:
-        what = "there is no GPU" if not gpus else f"one {gpus[0].name}, which all processes share"
-        return Choice((), f"run.placement: auto leaves everything as it is: {what}")
     if config.run.elsewhere:
         raise ConfigError(
             f"run.placement: auto lays out the GPUs of one machine, and run.elsewhere={list(config.run.elsewhere)} has "
             "others start some processes; take what `penstock plan FILE --gpus …` says, and as_given"
         )
+    if len(gpus) < 2 or isinstance(config.model, TinyModel):
+        what = "there is no GPU" if not gpus else f"one {gpus[0].name}, which all processes share"
+        what = "model.type=tiny fits anywhere" if len(gpus) > 1 else what
+        return Choice((), (), f"run.placement: auto leaves everything as the file says: {what}")
     device = device_called(gpus[0].name, gpus[0].total_gib)
     if device is None or any(device_called(gpu.name, gpu.total_gib) != device for gpu in gpus):
         kinds = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.total_gib:.0f} GiB)" for gpu in gpus))
@@ -57,7 +61,18 @@ def choose(config: Config) -> Choice:
     best, why = best_of(config, every)
     taken = overrides(config, best)
     title = f"run.placement: auto takes {shlex.join(taken)} on {len(gpus)} x {device.name}, the fastest on paper"
-    return Choice(tuple(taken), "; ".join([title, *why]))
+    return Choice(tuple(taken), tuple(_as_given(config, taken)), "; ".join([title, *why]))
+
+
+def _as_given(config: Config, taken: Sequence[str]) -> list[str]:
+    """The keys of ``taken`` as ``config`` has them."""
+    given = []
+    for key in (word.partition("=")[0] for word in taken):
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name, 1) if isinstance(value, dict) else getattr(value, name)
+        given.append(f"{key}={_yaml(value)}")
+    return given
 
 
 def half_of_the_longest(config: Config) -> int:
@@ -82,8 +97,12 @@ def best_of(config: Config, every: Sequence[Layout]) -> tuple[Layout, list[str]]
     """The fastest, of adapters alone only where nothing else fits; and why."""
     adapter = all(layout.trainer.lora for layout in every)
     alike = [layout for layout in every if bool(layout.trainer.lora) == adapter]
-    best = min(alike, key=lambda each: each.step_s if config.gate.max_lag else each.synchronous_s)
-    return best, _reasons(best, alike)
+
+    def seconds(layout: Layout) -> float:
+        return layout.step_s if config.gate.max_lag else layout.synchronous_s
+
+    best = min(alike, key=seconds)
+    return best, _reasons(best, alike, seconds)
 
 
 def overrides(config: Config, layout: Layout) -> list[str]:
@@ -107,7 +126,7 @@ def _yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _reasons(best: Layout, others: list[Layout]) -> list[str]:
+def _reasons(best: Layout, others: list[Layout], seconds: Callable[[Layout], float]) -> list[str]:
     """Why it is the best of these, which come in the order of their ranks."""
     ranks = best.trainer.ranks
     fewer = [each for each in others if each.trainer.ranks < ranks]
@@ -116,7 +135,8 @@ def _reasons(best: Layout, others: list[Layout]) -> list[str]:
     for word, near in (("fewer", fewer[-1:]), ("more", more[:1])):
         for each in near:
             longer = "training" if each.train_s > each.generate_s else "generating"
-            said.append(f"with {word} ranks ({each.trainer.ranks}), {longer} takes longest: {each.step_s:.1f} s")
+            takes = f"{longer} takes longest, and a step {seconds(each):.1f} s"
+            said.append(f"with {word} ranks ({each.trainer.ranks}), {takes}")
     if best.faster and best.faster_s < best.train_s:
         said.append(
             f"{ranks} ranks ({_words(best.faster)}) would train in {best.faster_s:.1f} s and not "

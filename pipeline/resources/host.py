@@ -9,6 +9,7 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
 SHM = "PENSTOCK_SHM"
@@ -29,6 +30,8 @@ class HostNeeds:
     """What lies on the host in the GPUs' place (`trainer.offload`)."""
     staging: float
     """Copies of weights and optimizer's state while a checkpoint is written."""
+    routing: float
+    """Which experts the embedded engine has sent the tokens of its slots to (`rollout.sampling.routing_replay`)."""
     checkpoints: float
     """On the disk: those that are kept, and the one that is being written."""
 
@@ -44,7 +47,7 @@ class HostNeeds:
         uses = {
             SHM: self.shared,
             "PENSTOCK_TRAINER_MEMORY": self.trainer_node(config, config.trainer.ranks),
-            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + 2 * self.version + self.shared,
+            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + 2 * self.version + self.shared + self.routing,
             "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version,
         }
         if config.with_critic:
@@ -82,4 +85,8 @@ def host_needs(config: Config) -> HostNeeds | None:
     published = 4 * trained / GIB if config.trainer.sends_adapter else version
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     offloaded = 16 * trained / GIB * config.trainer.offload  # and gradients
-    return HostNeeds(version, shared, offloaded, state, (config.trainer.checkpoint.keep + 1) * state)
+    engine, routing = config.rollout.engine, 0.0
+    if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
+        routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
+        routing = engine.max_sequences * engine.max_length * routed / GIB
+    return HostNeeds(version, shared, offloaded, state, routing, (config.trainer.checkpoint.keep + 1) * state)

@@ -48,7 +48,7 @@ class PrivateRedis:
         self.command = [
             find_server(), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700",
             "--dir", str(self._folder), "--appendonly", "yes", "--appendfsync", fsync, "--save", "",
-            "--daemonize", "no", "--loglevel", "notice",
+            "--proto-max-bulk-len", "1gb", "--daemonize", "no", "--loglevel", "notice",
         ]  # fmt: skip
 
     def remove(self) -> None:

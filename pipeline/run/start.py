@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,7 @@ def start(
         overrides, file = [file, *overrides], None
     if file is None and resume is None:
         raise ConfigError("give a config, e.g. penstock run configs/quickstart.yaml, or a run's folder with --resume")
-    config, origin, changed = _read(file, overrides, resume)
-    if config.run.placement == "auto":
-        choice = choose(config)
-        config, origin, changed = _read(file, [*overrides, *choice.overrides], resume)
-        changed = [*changed, choice.line]
+    config, origin, changed = laid_out(file, overrides, resume)
     folder = resume or new_folder(config, Path(file or ""))
     if resume and not dry_run and (summary := complete(folder, config)):
         more = f"to go on, give more steps, e.g. trainer.steps={2 * summary['steps']}"
@@ -74,6 +71,17 @@ def start(
         console.print(f"changed: {change}", highlight=False, markup=False, soft_wrap=True)
     with held(folder, wait_s):
         return _run(console, config, origin, folder, show)
+
+
+def laid_out(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:
+    """As `_read`, with the layout of `run.placement: auto` for what GPUs are here now, whatever it was before."""
+    config, origin, changed = _read(file, overrides, resume)
+    if config.run.placement != "auto" or (resume and complete(resume, config)):
+        return config, origin, changed
+    given = [*origin.before_auto, *overrides]
+    choice = choose(_read(file, given, resume)[0])
+    config, origin, changed = _read(file, [*given, *choice.overrides], resume)
+    return config, replace(origin, before_auto=choice.before), [*changed, choice.line]
 
 
 def _read(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:

@@ -42,7 +42,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.modeling import determinism
     from penstock.services.modeling.load import device_of
     from penstock.services.modeling.parallel.world import World
-    from penstock.services.modeling.routing import Replay
+    from penstock.services.modeling.routing import Replay, mixture_of
     from penstock.services.trainer.learner import Learner
     from penstock.services.trainer.rank_setup import load_policy, self_teacher
     from penstock.services.weights.sender.shard_exporter import ShardExporter
@@ -72,7 +72,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
         torch.manual_seed(batch.seed)
-        metrics = learner.train(open_batch(batch, config.columns), frozen=batch.step < config.critic_warmup)
+        step = open_batch(batch, config.columns, mixture_of(model))
+        metrics = learner.train(step, frozen=batch.step < config.critic_warmup)
         digest = source.digest()
         if only is None or batch.step == only:
             yield Redone(batch.step, len(batch.groups), metrics["reward"], metrics["loss"], digest, recorded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.protocols.experience import Bytes, Finish, Prompt, Purpose, Sampling
 from penstock.protocols.messages.base import Message
@@ -50,7 +50,7 @@ class TurnRequest(Message):
     sampling: Sampling
     stream: int
     """What its sampling is keyed by."""
-    known: int = 0
+    known: int = Field(0, ge=0)
     """Tokens at the prompt's beginning whose experts an earlier answer says."""
     note: Bytes
     """The gateway's own, kept with the answer for a gateway that takes the session over."""
@@ -71,7 +71,7 @@ class Generate(Message):
     prompt: Bytes
     sampling: Sampling
     stream: int
-    known: int = 0
+    known: int = Field(0, ge=0)
 
 
 class Generated(Message):

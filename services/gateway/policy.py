@@ -21,6 +21,7 @@ from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.gateway.work import Held, Work
 from penstock.services.turns.answers import unpack_answer
+from penstock.services.turns.joining import routed_before
 from penstock.services.turns.streams import turn_stream
 from penstock.services.turns.tokenizer import Tokenizer
 
@@ -96,10 +97,9 @@ class Policy:
             "told": told,
         }
         stream = turn_stream(work.lease, session.place, number)
-        known = max(0, len(prompt) - len(given) - 1)  # an answer's last token is run only when another follows
         request = TurnRequest(
-            key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream, known=known,
-            note=as_bytes(wire.pack(note)),
+            key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream,
+            known=routed_before(len(prompt), len(given)), note=as_bytes(wire.pack(note)),
         )  # fmt: skip
         try:
             found = await asyncio.wrap_future(self._say(request, self._config.turn_s))
@@ -129,7 +129,5 @@ class Policy:
                 400, "context_length_exceeded",
                 f"the conversation has {size} tokens: no room is left in rollout.engine.max_length={self._max_length}",
             )  # fmt: skip
-        one = {"n": 1, "greedy_baseline": False, "max_new_tokens": new, "stop": (*own.stop, *stop)}
-        if session.place == own.n:  # the group's greedy baseline
-            one["temperature"] = 0.0
-        return own.model_copy(update=one)
+        greedy = session.place == own.n  # the group's baseline
+        return own.one(greedy, max_new_tokens=new, stop=(*own.stop, *stop))

@@ -13,6 +13,7 @@ from penstock.protocols.columns import REWARD, ColumnError, ColumnTable
 from penstock.protocols.experience import ExperienceError, Group, Prompt, Trajectory, sessions_of
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import unpack_group
+from penstock.protocols.routing import Mixture
 from penstock.protocols.wire import WireError
 
 log = structlog.get_logger()
@@ -80,14 +81,15 @@ class TrainingBatch:
         return version - (np.concatenate(sampled) if sampled else np.zeros(0, np.int32))
 
 
-def open_batch(batch: Batch, table: ColumnTable) -> TrainingBatch:
-    """Unpacks and checks ``batch``. A group that cannot be read costs itself alone. Raises `BatchError`."""
+def open_batch(batch: Batch, table: ColumnTable, mixture: Mixture | None = None) -> TrainingBatch:
+    """Unpacks and checks ``batch``, for a model that replays the routing of ``mixture``. A group that cannot be read
+    costs itself alone. Raises `BatchError`."""
     groups: list[tuple[TakenGroup, Group]] = []
     table = _written(batch, table)
     terms = next((total.terms for total in table.sums if total.name == REWARD), {})
     for taken in batch.groups:
         try:
-            groups.append((taken, _open_group(taken, table)))
+            groups.append((taken, _open_group(taken, table, mixture)))
         except (ExperienceError, WireError, ColumnError) as error:
             log.error("a group is left out of its step", step=batch.step, group=taken.number, error=str(error))
     trajectories = [trajectory for _, group in groups for trajectory in group.trajectories]
@@ -150,8 +152,10 @@ def _written(batch: Batch, table: ColumnTable) -> ColumnTable:
     return ColumnTable(columns=tuple(c for c in table.columns if not c.of_step or c.name in there), sums=table.sums)
 
 
-def _open_group(taken: TakenGroup, table: ColumnTable) -> Group:
+def _open_group(taken: TakenGroup, table: ColumnTable, mixture: Mixture | None) -> Group:
     group = unpack_group(taken.experience.data)
+    for fault in filter(None, (mixture.fault(t.routing) for t in group.trajectories) if mixture else ()):
+        raise ExperienceError(fault)
     if missing := [name for name in table.names if name not in taken.columns]:
         raise ColumnError(f"group {taken.number} came without {', '.join(missing)}")
     tokens = sum(len(t.tokens) for t in group.trajectories)

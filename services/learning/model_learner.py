@@ -26,6 +26,7 @@ from penstock.services.modeling.parallel.fsdp import clip_gradients, forget_back
 from penstock.services.modeling.parallel.gathered import Gathered
 from penstock.services.modeling.parallel.tensor import Turned, is_turned, sum_partial
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.routing import mixture_of
 
 
 class ModelLearner:
@@ -71,7 +72,8 @@ class ModelLearner:
     def passes(self, trajectories: Sequence[Trajectory], groups: np.ndarray, budget: int) -> Iterator[Rows]:
         """Forward passes of at most ``budget`` tokens, the same on every rank."""
         packed = self.world.shape.sequence > 1
-        return plan_rows(trajectories, groups, budget, self.device, shares_prompts(self.model), packed)
+        share, routed = shares_prompts(self.model), mixture_of(self.model) is not None
+        return plan_rows(trajectories, groups, budget, self.device, share, packed, routed)
 
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0

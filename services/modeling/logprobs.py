@@ -15,7 +15,6 @@ from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.sequence import SequenceParallel
-from penstock.services.modeling.routing import Replay
 from penstock.services.modeling.token_statistics import Statistic, token_statistics
 
 LOGIT_BYTES = 256 << 20
@@ -77,9 +76,8 @@ def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
         inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.tokens.device)
     else:
         inputs["attention_mask"] = rows.attention
-    replay: Replay | None = getattr(model, "penstock_replay", None)
-    if replay and rows.routing is not None:
-        inputs["routing"] = replay.given(rows.routing, rows.tokens.device)
+    if rows.routing is not None:
+        inputs["routing"] = torch.from_numpy(rows.routing).to(rows.tokens.device)
     return inputs
 
 

@@ -99,18 +99,19 @@ def plan_rows(
     device: torch.device,
     share_prompts: bool = True,
     packed: bool = False,
+    routed: bool = False,
 ) -> Iterator[Rows]:
     """Cuts trajectories into passes of at most ``token_budget`` tokens, padding included (a longer one stands alone).
 
     ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours. Models that
     take neither positions nor a mask of ours want ``share_prompts=False``: a row for each, padded. ``packed``: one row
-    for each pass, however short.
+    for each pass, however short. ``routed``: with `Rows.routing`, of trajectories whose routing is of one model.
     """
     longest = max((len(trajectory.tokens) for trajectory in trajectories), default=0)
     if share_prompts and (packed or device.type == "cuda" or longest > MASKED_ROW_TOKENS):
-        yield from _plan_packed(trajectories, groups, token_budget, device)
+        yield from _plan_packed(trajectories, groups, token_budget, device, routed)
         return
-    rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), share_prompts)
+    rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), share_prompts, routed)
     rows.sort(key=lambda row: (len(row.members) == 1, -row.length, row.members))
     start = 0
     while start < len(rows):
@@ -118,25 +119,29 @@ def plan_rows(
         end = start + 1
         while end < len(rows) and (end + 1 - start) * length <= token_budget and (len(rows[end].members) == 1) == alone:
             end += 1
-        yield _lay_out(trajectories, rows[start:end], device)
+        yield _lay_out(trajectories, rows[start:end], device, routed)
         start = end
 
 
 def _plan_packed(
-    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, token_budget: int, device: torch.device
+    trajectories: Sequence[Trajectory],
+    groups: Sequence[int] | np.ndarray,
+    token_budget: int,
+    device: torch.device,
+    routed: bool,
 ) -> Iterator[Rows]:
     some: list[_Row] = []
-    for row in _rows(trajectories, groups, token_budget, True):
+    for row in _rows(trajectories, groups, token_budget, True, routed):
         if some and sum(other.length for other in some) + row.length > token_budget:
-            yield _pack(trajectories, some, device)
+            yield _pack(trajectories, some, device, routed)
             some = []
         some.append(row)
     if some:
-        yield _pack(trajectories, some, device)
+        yield _pack(trajectories, some, device, routed)
 
 
 def _rows(
-    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, limit: int, share: bool
+    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, limit: int, share: bool, routed: bool
 ) -> list[_Row]:
     rows: list[_Row] = []
     for index, trajectory in enumerate(trajectories):
@@ -145,11 +150,17 @@ def _rows(
         last = rows[-1] if rows and share else None
         if last and groups[last.members[0]] == groups[index] and last.length + size - prompt <= limit:
             first = trajectories[last.members[0]]
-            if last.prompt == prompt and np.array_equal(first.tokens[:prompt], trajectory.tokens[:prompt]):
+            if last.prompt == prompt and _same_prompt(first, trajectory, prompt, routed):
                 rows[-1] = _Row(prompt, (*last.members, index), last.length + size - prompt)
                 continue
         rows.append(_Row(prompt, (index,), size))
     return rows
+
+
+def _same_prompt(one: Trajectory, other: Trajectory, size: int, routed: bool) -> bool:
+    """Their first ``size`` tokens give the same keys and values: where they are ``routed``, also by their experts."""
+    alike = np.array_equal(one.tokens[:size], other.tokens[:size])
+    return alike and (not routed or np.array_equal(one.routing[:size], other.routing[:size]))
 
 
 def _prompt_length(trajectory: Trajectory) -> int:
@@ -161,8 +172,10 @@ def _prompt_length(trajectory: Trajectory) -> int:
 class _Draft:
     """Rows as they are written: prompts and responses, wherever each begins."""
 
-    def __init__(self, trajectories: Sequence[Trajectory], members: list[int], shape: tuple[int, int]) -> None:
-        self._trajectories, self._members = trajectories, members
+    def __init__(
+        self, trajectories: Sequence[Trajectory], members: list[int], shape: tuple[int, int], routed: bool
+    ) -> None:
+        self._trajectories, self._members, self._routed = trajectories, members, routed
         self._tokens, self._positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._mask = np.zeros((len(members), max(len(trajectories[index].tokens) for index in members)), bool)
         self._source: list[np.ndarray] = []
@@ -194,7 +207,7 @@ class _Draft:
 
     def _route(self, r: int, at: int, routing: np.ndarray) -> None:
         """These experts, for the tokens of row ``r`` from ``at`` on."""
-        if not routing.size:
+        if not self._routed or not routing.size:
             return
         if self._routing is None:
             self._routing = np.full((*self._tokens.shape, *routing.shape[1:]), OPEN, np.int16)
@@ -217,11 +230,11 @@ class _Draft:
         )
 
 
-def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device) -> Rows:
+def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device, routed: bool) -> Rows:
     """``rows`` below each other, with a mask."""
     length = max(row.length for row in rows)
     members = [index for row in rows for index in row.members]
-    draft = _Draft(trajectories, members, (len(rows), length))
+    draft = _Draft(trajectories, members, (len(rows), length), routed)
     segments = np.full((len(rows), length), -1, np.int64)
     for r, row in enumerate(rows):
         draft.prompt(r, 0, trajectories[row.members[0]], row.prompt)
@@ -238,10 +251,10 @@ def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch
     return draft.finish(torch.from_numpy(attention), device)
 
 
-def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device) -> Rows:
+def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device, routed: bool) -> Rows:
     """``rows`` one after the other in one, without a mask."""
     members = [index for row in rows for index in row.members]
-    draft = _Draft(trajectories, members, (1, sum(row.length for row in rows)))
+    draft = _Draft(trajectories, members, (1, sum(row.length for row in rows)), routed)
     starts_q, starts_k, at = [0], [0], 0
     keys: list[np.ndarray] = []
 

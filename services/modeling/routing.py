@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.protocols.routing import routing_dtype, unknown
+from penstock.protocols.routing import Mixture, routing_dtype, unknown
 from penstock.services.modeling.experts import EXPERTS
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
@@ -89,7 +89,7 @@ class Replay:
                 f"rollout.sampling.routing_replay: {model.config.model_type} is no mixture of experts that is known; "
                 "set it to false"
             )
-        self._shape, self._experts = (len(found), found[0].top_k), found[0].num_experts
+        self.mixture = Mixture(len(found), found[0].top_k, found[0].num_experts)
         self._other = torch.zeros(2, dtype=torch.float64)
         """Choices that the router would have made otherwise, and all that were given."""
         number = 0
@@ -101,17 +101,6 @@ class Replay:
             layer.register_forward_pre_hook(_handing_over(inner, place), with_kwargs=True)
             number += len(inner)
         model.penstock_replay = self
-
-    def given(self, routing: np.ndarray, device: torch.device) -> torch.Tensor:
-        """`packing.Rows.routing` on ``device``. Raises `SetupError` where it is of another model."""
-        if routing.shape[2:] != self._shape or routing.max(initial=0) >= self._experts:
-            layers, chosen = self._shape
-            raise SetupError(
-                f"rollout.sampling.routing_replay: an engine has recorded {routing.shape[2]} layers, "
-                f"{routing.shape[3]} experts for a token and expert {routing.max(initial=0)}, but the trainer's model "
-                f"has {layers} layers of {self._experts} experts, {chosen} for a token: both need the same model"
-            )
-        return torch.from_numpy(routing).to(device)
 
     def take_metrics(self, world: World) -> dict[str, float]:
         """``routing_other``: of the choices that were given since it was last asked, the share that the trainer's own
@@ -147,6 +136,12 @@ def _handing_over(inner: Sequence[Any], place: int | None) -> Any:
         return args, kwargs
 
     return hook
+
+
+def mixture_of(model: nn.Module) -> Mixture | None:
+    """Whose routing ``model`` replays; None where it replays none."""
+    replay: Replay | None = getattr(model, "penstock_replay", None)
+    return replay.mixture if replay else None
 
 
 def as_given(routing: np.ndarray) -> np.ndarray:

@@ -72,6 +72,10 @@ VLLM_OWNED = {
 """Engine arguments of vLLM that follow from other keys."""
 
 
+HTTP_ENGINES = ("openai", "sglang")
+"""Those of the group ``penstock.engines`` that are Penstock's own."""
+
+
 class PluginEngineConfig(Section):
     """An engine of your own: a class that implements `services.rollout.engines.base.Engine`."""
 

@@ -21,7 +21,7 @@ from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of
-from penstock.services.turns.joining import join
+from penstock.services.turns.joining import join, routed_before
 from penstock.services.turns.streams import turn_stream
 from penstock.services.turns.tokenizer import Tokenizer
 
@@ -199,16 +199,13 @@ class MultiTurn:
             new = min(new, self._max_length - len(tokens))
         if new < 1:
             return self._refused(session, f"no room is left in rollout.engine.max_length={self._max_length}")
-        one: dict[str, Any] = {"n": 1, "greedy_baseline": False, "max_new_tokens": new}
-        if session.greedy:
-            one |= {"temperature": 0.0, "routing_replay": False}
         stream = turn_stream(lease, session.place, len(session.turns))
         given = session.parts[-1]
         assert isinstance(given, np.ndarray)
-        known = max(0, len(tokens) - len(given) - 1)  # an answer's last token is run with what follows
         self._requests += 1
         try:
-            sampling = lease.sampling.model_copy(update=one)
+            sampling = lease.sampling.one(session.greedy, max_new_tokens=new)
+            known = routed_before(len(tokens), len(given))
             self._engine.submit(Request(self._requests, lease.seed, tokens, sampling, stream, known))
         except RequestError as error:
             return self._refused(session, str(error))

@@ -44,8 +44,7 @@ class SingleTurn:
         self._engine.submit(Request(handle, lease.seed, tokens, own, stream_of(lease)))
         self._work[handle] = work
         if sampling.greedy_baseline:
-            greedy = own.model_copy(update={"n": 1, "temperature": 0.0, "routing_replay": False})
-            self._engine.submit(Request(handle + BASELINE, lease.seed, tokens, greedy))
+            self._engine.submit(Request(handle + BASELINE, lease.seed, tokens, sampling.one(greedy=True)))
             self._work[handle + BASELINE] = work
 
     def has(self, lease: Lease) -> bool:

@@ -21,7 +21,7 @@ from penstock.services.modeling.load import device_of, load_tokenizer
 from penstock.services.modeling.lora import Adapter, is_adapters, plain_name
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
-from penstock.services.modeling.routing import Replay
+from penstock.services.modeling.routing import Replay, mixture_of
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
@@ -130,7 +130,7 @@ def train(
 ) -> dict[str, float]:
     """One step on ``batch``, the same on every rank."""
     torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
-    step = open_batch(batch, settings.columns)
+    step = open_batch(batch, settings.columns, mixture_of(learner.model))
     rank = learner.world.named("trainer")
     judgements = Judgements(step) if settings.archived else None
     with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank):

@@ -40,6 +40,8 @@ def pack_answer(said: Sampled, finish: Finish, engine_s: float) -> bytes:
 def unpack_answer(data: bytes | memoryview) -> Answer:
     """The answer of `pack_answer`. Raises `wire.WireError` where it is none."""
     found = wire.unpack(data)
+    if isinstance(found, dict):
+        found.setdefault("routing", no_routing())  # a broker's store may have answers of older code
     if not isinstance(found, dict) or found.keys() != _FIELDS or found["finish"] not in ("stop", "length"):
         raise wire.WireError("not the answer of a turn")
     if not isinstance(found["engine_s"], float):

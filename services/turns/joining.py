@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.protocols import routing as routes
-from penstock.protocols.experience import UNSAMPLED, Finish, Trajectory, no_candidates, no_rewards
+from penstock.protocols.experience import UNSAMPLED, ExperienceError, Finish, Trajectory, no_candidates, no_rewards
 
 
 class Sampled(Protocol):
@@ -79,6 +79,12 @@ def join(
     )
 
 
+def routed_before(prompt: int, given: int) -> int:
+    """Of a turn's ``prompt`` tokens, the last ``given`` of which no turn had before: those whose routing earlier turns
+    have said. The last token of an answer is run only when another follows."""
+    return max(0, prompt - given - 1)
+
+
 def _tokens(part: Part) -> np.ndarray:
     if isinstance(part, np.ndarray):
         return part
@@ -99,6 +105,11 @@ def _routing(parts: Sequence[Part]) -> np.ndarray:
         return routes.no_routing()
     found = routes.unrouted(end, said[0][1])
     for end, routing in reversed(said):
+        if (routing.shape[1:], routing.dtype) != (found.shape[1:], found.dtype) or len(routing) > end:
+            raise ExperienceError(
+                f"routing: {routing.dtype} {routing.shape}, where it ends at token {end} and begins with {found.dtype} "
+                f"{found.shape}: was it recorded by another model?"
+            )
         known = (routing != routes.unknown(routing.dtype)).all((1, 2))
         found[end - len(routing) : end][known] = routing[known]
     return found

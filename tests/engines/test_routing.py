@@ -69,6 +69,10 @@ def test_tokens_went_where_transformers_sends_them(mixture: Workbench) -> None:
             assert not completion.routing.size
 
 
+def size_of(request: Request) -> int:
+    return len(request.tokens)
+
+
 def test_a_token_keeps_the_experts_that_it_was_sampled_with(mixture: Workbench) -> None:
     first = mixture.publish(0)
     request = mixture.request(np.random.default_rng(1), n=1, routing_replay=True, max_new_tokens=40)
@@ -76,6 +80,9 @@ def test_a_token_keeps_the_experts_that_it_was_sampled_with(mixture: Workbench) 
     before = mixture.generated()
     done = mixture.step_until(lambda: mixture.generated() >= before + 8)
     second = mixture.publish(1)
+    for known in (-1, size_of(request), 10**6):
+        with pytest.raises(RequestError, match="called known"):
+            mixture.engine.submit(replace(request, number=900, known=known))
     completion = (done + mixture.drain())[-1]
     whole, size = np.concatenate([request.tokens, completion.tokens]), len(request.tokens)
     old = int((completion.versions == first).sum())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
 
-from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.resources.choice import choose
 from penstock.pipeline.resources.devices import DEVICES, device_called
-from penstock.pipeline.run.start import start
+from penstock.pipeline.run.folder import begin
+from penstock.pipeline.run.start import laid_out, start
 from penstock.services.runtime.errors import SetupError
 from tests.e2e.runs import QUICKSTART, ROOT
 from tests.preflight.nvml import FakeNvml
@@ -54,6 +56,22 @@ def test_with_no_gpu_or_one_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         nvml(monkeypatch, count)
         choice = choose(load(QUICKSTART, [AUTO]))
         assert choice.overrides == () and said in choice.line
+
+
+def test_a_run_that_goes_on_elsewhere_is_laid_out_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def on(gpus: int, resume: Path | None = None, *more: str) -> Config:
+        nvml(monkeypatch, gpus)
+        config, origin, _ = laid_out(None if resume else str(BIG), [*more] if resume else [AUTO], resume)
+        begin(config, tmp_path, origin)
+        return config
+
+    given, many = load(BIG), on(8)
+    assert many.trainer != given.trainer
+    alone = on(1, tmp_path)
+    assert (alone.trainer, alone.rollout) == (given.trainer, given.rollout)
+    assert on(8, tmp_path).trainer == many.trainer and on(8, tmp_path).rollout == many.rollout
+    own = on(8, tmp_path, "run.placement=as_given", "trainer.ranks=3")
+    assert own.trainer.ranks == 3 and own.rollout == many.rollout
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from penstock.protocols import wire
+from penstock.protocols.experience import ExperienceError
 from penstock.protocols.routing import no_routing, unknown
 from penstock.services.rollout.engines.base import Completion
 from penstock.services.turns.answers import pack_answer, unpack_answer
-from penstock.services.turns.joining import Again, join
+from penstock.services.turns.joining import Again, join, routed_before
 
 OPEN = unknown(np.dtype(np.uint8))
 
@@ -49,6 +51,20 @@ def test_where_nothing_was_recorded_there_is_none() -> None:
     assert join([given(5), mute], "", "stop").routing.shape == no_routing().shape
     mixed = join([given(5), mute, given(6), said([8], [4, 5, 6, OPEN])], "", "stop")
     assert mixed.routing[:, 0, 0].tolist() == [4, 5, 6, OPEN]
+
+
+def test_turns_of_different_models_are_no_trajectory() -> None:
+    first = said([7, 8], [1, 2, 3, OPEN])
+    wide = replace(first, routing=np.zeros((4, 2, 1), np.uint8))
+    other = replace(first, routing=first.routing.astype(np.int16))
+    long = replace(first, routing=np.zeros((99, 2, 2), np.uint8))
+    for second in (wide, other, long):
+        with pytest.raises(ExperienceError, match="recorded by another model"):
+            join([given(5, 6), first, given(4), second], "", "stop")
+
+
+def test_how_many_tokens_earlier_turns_have_said_it_of() -> None:
+    assert routed_before(7, 7) == 0 and routed_before(12, 3) == 8
 
 
 def test_an_answer_carries_it() -> None:

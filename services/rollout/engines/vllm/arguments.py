@@ -21,6 +21,8 @@ KV_SHARE = 0.2
 
 LOGPROBS = 20
 """vLLM's own bound."""
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Which of vLLM's model runners: the other one records no experts."""
 BATCHED_TOKENS = 8192
 """Prompt tokens of one step, on a CPU."""
 
@@ -92,7 +94,8 @@ def engine_arguments(
             raise SetupError(
                 "rollout.sampling.routing_replay: vLLM records no experts on a CPU; use rollout.engine.type=torch there"
             )
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one records none
+        if os.environ.setdefault(RUNNER, "1") != "1":
+            raise SetupError(f"rollout.sampling.routing_replay: with {RUNNER}={os.environ[RUNNER]} none is recorded")
     if current_platform.is_cpu():
         wanted = max(config.max_sequences * config.max_length * kv_token_bytes, 64 << 20)
         room = int(psutil.virtual_memory().available * KV_SHARE)

@@ -93,6 +93,7 @@ class VllmEngine(AsyncEngine):
         super().__init__("vLLM", model_config.vocab_size, length, self._seated)
         self._config, self._stop_ids = config, sorted(stop_ids)
         self._raw = sampling.temperature in (0.0, 1.0) and not sampling.candidates
+        self._routed = sampling.routing_replay
         self._load = Load()
         self._requests = 0
         self._shared: list[HostBuffer] = []
@@ -123,6 +124,8 @@ class VllmEngine(AsyncEngine):
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
         sampling = request.sampling
+        if sampling.routing_replay and not self._routed:
+            raise RequestError("rollout.sampling.routing_replay: this engine was started without it")
         if self._raw and (sampling.candidates or sampling.temperature not in (0.0, 1.0)):
             raise RequestError(
                 f"temperature {sampling.temperature:g}, candidates {sampling.candidates}: this engine was started for "
@@ -335,9 +338,11 @@ def _processes(before: set[psutil.Process]) -> list[psutil.Process]:
 
 def as_recorded(routed: np.ndarray | None, tokens: int, model_config: Any) -> np.ndarray:
     """vLLM's ``[tokens, layers, experts of a token]``, which has all layers, and all ``tokens`` but the last, which
-    was not run, as `Completion.routing`. Raises `EngineError` where some are left out."""
-    if routed is None or len(routed) < tokens - 1:
-        raise EngineError(f"vLLM says of {0 if routed is None else len(routed)} tokens where they went, not {tokens}")
+    was not run, as `Completion.routing`. Raises `EngineError` where it is of another number of tokens or layers."""
+    wanted = tokens - 1, model_config.num_hidden_layers, model_config.num_experts_per_tok
+    if routed is None or routed.shape != wanted:
+        found = "nothing" if routed is None else routed.shape
+        raise EngineError(f"vLLM says where tokens went as {found}, not {wanted} (rollout.sampling.routing_replay)")
     run = routed[: tokens - 1, mixture_layers(model_config)].astype(routing_dtype(model_config.num_experts))
     return np.concatenate([run, unrouted(1, run)])
 
