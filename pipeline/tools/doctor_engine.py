@@ -21,7 +21,7 @@ from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.precision import LOGPROBS
-from penstock.services.modeling.routing import Replay, as_given
+from penstock.services.modeling.routing import Replay, as_given, mixture_of
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
 from penstock.services.rollout.service import make_engine
 from penstock.services.runtime import logs
@@ -192,9 +192,11 @@ def _compare(
 def _trainers(model: Any, prompt: np.ndarray, completion: Completion, temperature: float) -> np.ndarray:
     """float32 ``[new tokens]``: what the trainer would compute; over what the sampler kept, and with the experts that
     the engine took, where that was recorded."""
-    replay: Replay | None = getattr(model, "penstock_replay", None)
-    routing = as_given(completion.routing)[None]
-    given = {"routing": replay.given(routing, torch.device("cpu"))} if replay and routing.size else {}
+    given, mixture = {}, mixture_of(model)
+    if mixture and completion.routing.size:
+        if fault := mixture.fault(completion.routing):
+            raise EngineError(fault)
+        given = {"routing": torch.from_numpy(as_given(completion.routing)[None])}
     ids = torch.from_numpy(np.concatenate([prompt, completion.tokens]).astype(np.int64))
     logits = model(ids[None], **given).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
     for row, kept in enumerate(np.split(completion.candidate_ids, np.cumsum(completion.candidate_counts)[:-1])):
