@@ -70,8 +70,8 @@ def test_a_run_that_goes_on_elsewhere_is_laid_out_anew(monkeypatch: pytest.Monke
     alone = on(1, tmp_path)
     assert alone.trainer == given.trainer and alone.rollout.count == given.rollout.count
     assert on(8, tmp_path).trainer == many.trainer and on(8, tmp_path).rollout == many.rollout
-    own = on(8, tmp_path, "run.placement=as_given", "trainer.ranks=3")
-    assert own.trainer.ranks == 3 and own.rollout == many.rollout
+    own = on(8, tmp_path, "run.placement=as_given", "trainer.ranks=2")
+    assert own.trainer.ranks == 2 and own.rollout == many.rollout
 
 
 @pytest.mark.parametrize(
