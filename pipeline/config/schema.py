@@ -68,14 +68,23 @@ class RunConfig(Section):
     gpu_gib: float | None = Field(None, gt=0)
     """Memory of each GPU in GiB, e.g. ``80``; null: not checked. With it, a run whose model cannot fit is refused
     before anything starts."""
-    placement: Literal["as_given", "auto"] = "as_given"
-    """Who gets which GPUs: ``as_given``, as `trainer.ranks`, `rollout.count` and so on say; ``auto``: `penstock run`
-    takes the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
+    placement: Literal["as_given", "colocated", "auto"] = "as_given"
+    """Who gets which GPUs: ``as_given``, each process its own, as `trainer.ranks`, `rollout.count` and so on say;
+    ``colocated``: rollouts and reference are on the trainer's, and sleep while it works; ``auto``: `penstock run` takes
+    the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
+    turn_s: float = Field(540.0, gt=0)
+    """With `placement`: colocated, so many seconds may pass until rollouts and reference sleep and the trainer can
+    begin; then it ends with an error, and is started again."""
     elsewhere: tuple[str, ...] = ()
     """Kinds of processes that `penstock run` does not start, e.g. ``[rollout]``: they join from other machines, by
     `penstock join`. See docs/clusters.md."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important messages that still go into `logs/`."""
+
+    @property
+    def colocated(self) -> bool:
+        """The trainer's devices are the rollouts' and the reference's too."""
+        return self.placement == "colocated"
 
     @model_validator(mode="before")
     @classmethod
@@ -314,6 +323,11 @@ class Config(Section):
             raise ValueError(
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"
+            )
+        if self.run.colocated and self.weights.transport in ("nccl", "cuda_ipc"):
+            raise ValueError(
+                f"weights.transport={self.weights.transport}: with run.placement=colocated versions go by the hosts' "
+                "memory; use auto"
             )
         for kind in self.run.elsewhere:
             if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):

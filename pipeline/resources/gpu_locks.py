@@ -26,8 +26,9 @@ _held: list[IO[bytes]] = []
 """Open as long as this process lives."""
 
 
-def claim(folder: Path, gpus: list[str], count: int) -> list[str]:
-    """``count`` of ``gpus`` (as CUDA_VISIBLE_DEVICES names them). Raises `SetupError` where there are not so many."""
+def claim(folder: Path, gpus: list[str], count: int, kind: str = "") -> list[str]:
+    """``count`` of ``gpus`` (as CUDA_VISIBLE_DEVICES names them), that no other process of this ``kind`` has.
+    Raises `SetupError` where there are not so many."""
     if count > len(gpus):
         raise SetupError(
             f"trainer.ranks, rollout.engine.vllm.tensor_parallel_size: {count} GPUs are wanted for one process group, "
@@ -36,7 +37,7 @@ def claim(folder: Path, gpus: list[str], count: int) -> list[str]:
     taken: list[str] = []
     for turn in range(SHARERS):
         for gpu in gpus:
-            if len(taken) < count and gpu not in taken and _lock(folder / f"penstock-gpu-{gpu}-{turn}"):
+            if len(taken) < count and gpu not in taken and _lock(folder / f"penstock-gpu{kind}-{gpu}-{turn}"):
                 taken.append(gpu)
                 if turn:
                     log.warning("every GPU is taken: sharing one", gpu=gpu, sharers=turn + 1)
@@ -48,10 +49,10 @@ def asked() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
-def claim_for_this_process(gpus: list[str], count: int) -> None:
+def claim_for_this_process(gpus: list[str], count: int, kind: str = "") -> None:
     """Sets CUDA_VISIBLE_DEVICES."""
     if gpus and count:
-        mine = claim(Path(os.environ[VARIABLE]), gpus, count)
+        mine = claim(Path(os.environ[VARIABLE]), gpus, count, kind)
         log.info("took GPUs", gpus=mine, of=gpus)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
 

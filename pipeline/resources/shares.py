@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.memory import reference_gib
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.placement import is_guest
 from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
@@ -31,16 +32,26 @@ def too_much(config: Config, placed: Mapping[str, str], sizes: Mapping[str, floa
         if len(actors) < 2 or not size:
             continue
         shares = {actor: _share(config, actor, size) for actor in actors}
-        if sum(shares.values()) > 1:
-            problems.append(_say(config, gpu, size, shares))
+        for at_once in _phases(config, shares, OVERHEAD_GIB / size):
+            if sum(at_once.values()) > 1:
+                problems.append(_say(config, gpu, size, at_once))
     return problems
+
+
+def _phases(config: Config, shares: Mapping[str, float], resting: float) -> list[dict[str, float]]:
+    """What is used of a GPU at the same time. Who rests or sleeps still has a context there, ``resting``."""
+    if not config.run.colocated:
+        return [dict(shares)]
+    asleep = {actor: resting if is_guest(actor) else share for actor, share in shares.items()}
+    awake = {actor: share if is_guest(actor) else resting for actor, share in shares.items()}
+    return [asleep, awake]
 
 
 def _say(config: Config, gpu: str, size: float, shares: Mapping[str, float]) -> str:
     told = ", ".join(f"{actor} {share:.2f}" for actor, share in shares.items())
     engines = [actor for actor in shares if actor.startswith("rollout") and _is_vllm(config)]
     others = sum(share for actor, share in shares.items() if actor not in engines)
-    room = int((1 - others) / max(1, len(engines)) / STEP) * STEP
+    room = int(max(0.0, 1 - others) / max(1, len(engines)) / STEP) * STEP
     remedy = "use more GPUs"
     if engines and room >= STEP:
         remedy = f"set {UTILIZATION}={room:.2f}, or use more GPUs"

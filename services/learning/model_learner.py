@@ -26,6 +26,7 @@ from penstock.services.modeling.parallel.fsdp import clip_gradients, forget_back
 from penstock.services.modeling.parallel.gathered import Gathered
 from penstock.services.modeling.parallel.tensor import Turned, is_turned, sum_partial
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
 
 
@@ -53,6 +54,7 @@ class ModelLearner:
         self.device = self.world.device
         """That computes; where they are offloaded, parameters lie on the host."""
         self.memory = PhaseMemory(self.device)
+        self._resting = Resting(self.device)
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
         """What a version consists of."""
         self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
@@ -137,6 +139,24 @@ class ModelLearner:
             self.gather()
         watched = norms.after() if norms else {}
         return {"grad_norm": norm, "skipped": float(not finite)} | watched
+
+    def rest(self) -> None:
+        """Gives its device's memory back: what it holds lies on the host until `wake`, which is to be called before
+        anything else."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._resting.rest(self._held())
+
+    def wake(self) -> None:
+        """Takes its place on its device again."""
+        self._resting.wake()
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        """All that it holds between two steps."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from (weight.local() for weight in self.published.values() if isinstance(weight, Turned))
 
     def gather(self) -> None:
         """What is published and made of several ranks' parts is made again: by all of them, when weights have

@@ -17,9 +17,11 @@ from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_model
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.resting import Resting
 from penstock.services.reference.config import ReferenceConfig
-from penstock.services.runtime import health
+from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.device_turn import Guest
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
 
@@ -38,6 +40,7 @@ class Reference:
         self._begun: int | None = None
         """The version that was due when it began: whoever did not save it then is not blamed."""
         self._device = device_of(config.device, "reference.device")
+        self._resting = Resting(self._device)
         self._model = load_model(
             config.path or model_path, dtype, self._device, "reference.path" if config.path else "model.path"
         ).eval()
@@ -80,6 +83,14 @@ class Reference:
                 f"{due}; the reference must see the run's folder (one file system for all)"
             )
 
+    def sleep(self) -> None:
+        """Gives its device's memory back."""
+        self._resting.rest([*self._model.parameters(), *self._model.buffers()])
+
+    def wake(self) -> None:
+        """Takes its place on its device again."""
+        self._resting.wake()
+
     def close(self) -> None:
         """Nothing was started."""
 
@@ -98,7 +109,9 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
     torch.set_num_threads(context.threads)
     if config.run.deterministic:
         determinism.pin(context.folder, kind, context.threads)
-    temperature = config.rollout.sampling.temperature
+    temperature, turn = config.rollout.sampling.temperature, None
+    if config.run.colocated:
+        turn = device_turn.enter(context.folder, context.name, config.reference.device)
     reference = Reference(
         config.reference,
         context.model_path,
@@ -107,4 +120,5 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
         config.run.deterministic,
         context.folder / "checkpoints",
     )
-    return ScorerActor(kind, context, reference)
+    guest = Guest(turn, reference.sleep, reference.wake) if turn else None
+    return ScorerActor(kind, context, reference, guest)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -24,13 +26,21 @@ from penstock.protocols.messages import (
 from penstock.services.modeling import determinism
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
-from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, WorkerEngine
+from penstock.services.rollout.engines.base import (
+    Completion,
+    Engine,
+    EngineError,
+    Refusal,
+    SleepingEngine,
+    WorkerEngine,
+)
 from penstock.services.rollout.group_maker import GroupMaker, Made
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.single_turn import SingleTurn
 from penstock.services.rollout.turn_server import TurnServer
-from penstock.services.runtime import failpoint, health
+from penstock.services.runtime import device_turn, failpoint, health, registry
 from penstock.services.runtime.actor import Actor, ActorContext
+from penstock.services.runtime.device_turn import Guest, GuestsTurn
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.outbox import DURABLE_DEADLINE_S, Answered, Outbox, answer_of, key_of
 from penstock.services.runtime.plugins import load_plugin
@@ -43,6 +53,8 @@ from penstock.services.weights.receiver.worker_desk import WorkerDesk
 log = structlog.get_logger()
 
 REFUSE_S = 5.0
+IDLE_S, GUEST_S = 0.5, 0.01
+"""An idle rollout looks around so often; one that shares its device, or waits for it, more often."""
 
 
 class Rollout:
@@ -59,8 +71,10 @@ class Rollout:
         deterministic: bool = False,
         template: Mapping[str, Any] | None = None,
         merges: bool = False,
+        turn: GuestsTurn | None = None,
     ) -> None:
-        """``merges``: versions are adapters, which are added to the model at ``model_path``."""
+        """``merges``: versions are adapters, which are added to the model at ``model_path``; ``turn``, which has come:
+        at the device, which is the trainer's too."""
         torch.set_num_threads(context.threads)
         if deterministic:
             determinism.pin(context.folder, "rollout", context.threads)
@@ -71,11 +85,14 @@ class Rollout:
         base = AdapterBase(model_path, dtype)
         if merges:
             base.check([])  # now, before anybody waits for a version
-        self.engine = make_engine(config, model_path, dtype, self._text)
+        self.engine = make_engine(config, model_path, dtype, self._text, turn is not None)
+        self._guest = _as_guest(turn, self.engine) if turn else None
         self._receiver = self._make_receiver(weights, context, base)
         self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
         self._config, self._group_size = config, group_size
         self._outbox = Outbox(self.actor, self._limit)
+        self._prepared: deque[Prepared] = deque()
+        """Versions that are to be swapped in."""
         self._generated, self._generated_at = 0.0, time.monotonic()
 
     def _make_maker(self, config: RolloutConfig) -> GroupMaker:
@@ -88,7 +105,8 @@ class Rollout:
     def _make_receiver(self, weights: WeightsConfig, context: ActorContext, base: AdapterBase) -> Receiver | WorkerDesk:
         """What hears of versions: this process, or the engine's own, for which it speaks."""
         if not isinstance(self.engine, WorkerEngine):
-            return Receiver(self.engine, self.actor.mailbox, weights, context.keys, base=base)
+            at_work = self._guest.at_work if self._guest else nullcontext
+            return Receiver(self.engine, self.actor.mailbox, weights, context.keys, base=base, at_work=at_work)
         desk = WorkerDesk(self.engine.workers, self.actor.mailbox, weights, context.keys)
         self.engine.join_workers(desk.address, weights, context.keys)
         return desk
@@ -107,8 +125,10 @@ class Rollout:
         reason: str | None = None
         while reason is None:
             health.beat()
-            reason = self._read_inbox(wait=not self.engine.pending())
-            if self.engine.pending():
+            awake = self._guest is None or self._guest.poll()
+            self._swap_waiting(awake)
+            reason = self._read_inbox(wait=not (awake and self.engine.pending()))
+            if awake and self.engine.pending():
                 with self.actor.busy():
                     for result in self.engine.step():
                         self._take(result)
@@ -122,7 +142,7 @@ class Rollout:
         """Handles what has arrived; returns the reason to stop, if there is one."""
         inbox = self.actor.mailbox.inbox
         try:
-            event = inbox.get(timeout=0.5) if wait else inbox.get_nowait()
+            event = inbox.get(timeout=GUEST_S if self._guest else IDLE_S) if wait else inbox.get_nowait()
             while True:
                 if isinstance(event, Stop):
                     return event.reason
@@ -139,7 +159,8 @@ class Rollout:
         elif isinstance(event, Generate):
             self._serve(event)
         elif isinstance(event, Prepared):
-            self._swap(event)
+            self._prepared.append(event)
+            self._swap_waiting(self._guest is None or self._guest.awake)
         elif isinstance(event, Answered):
             self._outbox.answered(event)
         elif isinstance(event, HelloNeeded):
@@ -181,6 +202,11 @@ class Rollout:
         fit = max(1, self.engine.capacity // self._group_size)
         return self._config.groups_in_flight or fit + (fit + 1) // 2
 
+    def _swap_waiting(self, awake: bool) -> None:
+        """What is prepared serves, unless the engine is asleep."""
+        while awake and self._prepared:
+            self._swap(self._prepared.popleft())
+
     def _swap(self, prepared: Prepared) -> None:
         started = time.monotonic()
         version, digest = prepared.loaded.version, prepared.loaded.digest
@@ -219,6 +245,8 @@ class Rollout:
         if now - self._generated_at < 1.0:
             return
         gauges = self.engine.gauges() | self._maker.gauges()
+        if self._guest:
+            gauges["slept_s"] = self._guest.slept_s
         generated = gauges.get("generated_tokens", 0.0)
         gauges["tokens_per_s"] = (generated - self._generated) / (now - self._generated_at)
         self._generated, self._generated_at = generated, now
@@ -227,6 +255,10 @@ class Rollout:
 
 def make(context: ActorContext, config: Any, kind: str) -> Rollout:
     """The actor, for a run's whole config."""
+    turn = None
+    if config.run.colocated:
+        device = getattr(config.rollout.engine, "device", "auto")
+        turn = device_turn.enter(context.folder, context.name, device, registry.actors(config)[kind].gpus(config))
     return Rollout(
         context,
         config.rollout,
@@ -237,11 +269,23 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         config.run.deterministic,
         config.template,
         config.trainer.sends_adapter,
+        turn,
     )
 
 
-def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer) -> Engine:
-    """The engine that ``config.engine`` names. Its weights come by the weight channel."""
+def _as_guest(turn: GuestsTurn, engine: Engine) -> Guest:
+    """``engine`` sleeps while the trainer works. Raises `SetupError` where it cannot."""
+    if not isinstance(engine, SleepingEngine):
+        raise SetupError(
+            "run.placement: colocated wants an engine that can sleep, and this one has no sleep() and wake(); use "
+            "rollout.engine.type=torch or vllm, or run.placement=as_given"
+        )
+    return Guest(turn, engine.sleep, engine.wake)
+
+
+def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer, sleeps: bool = False) -> Engine:
+    """The engine that ``config.engine`` names. Its weights come by the weight channel. ``sleeps``: it is to share its
+    device, where it must know that from the start."""
     from transformers import AutoConfig, GenerationConfig
 
     engine = config.engine
@@ -259,7 +303,7 @@ def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokeni
         from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
         sampling = config.sampling.training()
-        return VllmEngine(engine, model_config, model_path, dtype, stop_ids, sampling, config.threads)
+        return VllmEngine(engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps)
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
     if found is None and ":" not in engine.name:
         raise SetupError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")

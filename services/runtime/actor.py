@@ -126,14 +126,15 @@ class Actor:
         self.own_stop = Stop(reason=reason)
         self.mailbox.post(self.own_stop)
 
-    def next(self) -> object:
-        """The next event of the inbox, however long that takes."""
+    def next(self, patience_s: float | None = None) -> object:
+        """The next event of the inbox, however long that takes; None where it takes more than ``patience_s``."""
         while True:
             health.beat()
             try:
-                return self.mailbox.inbox.get(timeout=health.EVERY_S)
+                return self.mailbox.inbox.get(timeout=health.EVERY_S if patience_s is None else patience_s)
             except queue.Empty:
-                continue
+                if patience_s is not None:
+                    return None
 
     def leave(self, reason: str) -> None:
         """Says goodbye and closes the mailbox."""

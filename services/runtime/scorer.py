@@ -24,10 +24,13 @@ from penstock.protocols.messages import Credit, HelloNeeded, Message, Score, Sco
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.runtime.actor import Actor, ActorContext
+from penstock.services.runtime.device_turn import Guest
 
 log = structlog.get_logger()
 
 ANSWER_DEADLINE_S = 120.0
+GUEST_S = 0.01
+"""A scorer that shares its device looks around so often."""
 NOTHING = np.zeros(0, np.float32)
 
 Key = tuple[Purpose, int]
@@ -86,9 +89,12 @@ class _Durable:
 class ScorerActor:
     """One process of a scorer. `run` returns the reason it ended for."""
 
-    def __init__(self, kind: str, context: ActorContext, scorer: Scorer) -> None:
+    def __init__(self, kind: str, context: ActorContext, scorer: Scorer, guest: Guest | None = None) -> None:
+        """``guest``: on the trainer's device, where it scores while that does not work."""
         self.actor = Actor(kind, context)
-        self._scorer = scorer
+        self._scorer, self._guest = scorer, guest
+        self._asleep: list[WorkItem] = []
+        """What has come in while it was."""
         self.actor.measure = lambda: {"groups_in_hand": len(self._open), **scorer.gauges()}
         self._open: dict[Key, set[str]] = {}
         """Columns that are not durable yet, of what is in hand."""
@@ -111,7 +117,7 @@ class ScorerActor:
         """Handles all that has arrived; returns the reason to stop, if there is one."""
         items: list[WorkItem] = []
         answered: list[_Answered] = []
-        event: object = self.actor.next()
+        event: object = self.actor.next(GUEST_S if self._guest else None)
         while event is not None:
             if isinstance(event, Stop):
                 return event.reason
@@ -132,7 +138,10 @@ class ScorerActor:
             except queue.Empty:
                 event = None
         self._say(answered)
-        self._begin(items)
+        self._asleep += items
+        if self._guest is None or self._guest.poll():
+            items, self._asleep = self._asleep, []
+            self._begin(items)
         self.actor.set_busy(bool(self._open))
         self._give_credit()
         return None

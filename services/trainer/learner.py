@@ -182,6 +182,12 @@ class Learner(ModelLearner):
         total, *means = self.world.sum([total, *sums.values()])
         return total, dict(zip(sums, means, strict=True)) | mismatch.metrics(self.world) | by_lag.metrics(self.world)
 
+    def _held(self) -> Iterator[torch.Tensor]:
+        """See `ModelLearner._held`."""
+        yield from super()._held()
+        if self._average:
+            yield from self._average.first
+
     @torch.no_grad()
     def score(self, tokens: list[int]) -> list[float]:
         """Log-probabilities of all ``tokens`` but the first, at temperature 1."""

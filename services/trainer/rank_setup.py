@@ -31,6 +31,7 @@ from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.profiling import profiled
 from penstock.services.trainer.self_teacher import SelfTeacher
+from penstock.services.trainer.shift import Shift
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender.shard_exporter import ShardExporter
@@ -63,6 +64,10 @@ class TrainerSettings:
     """Where it is said what became of the tokens of archived steps."""
     archived: Literal["all"] | int = 0
     """Of how many steps that is kept."""
+    colocated: bool = False
+    """Its devices are the rollouts' too."""
+    turn_s: float = 0.0
+    """How long these may take to give them up."""
     template: dict[str, Any] = field(default_factory=dict)
     """What the tokenizer's chat template is told beside the messages."""
 
@@ -71,13 +76,31 @@ class TrainerSettings:
         return canary_tokens(tokenizer, learner.model.config, self.weights.canary_tokens)
 
 
-def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[World, Learner, Any, list[dict[str, Any]]]:
-    """The world, and in it the learner at the newest checkpoint or at the start; the tokenizer; the ledger's tail."""
+@dataclass(frozen=True)
+class Rank:
+    """What a rank of the trainer begins with."""
+
+    world: World
+    learner: Learner
+    """At the newest checkpoint, or at the start."""
+    tokenizer: Any
+    tail: list[dict[str, Any]]
+    """The ledger's, as the checkpoint has it."""
+    shift: Shift | None
+    """Where its device is the rollouts' too: it is the trainer's turn."""
+
+
+def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
+    """A rank, ready to train. Raises `TurnError` where its device is not given up."""
     torch.set_num_threads(context.threads)
     device = local_device(device_of(settings.trainer.device, "trainer.device"), "trainer")
     world = World.of_torchrun(device, Shape.of(settings.trainer))
     if settings.deterministic:
         determinism.pin(context.folder, world.named("trainer"), context.threads)
+    shift = Shift(world, context.folder, settings.trainer.device, settings.turn_s) if settings.colocated else None
+    if shift:
+        shift.take()
+        shift.begin()
 
     def make(path: str) -> Learner:
         trainer = settings.trainer
@@ -93,7 +116,7 @@ def make_learner(context: ActorContext, settings: TrainerSettings) -> tuple[Worl
         return Learner(model, trainer, settings.temperature or 1.0, world, teacher)
 
     learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)
-    return world, learner, load_tokenizer(settings.model_path), tail
+    return Rank(world, learner, load_tokenizer(settings.model_path), tail, shift)
 
 
 def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfig | None, offload: bool = False) -> Any:

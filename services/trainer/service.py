@@ -28,7 +28,7 @@ from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithm_config import CustomFunction
 from penstock.services.trainer.canary import CanaryBound
-from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
+from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
 from penstock.services.trainer.worker_rank import WorkerRank
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.publisher import Publisher
@@ -37,6 +37,7 @@ from penstock.services.weights.sender.snapshot import Snapshot
 log = structlog.get_logger()
 
 TAIL_STEPS = 200
+LOADING_POLL_S = 0.005
 
 
 class Trainer:
@@ -45,19 +46,23 @@ class Trainer:
     def __init__(self, context: ActorContext, settings: TrainerSettings) -> None:
         self._settings = settings
         self.actor = Actor("trainer", context)
-        self._world, self._learner, self._tokenizer, tail = make_learner(context, settings)
-        self._tail = [LedgerRow(**row) for row in tail]
+        rank = make_rank(context, settings)
+        self._world, self._learner, self._shift = rank.world, rank.learner, rank.shift
+        self._tail = [LedgerRow(**row) for row in rank.tail]
         """The last committed steps, for a broker whose store has lost them."""
         keep = settings.trainer.checkpoint.keep
-        saver = checkpoint.Saver(self._learner, self._tokenizer, settings.checkpoints, keep)
+        saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, keep)
         best = settings.trainer.checkpoint.keep_best
         self._saving = Saving(self._learner, saver, self.actor.mailbox, best, settings.reference_every)
         self._desk = StepDesk(self.actor, self._turn, self._world.keep_awake)
         exporter = make_exporter(self._learner, settings)
-        self._publisher = Publisher(settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys)
+        clock = self._waiting_clock if self._shift else None
+        self._publisher = Publisher(
+            settings.weights, exporter, settings.run_key, self.actor.mailbox, context.keys, clock=clock
+        )
         self._publication: Publication | None = None
         """The last one."""
-        self._canary = settings.canary(self._learner, self._tokenizer)
+        self._canary = settings.canary(self._learner, rank.tokenizer)
         table, own = LOGPROBS[settings.dtype], settings.weights.canary_tolerance
         path = settings.checkpoints.parent / "canary.json"
         self._bound = CanaryBound(path, settings.dtype, own or table, own is not None)
@@ -80,15 +85,7 @@ class Trainer:
         self._publication = self._publisher.publish(first)
         while (batch := self._take()) is not None:
             self._train(batch)
-        self._settle()
-        if self._desk.stopped is None:
-            if self._learner.version:  # else it is what it began as
-                self._save()
-            self._saving.finish(final=True)
-            self._desk.until_stopped()
-        elif self._learner.version and not self._publisher.error:
-            self._save()
-        self._saving.finish(final=False)
+        self._end()
         self._world.order("end")
         self._saving.close()
         self._publisher.close()
@@ -99,6 +96,18 @@ class Trainer:
         self.actor.leave(self._desk.stopped)
         return self._desk.stopped
 
+    def _end(self) -> None:
+        """The last version is saved; where the run is over, what others still do is waited for."""
+        self._settle()
+        if self._learner.version and not self._publisher.error:  # else it is what it began as
+            self._work()
+            self._save()
+            self._rest()
+        if self._desk.stopped is None:
+            self._saving.finish(final=True)
+            self._desk.until_stopped()
+        self._saving.finish(final=False)
+
     def _turn(self) -> None:
         """Beside whatever is waited for. Raises what has ended the publisher, without which there is no use in going
         on."""
@@ -107,7 +116,37 @@ class Trainer:
         self._saving.poll()
 
     def _take(self) -> Batch | None:
-        return self._desk.take(self._learner.version)
+        """The next batch, once there is one; others may have the devices meanwhile."""
+        self._rest()
+        batch = self._desk.take(self._learner.version)
+        if batch is not None:
+            self._work()
+        return batch
+
+    def _rest(self) -> None:
+        if self._shift:
+            self._settle()
+            self._world.order("rest")
+            self._shift.end(self._learner)
+
+    def _work(self) -> None:
+        if not self._shift:
+            return
+        while self._publisher.loading and not self._desk.stopped:  # whoever sleeps cannot load it
+            self._desk.hear(LOADING_POLL_S)
+            self._world.keep_awake()
+
+        def wait() -> None:
+            self._desk.hear()
+            self._world.keep_awake()
+
+        self._shift.take(wait)
+        self._world.order("work")
+        self._shift.begin(self._learner)
+
+    def _waiting_clock(self) -> float:
+        """Seconds, but for those in which rollouts sleep because the trainer works."""
+        return time.monotonic() - (self._shift.held_s if self._shift else 0.0)
 
     def _train(self, batch: Batch) -> None:
         started = time.monotonic()
@@ -129,6 +168,7 @@ class Trainer:
             "wait_s": self._desk.waited_s,
             "train_step_s": time.monotonic() - started,
             "publish_wait_s": waited,
+            **({"turn_wait_s": self._shift.waited_s} if self._shift else {}),
             **self._learner.memory.metrics(),
         }
         self._settle()  # the ledger lets us take one step ahead of what is committed, and no more
@@ -228,6 +268,8 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         archive=context.folder / "archive",
         archived=0 if config.replay.archive == "none" else config.replay.archive,
         columns=config.columns,
+        colocated=config.run.colocated,
+        turn_s=config.run.turn_s,
         deterministic=config.run.deterministic,
         template=config.template,
     )

@@ -25,6 +25,11 @@ class WeightAverage:
         self._first: dict[str, torch.Tensor] = {}
         """Before the optimizer has a state to lie in."""
 
+    @property
+    def first(self) -> list[torch.Tensor]:
+        """What does not lie in the optimizer's state yet."""
+        return [*self._first.values()]
+
     def begin(self) -> None:
         """Before a step: where there is no average yet, it is what the parameters are."""
         for name, parameter in self._parameters.items():

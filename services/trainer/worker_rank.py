@@ -6,7 +6,7 @@ import threading
 
 from penstock.services.learning import checkpoint
 from penstock.services.runtime.actor import ActorContext
-from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_learner, train
+from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
 from penstock.services.weights.queues import Event, mark_training
 from penstock.services.weights.sender.rank_sender import RankSender
 
@@ -16,13 +16,14 @@ class WorkerRank:
 
     def __init__(self, context: ActorContext, settings: TrainerSettings) -> None:
         self._settings = settings
-        self._world, self._learner, tokenizer, _ = make_learner(context, settings)
+        rank = make_rank(context, settings)
+        self._world, self._learner, self._shift = rank.world, rank.learner, rank.shift
         keep = settings.trainer.checkpoint.keep
-        self._saver = checkpoint.Saver(self._learner, tokenizer, settings.checkpoints, keep)
+        self._saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, keep)
         self._sender = RankSender(make_exporter(self._learner, settings), settings.weights.host)
         self._read = threading.Event()
         self._read.set()
-        self._canary = settings.canary(self._learner, tokenizer)
+        self._canary = settings.canary(self._learner, rank.tokenizer)
         self._sending: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -48,6 +49,14 @@ class WorkerRank:
                 self._sending.start()
             elif what == "save":
                 self._saver.begin()
+            elif what == "rest":
+                assert self._shift
+                self._until_sent()
+                self._shift.end(self._learner)
+            elif what == "work":
+                assert self._shift
+                self._shift.take()
+                self._shift.begin(self._learner)
             elif what == "end":
                 self._until_sent()
                 self._saver.close()

@@ -17,6 +17,16 @@ def test_a_short_run_survives(tmp_path: Path, seed: int) -> None:
     assert summary["steps"] == 24 and summary["groups_trained"] == 24 * 8
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.chaos)])
+def test_a_run_that_shares_its_devices_survives(tmp_path: Path, seed: int) -> None:
+    """Whoever is killed has them, wants them or sleeps."""
+    summary = carry_out(
+        tmp_path, schedule(seed, steps=24, count=4), [*SMALL, "trainer.steps=24", "run.placement=colocated"]
+    )
+    assert summary["steps"] == 24 and summary["groups_trained"] == 24 * 8
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(10, 14))
 def test_more_short_runs_survive(tmp_path: Path, seed: int) -> None:

@@ -145,6 +145,21 @@ def test_gpus_are_given_out_without_overlap() -> None:
     assert "rollout-0" not in place(load(Path("configs/quickstart.yaml"), ["rollout.engine.device=cpu"]), ["0"])
 
 
+def test_guests_are_on_the_trainers_gpus() -> None:
+    def on(gpus: int, *more: str) -> dict[str, str]:
+        config = load(Path("configs/grpo-8b.yaml"), ["run.placement=colocated", *more])
+        return place(config, [str(i) for i in range(gpus)])
+
+    two = ["rollout.engine.vllm.tensor_parallel_size=2", "rollout.count=2"]
+    placed = {"trainer": "0,1,2,3", "rollout-0": "0,1", "rollout-1": "2,3", "reference-0": "3"}
+    assert on(8, *two) == on(4, *two) == placed
+    with pytest.raises(ConfigError, match=r"wants 4 GPUs \(trainer 4\), which rollouts and reference share .* are 3"):
+        on(3, *two)
+    with pytest.raises(ConfigError, match="3 rollouts want 6 GPUs, and trainer.ranks=4 has 4"):
+        on(8, two[0], "rollout.count=3")
+    assert set(on(1, "trainer.ranks=1", "rollout.count=1").values()) == {"0"}
+
+
 def test_what_cannot_be_counted_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_experts": 64}')
     found = plan(load(Path("configs/grpo-8b.yaml"), [f"model.path={tmp_path}"]))

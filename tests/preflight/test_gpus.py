@@ -100,6 +100,13 @@ def test_a_torch_that_does_not_see_the_gpus_is_an_error(nvml: FakeNvml, monkeypa
         ((80.0,) * 3, ("rollout.engine.vllm.gpu_memory_utilization=0.9",), ""),
         ((10.0,), (), "GPU 0 .* use more GPUs"),
         ((80.0, 80.0), ("trainer.ranks=4",), "wants 6 GPUs .* there are 2"),
+        ((80.0,), ("run.placement=colocated", "rollout.engine.vllm.gpu_memory_utilization=0.85"), ""),
+        (
+            (80.0,),
+            ("run.placement=colocated", "rollout.engine.vllm.gpu_memory_utilization=0.95"),
+            "trainer 0.02.* set .*_utilization=0.90",
+        ),
+        ((80.0,), ("run.placement=colocated", "rollout.count=2"), "2 rollouts want 2 GPUs, and trainer.ranks=1 has 1"),
     ],
 )
 def test_what_shares_a_gpu_must_fit_it(

@@ -24,6 +24,7 @@ from penstock.services.learning import checkpoint
 from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.tensor import is_turned, sum_partial
 from penstock.services.modeling.parallel.world import Shape, World, local_device
+from penstock.services.modeling.resting import _plain
 from penstock.services.modeling.routing import Replay
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.judgements import Judgements
@@ -73,6 +74,8 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     cut, plain = learn(start, config, world), learn(start, alone, single)
     assert version_of(cut) == version_of(plain), "before any step"
     for number in range(3):
+        away = check_rest(cut)
+        assert away or (device.type == "cuda" and config.offload), "what lies on the host stays there"
         # From the same weights, the gradient of every parameter.
         for learner in (cut, plain):
             learner.optimizer.zero_grad(set_to_none=True)
@@ -123,6 +126,19 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         for name, parameter in cut.parameters.items():
             one, two = cut.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]
             assert torch.equal(full(one["exp_avg_sq"]), full(two["exp_avg_sq"])), name
+
+
+def check_rest(learner: Learner) -> int:
+    """It comes back as it was. Returns how many bytes were away."""
+    held = [part for tensor in learner._held() for part in _plain(tensor) if part.device.type == learner.device.type]
+    before = [part.clone() for part in held]
+    own = [part.untyped_storage() for part in held if part.untyped_storage().resizable()]  # others are mapped files
+    size = sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
+    learner.rest()
+    assert not sum(storage.nbytes() for storage in own)
+    learner.wake()
+    assert all(torch.equal(one, two) for one, two in zip(held, before, strict=True))
+    return size
 
 
 def _late(function: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from penstock.protocols import wire
 from penstock.protocols.messages import Batch
 from penstock.services.runtime.errors import SetupError
 
-Order = Literal["publish", "train", "save", "wait", "end"]
+Order = Literal["publish", "train", "save", "rest", "work", "wait", "end"]
 """What rank 0 tells the others to do."""
 
 DIMENSIONS = ("replica", "shard", "tensor")

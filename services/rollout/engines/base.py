@@ -146,6 +146,19 @@ class Engine(WeightLoader, Protocol):
 
 
 @runtime_checkable
+class SleepingEngine(Engine, Protocol):
+    """An engine that can leave its device to others for a while (`run.placement`: colocated). Asleep, it is asked to
+    submit, abort, pending, gauges and close, and for nothing else."""
+
+    def sleep(self) -> None:
+        """Stops, keeps what is running and queued, and gives the device's memory back: weights lie on the host then,
+        keys and values are forgotten. Raises `EngineError`."""
+
+    def wake(self) -> None:
+        """Goes on, with the version that it had; keys and values are computed again. Raises `EngineError`."""
+
+
+@runtime_checkable
 class WorkerEngine(Engine, Protocol):
     """An engine whose weights lie in processes of its own, which receive versions by themselves: its `swap` also takes
     a `ReceivedVersion`."""

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,8 @@ class _Costs:
 class Receiver:
     """Takes one proposal at a time, always the newest. ``verify=False`` leaves out digests, to measure their cost.
     ``deliver`` is given what is ready to be swapped in; by default it goes to the actor's inbox. ``base``: what
-    adapters are merged with that are published alone; None: they are handed on."""
+    adapters are merged with that are published alone; None: they are handed on. ``at_work``: around what it does on the
+    engine's device."""
 
     def __init__(
         self,
@@ -82,9 +84,10 @@ class Receiver:
         verify: bool = True,
         deliver: Callable[[Prepared], None] | None = None,
         base: AdapterBase | None = None,
+        at_work: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._engine, self._mailbox, self._config, self._keys, self._verify = engine, mailbox, config, keys, verify
-        self._deliver, self._base = deliver or mailbox.post, base
+        self._deliver, self._base, self._at_work = deliver or mailbox.post, base, at_work
         self._forgotten: tuple[int, int] | None = None
         self._proposals: queue.SimpleQueue[Propose | None] = queue.SimpleQueue()
         self._commits: dict[tuple[int, int], CommitVersion] = {}
@@ -173,7 +176,8 @@ class Receiver:
             costs.receive_s = time.monotonic() - started - costs.hash_s
             shadow = self._settle(proposal, commit, intake, shadow, costs)
             failpoint.reach("receiver-verified", proposal.version)
-            prepared, canary = self._prepare(commit, shadow, costs)
+            with self._at_work():
+                prepared, canary = self._prepare(commit, shadow, costs)
             loaded = Loaded(
                 epoch=proposal.epoch,
                 version=proposal.version,

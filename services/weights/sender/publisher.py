@@ -59,7 +59,8 @@ class Publisher:
     """Rollouts come, go and answer in the mailbox's thread, and are heard in this one's; `publish` hands it a version.
 
     ``error`` is set once the thread has failed: without it nothing reaches the rollouts any more. ``verify=False``
-    leaves out all digests, to measure what they cost.
+    leaves out all digests, to measure what they cost. ``clock``: seconds by which rollouts are late; it is given where
+    they share the trainer's devices, and stands still while they sleep.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Publisher:
         mailbox: Mailbox,
         keys: ClientKeys | None = None,
         verify: bool = True,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        self._clock = clock or time.monotonic
         self._config, self._source, self._mailbox, self._verify = config, source, mailbox, verify
         self.error: BaseException | None = None
         self.loaded: Callable[[m.Loaded], None] = lambda loaded: None
@@ -93,7 +96,7 @@ class Publisher:
             self._probe = shared_memory.Probe(run_key)
         self._ranks = RankSender(source, config.host) if source.cut.ranks > 1 or self._gpu else None
         nonce = self._probe.nonce if self._probe else None
-        self._ways = Ways(config.transport, nonce, self._gpu, source.cut.ranks)
+        self._ways = Ways(config.transport, nonce, self._gpu, source.cut.ranks, clock is not None)
         self._buffers = BufferPool(bool(self._ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.loaded_bytes))
@@ -112,6 +115,11 @@ class Publisher:
     def peers(self) -> dict[str, Peer]:
         """The rollouts, and how each stands."""
         return self._sender.peers
+
+    @property
+    def loading(self) -> bool:
+        """A rollout has been told of a version, and does not serve it yet."""
+        return any(peer.loading for peer in list(self._sender.peers.values()))
 
     def publish(self, publication: Publication) -> Publication:
         """Begins to publish a version; its futures say how far it is, and what went wrong. Called by the thread that
@@ -155,7 +163,7 @@ class Publisher:
                 publication.fail(self.error or RuntimeError("the publisher has ended"))
 
     def _handle(self, event: object) -> None:
-        sender, now = self._sender, time.monotonic()
+        sender, now = self._sender, self._clock()
         if isinstance(event, Publication):
             self._publish(event)
         elif isinstance(event, m.Receivers):
@@ -193,7 +201,7 @@ class Publisher:
 
     def _look_after(self) -> None:
         """Invites strangers, seeds who is behind, votes out who is late."""
-        now = time.monotonic()
+        now = self._clock()
         for late in self._sender.late(now):
             log.error(
                 "receiver is late: voted out",
@@ -223,7 +231,7 @@ class Publisher:
         kept = [snapshot.buffer for snapshot in (self.latest, self._pinned) if snapshot]
         buffer = self._buffers.take(layout.nbytes, kept, publication.version)
         snapshot = Snapshot(publication.version, layout, buffer, publication.canary)
-        epoch = Epoch(-1, {}) if publication.quiet else self._sender.open(publication.version, time.monotonic())
+        epoch = Epoch(-1, {}) if publication.quiet else self._sender.open(publication.version, self._clock())
         found = (
             self._send_ranks(publication, snapshot, epoch) if self._ranks else self._send(publication, snapshot, epoch)
         )

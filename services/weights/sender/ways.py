@@ -15,10 +15,11 @@ log = structlog.get_logger()
 
 class Ways:
     """Of a trainer whose config names ``transport`` (auto: none), that has left ``nonce`` in shared memory, computes
-    on ``gpu`` (empty: on a CPU) and has ``ranks`` ranks."""
+    on ``gpu`` (empty: on a CPU) and has ``ranks`` ranks. ``shared``: its GPUs are the rollouts' while it rests, and
+    versions go by the hosts."""
 
-    def __init__(self, transport: str, nonce: str | None, gpu: str, ranks: int) -> None:
-        self._transport, self._nonce, self._gpu, self._ranks = transport, nonce, gpu, ranks
+    def __init__(self, transport: str, nonce: str | None, gpu: str, ranks: int, shared: bool = False) -> None:
+        self._transport, self._nonce, self._gpu, self._ranks, self._shared = transport, nonce, gpu, ranks, shared
         self.places: dict[str, list[m.Place]] = {}
         """Where the processes are that hold a rollout's weights, by rollout."""
 
@@ -30,11 +31,12 @@ class Ways:
         """The best way to all processes that hold a rollout's weights, by where they are and what the configs name;
         ``nccl`` are the rollouts that are served by that."""
         gpus = [place.gpu for place in reach.places]
+        by_gpu = bool(self._gpu) and not self._shared
         shares_memory = self._nonce is not None and all(place.nonce == self._nonce for place in reach.places)
         possible: list[tuple[Transport, bool]] = [
-            ("cuda_ipc", bool(self._gpu) and self._ranks == 1 and all(gpu == self._gpu for gpu in gpus)),
+            ("cuda_ipc", by_gpu and self._ranks == 1 and all(gpu == self._gpu for gpu in gpus)),
             ("shm", shares_memory and not any(gpus)),
-            ("nccl", bool(self._gpu) and all(gpus) and self._are_distinct(reach, nccl)),
+            ("nccl", by_gpu and all(gpus) and self._are_distinct(reach, nccl)),
             ("shm", shares_memory),
             ("gloo", True),
         ]

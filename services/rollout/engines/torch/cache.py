@@ -18,6 +18,11 @@ class SlotCache:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
+        return [*self.keys, *self.values]
+
     def fill(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes whole sequences: ``keys`` and ``values`` ``[len(slots), heads, tokens, dim]`` from position 0."""
         self.keys[layer][slots, :, : keys.shape[2]] = keys
@@ -32,5 +37,5 @@ class SlotCache:
 
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copies the first ``length`` positions of the ``source`` slots over the ``target`` slots."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             tensor[target, :, :length] = tensor[source, :, :length]

@@ -16,6 +16,7 @@ from penstock.protocols.experience import Finish, no_candidates
 from penstock.protocols.routing import no_routing
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import ModelError, device_of
+from penstock.services.modeling.resting import Resting, forget, remember
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Refusal, Request, RequestError, refuse_unfit
 from penstock.services.rollout.engines.torch import native
@@ -101,6 +102,9 @@ class TorchEngine:
         self._routing: RoutingTable | None = None
         """From the first such request on."""
         self._generated = 0
+        self._resting = Resting(self.device)
+        self._forgotten = False
+        """The slots' keys and values are to be computed again before the next token."""
 
     @property
     def capacity(self) -> int:
@@ -127,6 +131,8 @@ class TorchEngine:
         if self.version < 0:
             return []
         done: list[Completion | Refusal] = []
+        if self._forgotten:
+            self._recompute()
         if self._queue:
             self._admit(done)
         if self._active:
@@ -168,9 +174,19 @@ class TorchEngine:
         """See `base.Engine.swap`."""
         self._model.weights = prepared
         self.version = version
-        if self._config.kv_on_update == "recompute" and self._active:
-            lengths = self._slots.lengths[: self._active] - 1
-            self._prefill(self._slots.tokens[: self._active], lengths, [[i] for i in range(self._active)])
+        if self._config.kv_on_update == "recompute" and not self._forgotten:
+            self._recompute()
+
+    def sleep(self) -> None:
+        """See `base.SleepingEngine.sleep`."""
+        self._forgotten = True
+        forget(self._model.cached)
+        self._resting.rest(self._model.kept)
+
+    def wake(self) -> None:
+        """See `base.SleepingEngine.wake`."""
+        self._resting.wake()
+        remember(self._model.cached)
 
     def gauges(self) -> dict[str, float]:
         """See `base.Engine.gauges`."""
@@ -178,6 +194,13 @@ class TorchEngine:
 
     def close(self) -> None:
         """See `base.Engine.close`."""
+
+    def _recompute(self) -> None:
+        """Keys and values of what is running, with the weights that serve."""
+        self._forgotten = False
+        if self._active:
+            lengths = self._slots.lengths[: self._active] - 1
+            self._prefill(self._slots.tokens[: self._active], lengths, [[i] for i in range(self._active)])
 
     def _admit(self, done: list[Completion | Refusal]) -> None:
         """Prefills queued requests, first come first served, while slots and the prefill budget last."""
@@ -354,7 +377,9 @@ class TorchEngine:
         movers = np.setdiff1d(np.arange(remaining, self._active), finished)
         if holes.size:
             length = int(self._slots.lengths[movers].max())
-            self._model.move(torch.from_numpy(movers).to(self.device), torch.from_numpy(holes).to(self.device), length)
+            if not self._forgotten:
+                to, at = torch.from_numpy(holes).to(self.device), torch.from_numpy(movers).to(self.device)
+                self._model.move(at, to, length)
             self._slots.move(movers, holes)
             if self._routing and self._routed:
                 self._routing.move(movers, holes)

@@ -107,6 +107,11 @@ class HostedModel(TransformersModel):
         """As `NativeModel.move`."""
         self.cache.move(source, target, length)
 
+    @property
+    def cached(self) -> list[torch.Tensor]:
+        """As `NativeModel.cached`."""
+        return self.cache.tensors
+
     def _mask(self, positions: torch.Tensor, span: int) -> Any:
         """What each row may attend to: ``[rows, 1, 1, span]``, 0 or the lowest number; one for each kind of layer where
         there are two."""

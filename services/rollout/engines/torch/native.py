@@ -153,6 +153,20 @@ class NativeModel:
         """The first ``length`` tokens of the ``source`` slots take the places of those of the ``target`` slots."""
         self._cache.move(source, target, length)
 
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The weights that serve."""
+        if self.weights is None:
+            return []
+        w = self.weights
+        found = [getattr(layer, name) for layer in w.layers for name in Layer.__slots__]
+        return [tensor for tensor in (w.embedding, w.norm, w.head, *found) if tensor is not None]
+
+    @property
+    def cached(self) -> list[torch.Tensor]:
+        """Keys and values of the slots."""
+        return self._cache.tensors
+
     def logits(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, vocabulary]`` after every one of ``tokens`` (int64 ``[T]``) under ``weights``, which need not be
         those that serve; touches no slot."""

@@ -37,6 +37,11 @@ class RecomputedModel(TransformersModel):
         """As `NativeModel.move`."""
         self._tokens[target, :length] = self._tokens[source, :length]
 
+    @property
+    def cached(self) -> list[torch.Tensor]:
+        """Nothing."""
+        return []
+
     def _last(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Logits after the last of the first ``lengths`` tokens of each row, ``[rows, vocabulary]``. What stands behind
         them no causal model looks at."""

@@ -42,6 +42,11 @@ class TransformersModel:
         shadow.tie_weights()
         return shadow
 
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """Both copies of the weights."""
+        return [tensor for model in self._spare for tensor in (*model.parameters(), *model.buffers())]
+
     def logits(self, weights: Any, tokens: torch.Tensor) -> torch.Tensor:
         """As `NativeModel.logits`."""
         return weights(input_ids=tokens[None], use_cache=False).logits[0].float()

@@ -53,10 +53,12 @@ def engine_arguments(
     positions: int,
     top_k: int,
     routed: bool = False,
+    sleeps: bool = False,
 ) -> Any:
     """vLLM's ``AsyncEngineArgs``. ``raw``: log-probabilities before the temperature is applied; ``kv_token_bytes``: KV
     of one token; ``positions``: that the model has; ``top_k``: log-probabilities that may be asked for;
-    ``routed``: it says which experts it took. Raises `SetupError`."""
+    ``routed``: it says which experts it took; ``sleeps``: it leaves its GPUs to others at times. Raises
+    `SetupError`."""
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -89,6 +91,8 @@ def engine_arguments(
         **({"enable_return_routed_experts": True} if routed else {}),
         **config.vllm,
     }
+    if sleeps and not current_platform.is_cpu():
+        arguments["enable_sleep_mode"] = True
     if routed:
         if current_platform.is_cpu():
             raise SetupError(

@@ -86,7 +86,9 @@ class VllmEngine(AsyncEngine):
         stop_ids: set[int],
         sampling: Sampling,
         threads: int,
+        sleeps: bool = False,
     ) -> None:
+        """``sleeps``: see `base.SleepingEngine`."""
         positions = getattr(model_config, "max_position_embeddings", None) or config.max_length + 1
         length = min(config.max_length, positions)
         self._seated = config.max_sequences * int(config.vllm.get("data_parallel_size", 1))
@@ -103,7 +105,7 @@ class VllmEngine(AsyncEngine):
         itemsize = DTYPES[dtype].itemsize
         kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
         arguments = engine_arguments(
-            config, model_path, dtype, self._raw, kv, positions, sampling.top_k, sampling.routing_replay
+            config, model_path, dtype, self._raw, kv, positions, sampling.top_k, sampling.routing_replay, sleeps
         )
         self._model_config = model_config
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
@@ -169,6 +171,15 @@ class VllmEngine(AsyncEngine):
         """See `base.Engine.swap`. Requests in flight are frozen, not lost, while the workers load."""
         self.call(self._load_version(prepared, version), self._config.deadline_s, f"load version {version}")
         self.serve(version)
+
+    def sleep(self) -> None:
+        """See `base.SleepingEngine.sleep`. A CPU has nothing to give back: there vLLM only stops."""
+        core = self.llm.engine_core
+        self.call(core.sleep_async(1, "keep"), self._config.deadline_s, "go to sleep")
+
+    def wake(self) -> None:
+        """See `base.SleepingEngine.wake`."""
+        self.call(self.llm.engine_core.wake_up_async(None), self._config.deadline_s, "wake up")
 
     @staticmethod
     def update_info(version: MappedVersion | ReceivedVersion) -> dict[str, Any]:

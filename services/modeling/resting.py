@@ -1,0 +1,93 @@
+"""Tensors that lie in host memory while their device is somebody else's."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class Resting:
+    """By memory, not by tensors: whoever holds a tensor or a view of it, such as what cuts a model over ranks, holds
+    the same one afterwards. In between, nobody may read it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        """What is away, and what was in it."""
+        self._pages: dict[int, list[torch.Tensor]] = defaultdict(list)
+        """Of host memory that is pinned, which is dear to make, by their size."""
+
+    @torch.no_grad()
+    def rest(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Moves ``tensors`` away, and gives their memory back to the device. Those of another device, and those whose
+        memory is not torch's own (mapped files), stay where they are."""
+        pinned, seen = self._device.type == "cuda", set()
+        for storage in (part.untyped_storage() for tensor in tensors for part in _plain(tensor)):
+            here = storage.device.type == self._device.type and storage.resizable() and storage.nbytes()
+            if not here or storage.data_ptr() in seen:
+                continue
+            seen.add(storage.data_ptr())
+            size = storage.nbytes()
+            spare = self._pages[size]
+            page = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            page.copy_(_bytes(storage), non_blocking=True)
+            self._kept.append((storage, page))
+        _synchronize(self._device)
+        for storage, _ in self._kept:
+            storage.resize_(0)
+        release(self._device)
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Brings back what `rest` has moved away."""
+        for storage, page in self._kept:
+            storage.resize_(page.numel())
+            _bytes(storage).copy_(page, non_blocking=True)
+        _synchronize(self._device)
+        if self._device.type == "cuda":
+            for _, page in self._kept:
+                self._pages[page.numel()].append(page)
+        self._kept = []
+
+
+def forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives the memory of ``tensors`` back to their device; what was in them is lost. See `remember`."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
+def remember(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives ``tensors``, which were forgotten, their memory again, all zero."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        tensor.zero_()
+
+
+def release(device: torch.device) -> None:
+    """What nobody holds of ``device``'s memory is free for other processes."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that ``tensor`` is made of: a DTensor's local part, the parts of a quantized one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(tensor, name), torch.Tensor):
+            yield from _plain(part)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

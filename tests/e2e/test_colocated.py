@@ -1,0 +1,74 @@
+"""A run whose trainer and rollouts share their devices: never at work at the same time, and otherwise as any other."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.run.summary import steps_of
+from tests.e2e.runs import WHOLE, Run, check_promises
+
+COLOCATED = [*WHOLE, "run.placement=colocated", "run.log_level=debug"]
+
+Span = tuple[datetime, datetime]
+
+
+def spans(run: Run, actor: str, begin: str, end: str) -> list[Span]:
+    """From each ``begin`` in the actor's log to the ``end`` behind it."""
+    rows = [json.loads(line) for line in (run.folder / "logs" / f"{actor}.jsonl").read_text().splitlines()]
+    found, since = [], None
+    for row in rows:
+        if row["event"] == begin:
+            since = datetime.fromisoformat(row["timestamp"])
+        elif row["event"] == end and since:
+            found.append((since, datetime.fromisoformat(row["timestamp"])))
+            since = None
+    return found
+
+
+def overlaps(some: list[Span], others: list[Span]) -> list[tuple[Span, Span]]:
+    return [(one, other) for one in some for other in others if one[0] < other[1] and other[0] < one[1]]
+
+
+@pytest.mark.parametrize(
+    ("lag", "more"),
+    [
+        (1, []),
+        pytest.param(0, ["trainer.ranks=2", "trainer.lora={rank: 4}"], marks=pytest.mark.chaos),
+    ],
+)
+def test_they_take_turns(tmp_path: Path, lag: int, more: list[str]) -> None:
+    run = Run(tmp_path, [*COLOCATED, f"gate.max_lag={lag}", *more])
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 6 and summary["restarts"] == 0 and "eval_after" in summary
+    trainer = spans(run, "trainer", "at work", "at rest")
+    assert len(trainer) >= 6
+    for guest in ("rollout-0", "rollout-1", "reference-0"):
+        awake = spans(run, guest, "awake", "asleep")
+        assert len(awake) >= 3, guest
+        assert not overlaps(trainer, awake), guest
+    rows = steps_of(run.folder)
+    assert all(0 <= row["turn_wait_s"] < 30 for row in rows)
+
+
+def test_a_trainer_that_is_killed_at_work_gives_the_devices_back(tmp_path: Path) -> None:
+    """And a rollout that is killed while it sleeps is back when it is awake."""
+    import os
+
+    from penstock.services.runtime.failpoint import VARIABLE
+
+    os.environ[VARIABLE], os.environ["PENSTOCK_KILL_LOG"] = "trained:2,published:3", str(tmp_path / "reached")
+    try:
+        run = Run(tmp_path, [*COLOCATED, "trainer.checkpoint.every=2", "gate.max_lag=2"])
+    finally:
+        del os.environ[VARIABLE], os.environ["PENSTOCK_KILL_LOG"]
+    run.wait_for_step(4)
+    if victim := run.actors().get("rollout-0"):
+        victim.kill()
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["groups_trained"] == 6 * 8 and summary["restarts"] >= 2

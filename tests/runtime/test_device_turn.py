@@ -1,0 +1,142 @@
+"""The trainer and its guests at one device: never both, whoever dies whenever."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.services.runtime.device_turn import Guest, GuestsTurn, TrainersTurn, TurnError, devices_here
+from tests.preflight.nvml import FakeNvml
+
+PROGRAM = """
+import fcntl, os, pathlib, random, sys, time
+from penstock.services.runtime.device_turn import Guest, GuestsTurn, TrainersTurn
+
+kind, name, folder, seed = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[4])
+rng, here = random.Random(seed), folder / "here"
+log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+def use(seconds):
+    mine = here / f"{kind}.{name}.{os.getpid()}"
+    mine.touch()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for other in os.listdir(here):
+            other_kind, _, pid = other.split(".")
+            if other_kind != kind and "trainer" in (other_kind, kind) and os.path.exists(f"/proc/{pid}/cwd"):
+                if (here / other).exists():
+                    os.write(log, f"{mine.name} beside {other}\\n".encode())
+        time.sleep(0.0005)
+    mine.unlink(missing_ok=True)
+    os.write(log, f"{kind}\\n".encode())
+
+if kind == "trainer":
+    turn = TrainersTurn(folder, ("one", "two"), 20.0)
+    while True:
+        turn.take()
+        use(rng.uniform(0, 0.03))
+        turn.give()
+        time.sleep(rng.uniform(0, 0.03))
+else:
+    turn = GuestsTurn(folder, (name,), "guest")
+    turn.enter()
+    guest = Guest(turn, lambda: None, lambda: None)
+    while True:
+        if guest.poll():
+            use(rng.uniform(0, 0.01))
+        time.sleep(0.001)
+"""
+
+
+def test_never_both_and_a_death_gives_back(tmp_path: Path) -> None:
+    """A trainer on two devices, a guest on each; all are killed again and again, and nobody waits for the dead."""
+    (tmp_path / "here").mkdir()
+    rng, alive = random.Random(0), {}
+
+    def start(kind: str, name: str) -> None:
+        command = [sys.executable, "-c", PROGRAM, kind, name, str(tmp_path), str(rng.randrange(999))]
+        alive[kind, name] = subprocess.Popen(command)
+
+    everyone = [("trainer", "t"), ("guest", "one"), ("guest", "two")]
+    try:
+        for who in everyone:
+            start(*who)
+        end = time.monotonic() + 8
+        while time.monotonic() < end:
+            time.sleep(rng.uniform(0.2, 0.8))
+            victim = rng.choice(everyone)
+            alive[victim].kill()
+            alive[victim].wait()
+            start(*victim)
+        assert all(process.poll() is None for process in alive.values())
+    finally:
+        for process in alive.values():
+            process.kill()
+            process.wait()
+    log = (tmp_path / "log").read_text().splitlines()
+    assert not [line for line in log if "beside" in line]
+    assert log.count("trainer") > 20 and log.count("guest") > 40
+
+
+def test_whoever_does_not_give_up_is_named(tmp_path: Path) -> None:
+    guest, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), TrainersTurn(tmp_path, ("gpu",), 0.1)
+    assert guest.take() and guest.take(), "it has it still"
+    with pytest.raises(TurnError, match=r"rollout-0 \(pid \d+\) did not give up gpu within 0.1 s \(run.turn_s\)"):
+        trainer.take()
+    assert not guest.wanted(), "who has given up wants nothing"
+    guest.give()
+    trainer.take()
+    assert trainer.waited_s < 0.1 and guest.wanted() and not guest.take()
+    held = trainer.held_s
+    assert held > 0.1, "also what was in vain"
+    trainer.give()
+    assert trainer.held_s == trainer.held_s >= held and guest.take()
+    second = TrainersTurn(tmp_path, ("gpu",), 0.1)
+    guest.give()
+    trainer.take()
+    with pytest.raises(TurnError, match=r"trainer \(pid \d+\) did not give up gpu"):
+        second.take()
+
+
+def test_a_guest_sleeps_and_wakes_and_other_threads_wait_for_it(tmp_path: Path) -> None:
+    did: list[str] = []
+    turn, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), TrainersTurn(tmp_path, ("gpu",), 5)
+    turn.enter()
+    guest = Guest(turn, lambda: did.append("sleep"), lambda: did.append("wake"))
+    assert guest.poll() and guest.awake
+    taking = threading.Thread(target=trainer.take)
+    taking.start()
+    while guest.poll():
+        time.sleep(0.001)
+    taking.join()
+
+    def prepare() -> None:
+        with guest.at_work():
+            did.append("prepare")
+
+    preparing = threading.Thread(target=prepare)
+    preparing.start()
+    time.sleep(0.05)
+    assert did == ["sleep"] and not guest.poll() and guest.slept_s > 0.04
+    trainer.give()
+    assert guest.poll()
+    preparing.join()
+    slept = guest.slept_s
+    assert did == ["sleep", "wake", "prepare"] and slept == guest.slept_s
+
+
+def test_devices_have_one_name_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeNvml(monkeypatch, (80.0, 80.0), "580.65.06", 13000)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    both = devices_here("auto", 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert devices_here("cuda", 1) == both[1:] and len(set(both)) == 2
+    assert devices_here("cpu", 1)[0].startswith("cpu-")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices_here("auto", 1) == devices_here("cpu", 1)
