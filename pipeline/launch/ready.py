@@ -37,6 +37,11 @@ def resolve(
 
 def spread(plain: Config, network: str | None = None) -> list[str]:
     """Overrides that spread a run over machines, where ``plain`` does not say how."""
+    if plain.run.colocated:
+        raise ConfigError(
+            "run.placement: colocated shares the GPUs of the trainer's machine, and clusters start rollouts on others; "
+            "use as_given, or penstock run on one machine"
+        )
     if plain.run.placement == "auto":
         raise ConfigError(
             "run.placement: auto lays out the GPUs of one machine; for a cluster take run.placement=as_given, and what "

@@ -43,9 +43,8 @@ def choose(config: Config) -> Choice:
             f"run.placement: auto lays out the GPUs of one machine, and run.elsewhere={list(config.run.elsewhere)} has "
             "others start some processes; take what `penstock plan FILE --gpus …` says, and as_given"
         )
-    if len(gpus) < 2 or isinstance(config.model, TinyModel):
-        what = "there is no GPU" if not gpus else f"one {gpus[0].name}, which all processes share"
-        what = "model.type=tiny fits anywhere" if len(gpus) > 1 else what
+    if not gpus or isinstance(config.model, TinyModel):
+        what = "model.type=tiny fits anywhere" if gpus else "there is no GPU"
         return Choice((), (), f"run.placement: auto leaves everything as the file says: {what}")
     device = device_called(gpus[0].name, gpus[0].total_gib)
     if device is None or any(device_called(gpu.name, gpu.total_gib) != device for gpu in gpus):
@@ -112,7 +111,11 @@ def overrides(config: Config, layout: Layout) -> list[str]:
         for key in SEARCHED
         if (value := getattr(layout.trainer, key)) != getattr(config.trainer, key)
     ]
+    if layout.colocated or config.run.colocated:
+        words.append(f"run.placement={'colocated' if layout.colocated else 'as_given'}")
     words.append(f"rollout.count={layout.rollouts}")
+    if layout.colocated and isinstance(config.rollout.engine, VllmEngineConfig):
+        words.append(f"rollout.engine.vllm.gpu_memory_utilization={layout.share:g}")
     if layout.trainer.nodes > 1 and "trainer" not in config.run.elsewhere:
         words.append("run.elsewhere=[rollout,trainer]")
     if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
@@ -139,7 +142,7 @@ def _reasons(best: Layout, others: list[Layout], seconds: Callable[[Layout], flo
             said.append(f"with {word} ranks ({each.trainer.ranks}), {takes}")
     if best.faster and best.faster_s < best.train_s:
         said.append(
-            f"{ranks} ranks ({_words(best.faster)}) would train in {best.faster_s:.1f} s and not "
+            f"{ranks} rank{'s' * (ranks > 1)} ({_words(best.faster)}) would train in {best.faster_s:.1f} s and not "
             f"{best.train_s:.1f}, but take {best.faster_gib:.0f} GiB each"
         )
     return said

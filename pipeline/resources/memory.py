@@ -12,6 +12,11 @@ from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 
+VLLM_DEFAULT = 0.9
+"""What vLLM takes of a GPU unless it is told."""
+SHARE_STEP = 0.05
+"""Shares that are proposed are multiples of it."""
+
 
 @dataclass
 class Plan:
@@ -58,6 +63,8 @@ def plan(config: Config) -> Plan:
                 "take more ranks, critic.gradient_checkpointing, fewer critic.tokens_per_micro_batch, or a smaller "
                 "model (critic.path)"
             )
+    if config.run.colocated and room:
+        _plan_colocated(config, shape, room, found)
     found.lines.append(f"GPUs: {total_gpus(config)}" + (f" of {room:g} GiB" if room else ""))
     return found
 
@@ -91,7 +98,7 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
     gpus = registry.actors(config)["rollout"].gpus(config)
     line = f"rollouts: {config.rollout.count} x {gpus} GPUs, {each:.1f} GiB of weights on each"
     if room:
-        share = float(options.get("gpu_memory_utilization", 0.9))
+        share = float(options.get("gpu_memory_utilization", VLLM_DEFAULT))
         left = room * share - each - OVERHEAD_GIB
         tokens = int(max(0.0, left) / token)
         line += (
@@ -122,6 +129,30 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     found.problems.append(
         f"trainer.ranks={trainer.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB{hint}"
     )
+
+
+def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> None:
+    """What lies on a GPU at once: the trainer's peak beside who sleeps; who is awake beside the trainer's context."""
+    asleep = (1 + config.with_reference) * OVERHEAD_GIB
+    peak = trainer_gib(shape, config.trainer, room) + asleep
+    found.lines.append(f"at work: the trainer beside who sleeps, {peak:.1f} GiB of each GPU")
+    if peak > room:
+        found.problems.append(
+            f"run.placement=colocated: a trainer's rank beside who sleeps takes {peak:.0f} GiB of a GPU's {room:g}; "
+            "take fewer trainer.tokens_per_micro_batch, gradient_checkpointing or offload"
+        )
+    engine = config.rollout.engine
+    if not isinstance(engine, VllmEngineConfig):
+        return
+    share = float(engine.vllm.get("gpu_memory_utilization", VLLM_DEFAULT))
+    beside = OVERHEAD_GIB + (reference_gib(shape, config) if config.with_reference else 0.0)
+    found.lines.append(f"at rest: engines, and {beside:.1f} GiB of the reference and the trainer's context")
+    if share * room + beside > room:
+        fits = int(max(0.0, 1 - beside / room) / SHARE_STEP) * SHARE_STEP
+        found.problems.append(
+            f"rollout.engine.vllm.gpu_memory_utilization={share:g}: beside it {beside:.1f} GiB of {room:g} are taken; "
+            f"set it to {fits:.2f}"
+        )
 
 
 def reference_gib(shape: Shape, config: Config) -> float:

@@ -7,15 +7,15 @@ promises.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.devices import MACHINE, Device
-from penstock.pipeline.resources.memory import reference_gib
+from penstock.pipeline.resources.memory import SHARE_STEP, VLLM_DEFAULT, reference_gib
 from penstock.pipeline.resources.model_shape import Shape
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, train_s
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
@@ -23,7 +23,6 @@ from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
 BANDWIDTH_SHARE = 0.5
 """Of a GPU's memory's that an engine reaches while it decodes."""
-VLLM_SHARE = 0.9
 FILL = 0.95
 """Of a GPU's memory that a trainer may need by the plan: allocators leave gaps, and routing is not even."""
 LEAST_SEQUENCES = 8
@@ -48,21 +47,27 @@ class Layout:
     """The fastest shape of so many ranks, where that does not fit; and what it would hold and take."""
     faster_gib: float
     faster_s: float
+    colocated: bool = False
+    """Rollouts are on the trainer's GPUs."""
+    share: float = VLLM_DEFAULT
+    """Of a GPU's memory that an engine may take."""
+    switch_s: float = 0.0
+    """Until GPUs have changed hands, twice."""
 
     @property
     def step_s(self) -> float:
-        """While one step is trained on the next is generated."""
-        return max(self.train_s, self.generate_s)
+        """While one step is trained on the next is generated, but for who shares GPUs."""
+        return self.synchronous_s if self.colocated else max(self.train_s, self.generate_s)
 
     @property
     def synchronous_s(self) -> float:
         """With gate.max_lag=0: one after the other."""
-        return self.train_s + self.generate_s
+        return self.train_s + self.generate_s + self.switch_s
 
 
 def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
     """For each number of the trainer's ranks the fastest shape that fits, and rollouts on all other GPUs of
-    ``count``."""
+    ``count``; then the fastest of all, with rollouts on the same GPUs."""
     others = config.reference.count * config.with_reference + config.critic.ranks * config.with_critic
     if config.with_reference and reference_gib(shape, config) > device.gib:
         return
@@ -79,8 +84,7 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
             for tensor in tensors
             if (rollouts := (count - others - ranks) // tensor) >= 1
         ]
-        machines = max(1, ranks // MACHINE)
-        plain = config.trainer.model_copy(update={"ranks": ranks, "nodes": machines, "lora": lora})
+        plain = _plain(config, ranks, lora)
         if engines and (found := _fastest(shape, plain, load, device)):
             generate_s, tensor, rollouts = min(engines)
             trainer, seconds, faster, faster_s = found
@@ -88,6 +92,42 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
                 trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, rollouts, tensor,
                 faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s,
             )  # fmt: skip
+
+    for lora in adapters:
+        yield from _colocated(config, shape, count, device, load, tensors, lora)
+
+
+def _plain(config: Config, ranks: int, lora: LoraConfig | None) -> TrainerConfig:
+    return config.trainer.model_copy(update={"ranks": ranks, "nodes": max(1, ranks // MACHINE), "lora": lora})
+
+
+def _colocated(
+    config: Config, shape: Shape, count: int, device: Device, load: Load, tensors: Sequence[int],
+    lora: LoraConfig | None,
+) -> Iterator[Layout]:  # fmt: skip
+    """Rollouts, and a reference, on the GPUs of a trainer that has all that no critic has."""
+    ranks = count - config.critic.ranks * config.with_critic
+    beside = reference_gib(shape, config) if config.with_reference else 0.0
+    room = (device.gib - OVERHEAD_GIB - beside) / device.gib
+    share = min(VLLM_DEFAULT, int(room / SHARE_STEP) * SHARE_STEP)
+    asleep = (1 + config.with_reference) * OVERHEAD_GIB
+    if not 1 <= ranks <= MACHINE or share <= 0:
+        return  # clusters start rollouts on machines of their own
+    longest = _longest(config, shape)
+    engines = [
+        (_generate_s(config, shape, load, tensor, device, ranks // tensor, share), tensor)
+        for tensor in tensors
+        if ranks >= tensor and sequences(config, shape, tensor, device, longest, share) >= LEAST_SEQUENCES
+    ]
+    found = _fastest(shape, _plain(config, ranks, lora), load, device, asleep)
+    if engines and found:
+        generate_s, tensor = min(engines)
+        trainer, seconds, faster, faster_s = found
+        yield Layout(
+            trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, ranks // tensor, tensor,
+            faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s, True, round(share, 2),
+            switch_s(shape, trainer, DTYPE_BYTES[config.model.dtype], tensor, device),
+        )  # fmt: skip
 
 
 def _ranks(count: int) -> Iterator[int]:
@@ -99,10 +139,10 @@ def _ranks(count: int) -> Iterator[int]:
 
 
 def _fastest(
-    shape: Shape, plain: TrainerConfig, load: Load, device: Device
+    shape: Shape, plain: TrainerConfig, load: Load, device: Device, taken_gib: float = 0.0
 ) -> tuple[TrainerConfig, float, TrainerConfig | None, float] | None:
-    """The fastest shape of so many ranks that fits, and its seconds; then the fastest that does not, where that would
-    be faster. None: nothing fits."""
+    """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds; then the fastest that does
+    not, where that would be faster. None: nothing fits."""
     tried: list[tuple[float, int, float, TrainerConfig]] = []
     for trainer in shapes(shape, plain):
         seconds = train_s(shape, trainer, load, device)
@@ -111,7 +151,7 @@ def _fastest(
     faster, faster_s = None, 0.0
     while tried:
         _, _, seconds, trainer = heapq.heappop(tried)
-        if trainer_gib(shape, trainer, device.gib) <= device.gib * FILL:
+        if trainer_gib(shape, trainer, device.gib) <= device.gib * FILL - taken_gib:
             return trainer, seconds, faster, faster_s
         if faster is None:
             faster, faster_s = trainer, seconds
@@ -174,18 +214,23 @@ def _longest(config: Config, shape: Shape) -> float:
     return float(min(getattr(config.rollout.engine, "max_length", shape.max_length), shape.max_length))
 
 
-def sequences(config: Config, shape: Shape, tensor: int, device: Device, length: float) -> float:
-    """Of ``length`` tokens, that the KV of one engine has room for."""
+def sequences(
+    config: Config, shape: Shape, tensor: int, device: Device, length: float, share: float = VLLM_DEFAULT
+) -> float:
+    """Of ``length`` tokens, that the KV of one engine has room for in its ``share`` of GPUs."""
     weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB / tensor
     token = shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads) / GIB
-    return max(0.0, device.gib * VLLM_SHARE - weights - OVERHEAD_GIB) / token / length
+    return max(0.0, device.gib * share - weights - OVERHEAD_GIB) / token / length
 
 
-def _generate_s(config: Config, shape: Shape, load: Load, tensor: int, device: Device, engines: int) -> float:
+def _generate_s(
+    config: Config, shape: Shape, load: Load, tensor: int, device: Device, engines: int, share: float = VLLM_DEFAULT
+) -> float:
     """Of engines that share a step: every decoding step reads the weights, and the KV of who is decoded."""
     most = getattr(config.rollout.engine, "max_sequences", 256)
     tokens = load.tokens / engines
-    batch = max(1.0, min(most, sequences(config, shape, tensor, device, load.length), tokens / load.length))
+    fit = sequences(config, shape, tensor, device, load.length, share)
+    batch = max(1.0, min(most, fit, tokens / load.length))
     weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / tensor
     kv = batch * load.length / 2 * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.memory import reference_gib
+from penstock.pipeline.resources.memory import SHARE_STEP, VLLM_DEFAULT, reference_gib
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import is_guest
 from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
@@ -14,9 +14,6 @@ from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
 
 UTILIZATION = "rollout.engine.vllm.gpu_memory_utilization"
-VLLM_DEFAULT = 0.9
-"""What vLLM takes of a GPU unless it is told."""
-STEP = 0.05
 
 
 def too_much(config: Config, placed: Mapping[str, str], sizes: Mapping[str, float]) -> list[str]:
@@ -51,9 +48,9 @@ def _say(config: Config, gpu: str, size: float, shares: Mapping[str, float]) -> 
     told = ", ".join(f"{actor} {share:.2f}" for actor, share in shares.items())
     engines = [actor for actor in shares if actor.startswith("rollout") and _is_vllm(config)]
     others = sum(share for actor, share in shares.items() if actor not in engines)
-    room = int(max(0.0, 1 - others) / max(1, len(engines)) / STEP) * STEP
+    room = int(max(0.0, 1 - others) / max(1, len(engines)) / SHARE_STEP) * SHARE_STEP
     remedy = "use more GPUs"
-    if engines and room >= STEP:
+    if engines and room >= SHARE_STEP:
         remedy = f"set {UTILIZATION}={room:.2f}, or use more GPUs"
     return (
         f"{UTILIZATION if engines else 'run.gpu_gib'}: GPU {gpu} ({size:.0f} GiB) is shared by {told}: together "

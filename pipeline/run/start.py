@@ -76,10 +76,13 @@ def start(
 def laid_out(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:
     """As `_read`, with the layout of `run.placement: auto` for what GPUs are here now, whatever it was before."""
     config, origin, changed = _read(file, overrides, resume)
-    if config.run.placement != "auto" or (resume and complete(resume, config)):
+    if resume and complete(resume, config):
         return config, origin, changed
     given = [*origin.before_auto, *overrides]
-    choice = choose(_read(file, given, resume)[0])
+    config, origin, changed = _read(file, given, resume)
+    if config.run.placement != "auto":
+        return config, replace(origin, before_auto=()), changed
+    choice = choose(config)
     config, origin, changed = _read(file, [*given, *choice.overrides], resume)
     return config, replace(origin, before_auto=choice.before), [*changed, choice.line]
 

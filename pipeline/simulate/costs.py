@@ -14,7 +14,7 @@ from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.devices import Device
 from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, sequences
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, train_s
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.settings import Section
@@ -58,6 +58,9 @@ class Costs(Section):
     """From the end of a step until rollouts have its version; the trainer does not wait for it."""
     pause_s: float = Field(0.0, ge=0)
     """That a rollout stands still for a version."""
+    switch_s: float = Field(0.0, ge=0)
+    """With run.placement=colocated, of each step: until rollouts sleep and the trainer can begin, and until they are
+    awake again."""
     start_s: float = Field(60.0, ge=0)
     """From the death of a process until another has taken its place."""
     rollout_lives_s: float | None = Field(None, gt=0)
@@ -138,6 +141,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         "score_token_s": 2 * shape.met / flops,
         "publish_s": shape.parameters * size / (NETWORK_GB_S * 1e9),
         "pause_s": shape.parameters * size / tensor / bandwidth,
+        "switch_s": switch_s(shape, config.trainer, size, tensor, device) if config.run.colocated else 0.0,
     }
     return checked("--length or --prompt:", found)
 

@@ -42,7 +42,7 @@ class VirtualEngine:
         self._place, self._worked, self._debt = 0.0, 0.0, 0.0
         self._at: list[float] = [0.0]
         self._versions: list[int] = [-1]
-        self._paused = self._busy = False
+        self._paused = self._busy = self._asleep = False
         self._next: Event | None = None
         self._count = 0
         self.busy_s = 0.0
@@ -68,6 +68,13 @@ class VirtualEngine:
         self._paused = True
         self._clock.after(self._costs.pause_s, self._resume)
         self._go_on()
+
+    def sleep(self, asleep: bool) -> None:
+        """It stands still, or goes on."""
+        if asleep != self._asleep:
+            self._move()
+            self._asleep = asleep
+            self._go_on()
 
     def die(self) -> None:
         """All that was under way is gone."""
@@ -109,7 +116,7 @@ class VirtualEngine:
             for length in lengths:
                 self._count += 1
                 heappush(self._running, (self._place + length, self._count, self._place, group))
-        busy = bool(self._running) and not self._paused
+        busy = bool(self._running) and not (self._paused or self._asleep)
         if busy != self._busy:
             (self._clock.begins if busy else self._clock.ends)()
             self._busy = busy

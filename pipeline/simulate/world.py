@@ -136,6 +136,7 @@ class World:
         self._version, self._saved = 0, 0
         self._training: Event | None = None
         self._trains = False
+        self._colocated = config.run.colocated
         self._turn_due = False
         self._train_s, self._tokens, self._lags = 0.0, 0, 0.0
         self._lag_max, self._deaths, self._redone_s = 0, 0, 0.0
@@ -248,18 +249,28 @@ class World:
         taken = self._groups.ledger.length > self._version  # by a trainer that died with it
         if not taken and len(self._groups.replay.ready()) < self._groups.gate.batch:
             return
+        if self._colocated and any(rollout.alive and rollout.fetches for rollout in self._rollouts):
+            return  # whoever sleeps cannot load a version
         step = self._groups.take(self._version, 0)
         if step is None:
             return
         made = [self._made[number] for number in step.groups]
         tokens = sum(group.tokens for group in made)
         self._trains = True
+        self._sleep(True)
         self.clock.begins()
-        seconds = tokens * self._costs.train_token_s
+        seconds = tokens * self._costs.train_token_s + self._costs.switch_s * self._colocated
         self._training = self.clock.after_work(seconds, partial(self._trained, made, tokens, seconds))
+
+    def _sleep(self, asleep: bool) -> None:
+        """Where the rollouts' devices are the trainer's, they are used by one of them."""
+        if self._colocated:
+            for rollout in self._rollouts:
+                rollout.engine.sleep(asleep)
 
     def _trained(self, made: list[Finished], tokens: int, seconds: float) -> None:
         self.clock.ends()
+        self._sleep(False)
         self._trains, self._training = False, None
         self._train_s += seconds
         held = self._version
@@ -333,15 +344,18 @@ class World:
         if self._training:
             self.clock.call_off(self._training)
             self.clock.ends()
+            self._sleep(False)
         self._training, self._trains = None, True
         self.clock.after(self._costs.start_s, partial(self._trainer_redoes, redone))
 
     def _trainer_redoes(self, seconds: float) -> None:
+        self._sleep(True)
         self.clock.begins()
         self.clock.after_work(seconds, partial(self._trainer_returns, seconds))
 
     def _trainer_returns(self, redone: float) -> None:
         self.clock.ends()
+        self._sleep(False)
         self._redone_s += redone
         self._trains = False
         self._mortal(self._costs.trainer_lives_s, self._trainer_dies)

@@ -83,9 +83,9 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         f"FLOPs, {BANDWIDTH_SHARE:.0%} of the memory's bandwidth and {LINK_SHARE:.0%} of what connects GPUs, for "
         "comparing layouts: not measured. Shape: replicas (R), sequence (SP), tensor (TP) and expert parallelism (EP). "
         "Spares: memory, by computing again all or part of what a layer gave (gradient_checkpointing), and by keeping "
-        "weights (off) or activations (act) on the host (offload, offload_activations). GiB of a rank. Seconds of a "
-        "step: the trainer's, the rollouts' (engines x GPUs), of both side by side, and of one after the other "
-        "(gate.max_lag=0)",
+        "weights (off) or activations (act) on the host (offload, offload_activations). GiB of a rank. Rollouts: "
+        "engines x GPUs; *: on the trainer's own (run.placement=colocated). Seconds of a step: the trainer's, the "
+        "rollouts', of both side by side (*: in turn), and of one after the other (gate.max_lag=0)",
         highlight=False,
     )
     best, why = best_of(config, every)
@@ -100,9 +100,10 @@ def _print_table(console: Console, title: str, rows: list[Layout], count: int, d
     for name in ("ranks", "shape", "spares", "GiB", "rollouts", "train", "gen", "step", "sync"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        engines = f"{row.rollouts} x {row.tensor_parallel}{' *' * row.colocated}"
         table.add_row(
             str(row.trainer.ranks), shape_words(row.trainer), memory_words(row.trainer), f"{row.trainer_gib:.1f}",
-            f"{row.rollouts} x {row.tensor_parallel}", f"{row.train_s:.1f}", f"{row.generate_s:.1f}",
-            f"{row.step_s:.1f}", f"{row.synchronous_s:.1f}",
+            engines, f"{row.train_s:.1f}", f"{row.generate_s:.1f}", f"{row.step_s:.1f}",
+            f"{row.synchronous_s:.1f}",
         )  # fmt: skip
     console.print(table)

@@ -31,8 +31,9 @@ def test_it_takes_what_the_plan_calls_the_first(monkeypatch: pytest.MonkeyPatch,
     choice = choose(load(BIG, [AUTO]))
     taken = load(BIG, [AUTO, *choice.overrides])
     engines = taken.rollout.count * taken.rollout.engine.vllm["tensor_parallel_size"]  # type: ignore[union-attr]
-    assert engines + taken.trainer.ranks + taken.reference.count * taken.with_reference <= 8
+    assert taken.run.colocated and engines == taken.trainer.ranks == 8
     assert "8 x H100" in choice.line and "takes longest" in choice.line
+
     from penstock.pipeline.tools.plan import show
 
     show(Console(width=300), load(BIG), "8xH100", None)
@@ -47,14 +48,14 @@ def test_a_run_is_laid_out_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         start(Console(), str(BIG), given, None, True)
     out = capsys.readouterr().out
     shown = yaml.safe_load(out)
-    assert 1 <= shown["trainer"]["ranks"] <= 3 and shown["rollout"]["count"] >= 1
+    assert 1 <= shown["trainer"]["ranks"] <= 4 and shown["rollout"]["count"] >= 1
     assert f"trainer.ranks={shown['trainer']['ranks']}" in out.partition("# changed: run.placement: auto takes ")[2]
 
 
-def test_with_no_gpu_or_one_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for count, said in ((0, "there is no GPU"), (1, "which all processes share")):
+def test_with_no_gpu_or_a_tiny_model_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, path, said in ((0, BIG, "there is no GPU"), (1, QUICKSTART, "model.type=tiny fits anywhere")):
         nvml(monkeypatch, count)
-        choice = choose(load(QUICKSTART, [AUTO]))
+        choice = choose(load(path, [AUTO]))
         assert choice.overrides == () and said in choice.line
 
 
@@ -67,11 +68,14 @@ def test_a_run_that_goes_on_elsewhere_is_laid_out_anew(monkeypatch: pytest.Monke
 
     given, many = load(BIG), on(8)
     assert many.trainer != given.trainer
+    assert many.run.placement == "colocated"
     alone = on(1, tmp_path)
-    assert alone.trainer == given.trainer and alone.rollout.count == given.rollout.count
+    assert alone.trainer.ranks == alone.rollout.count == 1 and alone.trainer.offload and alone.run.colocated
+    none = on(0, tmp_path)
+    assert none.trainer == given.trainer and none.run.placement == "auto"
     assert on(8, tmp_path).trainer == many.trainer and on(8, tmp_path).rollout == many.rollout
     own = on(8, tmp_path, "run.placement=as_given", "trainer.ranks=2")
-    assert own.trainer.ranks == 2 and own.rollout == many.rollout
+    assert own.trainer.ranks == 2 and own.trainer.sequence_parallel == given.trainer.sequence_parallel
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_a_run_that_goes_on_elsewhere_is_laid_out_anew(monkeypatch: pytest.Monke
     [
         (["run.elsewhere=[rollout]"], 80.0, "of one machine"),
         ([], 10.0, "GPUs of one kind that is known"),
-        (["rollout.engine.max_length=40000", "rollout.sampling.max_new_tokens=30000"], 80.0, "nothing fits 2 x H100"),
+        (["rollout.engine.max_length=40000", "trainer.tokens_per_micro_batch=500000"], 80.0, "nothing fits 2 x H100"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(

@@ -55,5 +55,5 @@ def test_what_vllm_says_of_experts_is_cut_to_the_layers_that_have_some() -> None
         == np.int16
     )
     for missing in (None, routed[:3]):
-        with pytest.raises(EngineError, match="where they went, not 5"):
+        with pytest.raises(EngineError, match="of 5 tokens and 3 layers"):
             as_recorded(missing, 5, config)

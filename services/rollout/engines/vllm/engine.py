@@ -350,10 +350,13 @@ def _processes(before: set[psutil.Process]) -> list[psutil.Process]:
 def as_recorded(routed: np.ndarray | None, tokens: int, model_config: Any) -> np.ndarray:
     """vLLM's ``[tokens, layers, experts of a token]``, which has all layers, and all ``tokens`` but the last, which
     was not run, as `Completion.routing`. Raises `EngineError` where it is of another number of tokens or layers."""
-    wanted = tokens - 1, model_config.num_hidden_layers, model_config.num_experts_per_tok
-    if routed is None or routed.shape != wanted:
+    layers = model_config.num_hidden_layers
+    if routed is None or len(routed) not in (tokens - 1, tokens) or routed.shape[1] != layers:
         found = "nothing" if routed is None else routed.shape
-        raise EngineError(f"vLLM says where tokens went as {found}, not {wanted} (rollout.sampling.routing_replay)")
+        raise EngineError(
+            f"rollout.sampling.routing_replay: vLLM says where tokens went as {found}, of {tokens} tokens and {layers} "
+            "layers"
+        )
     run = routed[: tokens - 1, mixture_layers(model_config)].astype(routing_dtype(model_config.num_experts))
     return np.concatenate([run, unrouted(1, run)])
 
