@@ -146,7 +146,8 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
         return
     share = float(engine.vllm.get("gpu_memory_utilization", VLLM_DEFAULT))
     beside = OVERHEAD_GIB + (reference_gib(shape, config) if config.with_reference else 0.0)
-    found.lines.append(f"at rest: engines, and {beside:.1f} GiB of the reference and the trainer's context")
+    others = "the reference and the trainer's context" if config.with_reference else "the trainer's context"
+    found.lines.append(f"at rest: an engine in {share:g} of each GPU, beside {beside:.1f} GiB of {others}")
     if share * room + beside > room:
         fits = int(max(0.0, 1 - beside / room) / SHARE_STEP) * SHARE_STEP
         found.problems.append(

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.pipeline.config import load
 from penstock.pipeline.models.make_tiny import make_tiny
+from penstock.pipeline.run.summary import steps_of
 from tests.e2e.runs import QUICKSTART, ROOT, Run, check_promises
 from tests.e2e.test_vllm import VLLM, check_versions
 from tests.gpu.machine import Machine
@@ -67,6 +68,17 @@ def test_trainer_and_engine_share_a_gpus_memory(tmp_path: Path, machine: Machine
     run = Run(tmp_path, [*size(machine), f"weights.transport={transport}", "rollout.count=1", "trainer.steps=10"])
     check_promises(run.wait(400))
     note(f"publish by {transport}, one GPU", publishes(run, transport))
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_they_take_turns_at_one_gpu(tmp_path: Path, machine: Machine, note: Note, engine: str) -> None:
+    """Engine and trainer with nearly all of its memory each."""
+    made = [*VLLM, "rollout.engine.vllm.gpu_memory_utilization=0.8"] if engine == "vllm" else []
+    keys = ["run.placement=colocated", "rollout.count=1", "trainer.steps=10", "gate.max_lag=1"]
+    run = Run(tmp_path, [*size(machine), *made, *keys])
+    check_promises(run.wait(500))
+    waits = [row["turn_wait_s"] for row in steps_of(run.folder)]
+    note(f"colocated, {engine}", f"the trainer waits {statistics.median(waits):.2f} s for its turn")
 
 
 @pytest.mark.gpu(2)

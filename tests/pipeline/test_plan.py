@@ -32,7 +32,7 @@ GRPO = [path for path in CONFIGS if path.name.startswith("grpo-")]
 def test_every_shipped_config_passes_the_dry_run(path: Path) -> None:
     result = CliRunner().invoke(app, ["run", str(path), "--dry-run"])
     assert result.exit_code == 0, result.output
-    assert ("# GPUs: " in result.output) == (path in GRPO or path.stem == "gsm8k")
+    assert ("# GPUs: " in result.output) == (path in GRPO or path.stem in ("gsm8k", "one-gpu"))
 
 
 def test_parameters_are_those_of_the_real_models() -> None:

@@ -53,6 +53,17 @@ def test_with_lag_the_slowest_part_is_what_a_step_takes() -> None:
     assert slow.steps_per_s == pytest.approx(1 / 3, rel=0.03) and slow.trainer_busy > 0.95
 
 
+def test_who_shares_devices_takes_turns() -> None:
+    """However large the lag: a second of decoding, 0.9 of training, a tenth to change hands."""
+    keys = {"run.placement": "colocated"}
+    costs = alike(train_token_s=0.9 / 800, switch_s=0.1)
+    for lag in (0, 4):
+        found = World(in_one_go(max_lag=lag, **keys), costs, 60).run()
+        assert found.steps_per_s == pytest.approx(1 / 2.0, rel=0.03) and found.lag_max <= 1
+    waits = World(in_one_go(max_lag=4, **keys), alike(train_token_s=0.4 / 800, reward_s=1.5), 60).run()
+    assert waits.steps_per_s == pytest.approx(1 / 1.4, rel=0.05), "what waits is hidden all the same"
+
+
 def test_cores_are_shared() -> None:
     """Two who compute all the time on one core take twice as long."""
     costs = alike(train_token_s=1 / 800)
@@ -81,14 +92,16 @@ def test_what_is_on_its_way_holds_up_what_comes_next() -> None:
     max_lag=st.integers(0, 5), rollouts=st.integers(1, 6), batch=st.integers(1, 12), window=st.integers(1, 6),
     prefetch=st.one_of(st.none(), st.integers(1, 20)), spread=st.floats(0, 2), reward_s=st.floats(0, 20),
     publish_s=st.floats(0, 5), lives=st.one_of(st.none(), st.floats(20, 200)), seed=st.integers(0, 1 << 30),
+    colocated=st.booleans(),
 )  # fmt: skip
 def test_in_every_world_the_bound_holds_and_nothing_stalls(
     max_lag: int, rollouts: int, batch: int, window: int, prefetch: int | None, spread: float, reward_s: float,
-    publish_s: float, lives: float | None, seed: int,
+    publish_s: float, lives: float | None, seed: int, colocated: bool,
 ) -> None:  # fmt: skip
     window = min(window, max_lag * batch + 1)
     keys = {"gate.max_lag": max_lag, "gate.groups_per_step": batch, "gate.window": window, "rollout.count": rollouts}
     keys |= {"gate.prefetch": prefetch or "null", "rollout.engine.max_sequences": 8, "trainer.checkpoint.every": 3}
+    keys["run.placement"] = "colocated" if colocated else "as_given"
     made = config(**keys, **{"rollout.sampling.n": 2})
     costs = Costs(
         length=50, length_spread=spread, reward_s=reward_s, publish_s=publish_s, pause_s=0.1, start_s=3.0,

@@ -136,6 +136,8 @@ def check_rest(learner: Learner) -> int:
     size = sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
     learner.rest()
     assert not sum(storage.nbytes() for storage in own)
+    if learner.device.type == "cuda" and size:
+        assert torch.cuda.memory_allocated(learner.device) < size / 2, "torch holds the rest for nobody"
     learner.wake()
     assert all(torch.equal(one, two) for one, two in zip(held, before, strict=True))
     return size
