@@ -72,7 +72,7 @@ class RunConfig(Section):
     """Who gets which GPUs: ``as_given``, each process its own, as `trainer.ranks`, `rollout.count` and so on say;
     ``colocated``: rollouts and reference are on the trainer's, and sleep while it works; ``auto``: `penstock run` takes
     the fastest layout on paper that fits the GPUs of this machine, and says why. See docs/memory.md."""
-    turn_s: float = Field(540.0, gt=0)
+    turn_s: float = Field(900.0, gt=0)
     """With `placement`: colocated, so many seconds may pass until rollouts and reference sleep and the trainer can
     begin; then it ends with an error, and is started again."""
     elsewhere: tuple[str, ...] = ()
@@ -323,6 +323,16 @@ class Config(Section):
             raise ValueError(
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"
+            )
+        if self.run.colocated and isinstance(engine, VllmEngineConfig) and engine.start_s >= self.run.turn_s:
+            raise ValueError(
+                f"rollout.engine.start_s={engine.start_s:g} must be less than run.turn_s={self.run.turn_s:g}: while an "
+                "engine starts it does not give its GPUs up"
+            )
+        if self.run.colocated and isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:
+            raise ValueError(
+                f"run.placement=colocated: a server over HTTP ({engine.name}) does not sleep; use "
+                "rollout.engine.type=torch or vllm, or run.placement=as_given"
             )
         if self.run.colocated and self.weights.transport in ("nccl", "cuda_ipc"):
             raise ValueError(

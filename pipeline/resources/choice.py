@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,13 +66,14 @@ def choose(config: Config) -> Choice:
 
 def _as_given(config: Config, taken: Sequence[str]) -> list[str]:
     """The keys of ``taken`` as ``config`` has them."""
-    given = []
+    given = {}
     for key in (word.partition("=")[0] for word in taken):
         value: Any = config
-        for name in key.split("."):
-            value = value.get(name, 1) if isinstance(value, dict) else getattr(value, name)
-        given.append(f"{key}={_yaml(value)}")
-    return given
+        parts = key.split(".")
+        while parts and not isinstance(value, dict):  # an engine's own arguments are given back together
+            value = getattr(value, parts.pop(0))
+        given[".".join(key.split(".")[: -len(parts) or None])] = value
+    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
 
 
 def half_of_the_longest(config: Config) -> int:

@@ -28,6 +28,8 @@ class HostNeeds:
     """Shared memory: a version may be served, another fetched, a third made, while a fourth is held by a reader."""
     offloaded: float
     """What lies on the host in the GPUs' place (`trainer.offload`)."""
+    resting: float
+    """What a trainer has there while it rests (`run.placement`: colocated): what it keeps between two steps."""
     staging: float
     """Copies of weights and optimizer's state while a checkpoint is written."""
     routing: float
@@ -39,16 +41,17 @@ class HostNeeds:
         """Of the node of the trainer's first rank, where each has ``gpus``: processes, their part of a checkpoint, and
         the versions that are served from there."""
         ranks = min(gpus, config.trainer.ranks)
-        own = (self.staging + self.offloaded) * ranks / config.trainer.ranks
+        own = (self.staging + self.offloaded + self.resting) * ranks / config.trainer.ranks
         return ranks * PROCESS_GIB + own + self.shared
 
     def compose(self, config: Config) -> dict[str, str]:
         """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
+        asleep = self.version * config.run.colocated
         uses = {
             SHM: self.shared,
             "PENSTOCK_TRAINER_MEMORY": self.trainer_node(config, config.trainer.ranks),
-            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + 2 * self.version + self.shared + self.routing,
-            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version,
+            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + 2 * self.version + self.shared + self.routing + asleep,
+            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version + asleep,
         }
         if config.with_critic:
             offloaded = self.staging * 16 / 12 * config.critic.offload
@@ -89,4 +92,7 @@ def host_needs(config: Config) -> HostNeeds | None:
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
         routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
         routing = engine.max_sequences * engine.max_length * routed / GIB
-    return HostNeeds(version, shared, offloaded, state, routing, (config.trainer.checkpoint.keep + 1) * state)
+    resting = 0.0
+    if config.run.colocated and not config.trainer.offload:
+        resting = state + 4 * (shape.parameters if lora else 0) / GIB  # what is frozen has no moments
+    return HostNeeds(version, shared, offloaded, resting, state, routing, (config.trainer.checkpoint.keep + 1) * state)

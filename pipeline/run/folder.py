@@ -15,6 +15,7 @@ from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
 from penstock.pipeline.run.resume import changes, check_fixed, complete
 from penstock.pipeline.run.summary import read_summary
+from penstock.services.runtime import device_turn
 from penstock.services.runtime.files import write_whole
 
 LIVE_S = 10.0
@@ -73,6 +74,7 @@ def begin(config: Config, folder: Path, origin: Origin) -> None:
     write_origin(folder, origin)
     write_whole(own, dump(config))
     (folder / "summary.json").unlink(missing_ok=True)
+    device_turn.forget_turns(folder)
     crashes.forget(folder)
 
 

@@ -59,6 +59,9 @@ def events(steps: Rows, evaluations: Rows, beats: Rows, loads: Rows) -> Iterator
         end, about = step["time"], {name: step.get(name) for name in TOLD}
         begin = end - step.get("train_step_s", 0.0)
         yield span(f"step {step['step']}", trainer, WORK, begin, end, **about)
+        if waited := step.get("turn_wait_s"):
+            yield span("waits until rollouts sleep", trainer, WAIT, begin - waited, begin, step=step["step"])
+            begin -= waited
         if waited := step.get("wait_s"):
             yield span("waits for groups", trainer, WAIT, begin - waited, begin, step=step["step"])
         if waited := step.get("publish_wait_s"):

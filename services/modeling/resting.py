@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+PATIENCE_S, RETRY_S = 30.0, 0.5
 
 
 class Resting:
@@ -25,15 +28,14 @@ class Resting:
     def rest(self, tensors: Iterable[torch.Tensor]) -> None:
         """Moves ``tensors`` away, and gives their memory back to the device. Those of another device, and those whose
         memory is not torch's own (mapped files), stay where they are."""
-        pinned, seen = self._device.type == "cuda", set()
+        seen = set()
         for storage in (part.untyped_storage() for tensor in tensors for part in _plain(tensor)):
             here = storage.device.type == self._device.type and storage.resizable() and storage.nbytes()
             if not here or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
             size = storage.nbytes()
-            spare = self._pages[size]
-            page = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            page = self._pages[size].pop() if self._pages[size] else self._page(size)
             page.copy_(_bytes(storage), non_blocking=True)
             self._kept.append((storage, page))
         _synchronize(self._device)
@@ -45,13 +47,20 @@ class Resting:
     def wake(self) -> None:
         """Brings back what `rest` has moved away."""
         for storage, page in self._kept:
-            storage.resize_(page.numel())
+            _grow(storage, page.numel(), self._device)
             _bytes(storage).copy_(page, non_blocking=True)
         _synchronize(self._device)
         if self._device.type == "cuda":
             for _, page in self._kept:
                 self._pages[page.numel()].append(page)
         self._kept = []
+
+    def _page(self, size: int) -> torch.Tensor:
+        """Not torch's own pinned memory, which comes in powers of two."""
+        page = torch.empty(size, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            torch.cuda.cudart().cudaHostRegister(page.data_ptr(), size, 0)
+        return page
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:
@@ -63,7 +72,7 @@ def forget(tensors: Iterable[torch.Tensor]) -> None:
 def remember(tensors: Iterable[torch.Tensor]) -> None:
     """Gives ``tensors``, which were forgotten, their memory again, all zero."""
     for tensor in tensors:
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        _grow(tensor.untyped_storage(), tensor.numel() * tensor.element_size(), tensor.device)
         tensor.zero_()
 
 
@@ -72,6 +81,20 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _grow(storage: torch.UntypedStorage, size: int, device: torch.device) -> None:
+    """Waits where the memory is not free yet: a process that was killed a moment ago may still have it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            storage.resize_(size)
+            return
+        except torch.OutOfMemoryError:
+            if time.monotonic() > deadline:
+                raise
+            release(device)
+            time.sleep(RETRY_S)
 
 
 def _synchronize(device: torch.device) -> None:

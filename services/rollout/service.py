@@ -40,7 +40,7 @@ from penstock.services.rollout.single_turn import SingleTurn
 from penstock.services.rollout.turn_server import TurnServer
 from penstock.services.runtime import device_turn, failpoint, health, registry
 from penstock.services.runtime.actor import Actor, ActorContext
-from penstock.services.runtime.device_turn import Guest, GuestsTurn
+from penstock.services.runtime.device_turn import LOOK_S, Guest, GuestsTurn
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.outbox import DURABLE_DEADLINE_S, Answered, Outbox, answer_of, key_of
 from penstock.services.runtime.plugins import load_plugin
@@ -53,8 +53,8 @@ from penstock.services.weights.receiver.worker_desk import WorkerDesk
 log = structlog.get_logger()
 
 REFUSE_S = 5.0
-IDLE_S, GUEST_S = 0.5, 0.01
-"""An idle rollout looks around so often; one that shares its device, or waits for it, more often."""
+IDLE_S = 0.5
+"""An idle rollout looks around so often; one that shares its device more often."""
 
 
 class Rollout:
@@ -142,7 +142,7 @@ class Rollout:
         """Handles what has arrived; returns the reason to stop, if there is one."""
         inbox = self.actor.mailbox.inbox
         try:
-            event = inbox.get(timeout=GUEST_S if self._guest else IDLE_S) if wait else inbox.get_nowait()
+            event = inbox.get(timeout=LOOK_S if self._guest else IDLE_S) if wait else inbox.get_nowait()
             while True:
                 if isinstance(event, Stop):
                     return event.reason

@@ -1,9 +1,9 @@
 """Whose turn it is on devices that several processes of a run share: the trainer's alone, or everybody else's.
 
-Two kinds of files in the run's folder, for each device: ``trainer``, locked by a trainer that wants the device or has
-it, and ``NAME.guest``, locked by a guest (a rollout, the reference) as long as it uses the device. A guest locks its
-own file, then looks at the trainer's; the trainer locks its own, then waits for all guests'. So whoever comes second
-sees the first. The kernel lets go of the locks of a process that dies, however it dies.
+Two kinds of files in the run's folder, for each device: ``NAME.trainer``, locked by a rank of the trainer that wants
+the device or has it, and ``NAME.guest``, locked by a guest (a rollout, the reference) as long as it uses the device. A
+guest locks its own file, then looks at the trainers'; a trainer locks its own, then waits for all guests'. So whoever
+comes second sees the first. The kernel lets go of the locks of a process that dies, however it dies.
 """
 
 from __future__ import annotations
@@ -27,23 +27,35 @@ log = structlog.get_logger()
 
 POLL_S = 0.005
 SAY_EVERY_S = 30.0
+LOOK_S = 0.01
+"""A guest whose main loop has nothing to do looks so often whether it is wanted, or may go on."""
 TURNS = "turns"
 """Where the files are, in a run's folder."""
-TRAINER, GUEST = "trainer", ".guest"
+TRAINER, GUEST = ".trainer", ".guest"
+BEGUN = "begun"
+"""A file that is there once the trainer has let somebody else have a device: guests begin after it, since an engine
+that measures what memory is free must not see others come and go."""
+
+_open: set[int] = set()
 
 
 class TurnError(RuntimeError):
     """Somebody did not give a device up in time; says who."""
 
 
-def devices_here(device: str, count: int) -> tuple[str, ...]:
-    """The ``count`` GPUs that this process computes on, or this machine's CPU, each by a name that is the same to all
-    containers of the machine."""
+def devices_here(device: str, count: int = 0) -> tuple[str, ...]:
+    """The first ``count`` GPUs that this process may use (0: all of them), or this machine's CPU, each by a name that
+    is the same to all containers of the machine."""
     gpus = [] if device.startswith("cpu") else visible_gpus()
     if not gpus:
         return (f"cpu-{_machine()}",)
     known = {name: gpu.uuid for name, gpu in chosen_gpus().items()}
-    return tuple(known.get(name, name) for name in gpus[:count])
+    return tuple(known.get(name, name) for name in gpus[: count or len(gpus)])
+
+
+def forget_turns(run_folder: Path) -> None:
+    """Of a run that begins, or goes on: nobody has had a turn."""
+    (run_folder / TURNS / BEGUN).unlink(missing_ok=True)
 
 
 def _machine() -> str:
@@ -53,12 +65,22 @@ def _machine() -> str:
         return socket.gethostname()
 
 
+def _close_in_child() -> None:
+    """A child that was forked would hold its parent's locks after the parent's death."""
+    while _open:
+        os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class _Lock:
     """One file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _open.add(self._file)
 
     def take(self, shared: bool = False) -> bool:
         """Whether it is this process's now. Raises `SetupError` where the file system has no locks."""
@@ -91,40 +113,56 @@ class _Lock:
     @property
     def owner(self) -> str:
         """Who took it last, for people."""
-        return f"{self._path.name.removesuffix(GUEST)} (pid {os.pread(self._file, 20, 0).decode() or '?'})"
+        return f"{self._path.stem} (pid {os.pread(self._file, 20, 0).decode() or '?'})"
+
+
+class _Others:
+    """The locks of one kind of a device, whoever has made them."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind = folder, kind
+        self._known: dict[Path, _Lock] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def busy(self) -> list[_Lock]:
+        """Those that are taken."""
+        for path in self._folder.iterdir():
+            if path.suffix == self._kind and path not in self._known:
+                self._known[path] = _Lock(path)
+        return [lock for lock in self._known.values() if lock.is_taken()]
 
 
 class TrainersTurn:
-    """The trainer's side of it, for all ``devices`` of a machine; ``patience_s`` is how long guests may take to give
-    them up (`run.turn_s`)."""
+    """A rank's side, called ``name``, at its ``device``; ``patience_s`` is how long guests may take to give that up
+    (`run.turn_s`)."""
 
-    def __init__(self, folder: Path, devices: tuple[str, ...], patience_s: float) -> None:
-        self._folders = [folder / device for device in devices]
-        self._locks = [_Lock(each / TRAINER) for each in self._folders]
-        self._guests: dict[Path, _Lock] = {}
-        self._patience_s = patience_s
-        self._since: float | None = None
-        self._held_s = 0.0
+    def __init__(self, folder: Path, device: str, name: str, patience_s: float) -> None:
+        self._folder, self._device, self._patience_s = folder, device, patience_s
+        self._own = _Lock(folder / device / f"{name}{TRAINER}")
+        self._guests = _Others(folder / device, GUEST)
+        self._held: tuple[float, float | None] = 0.0, None
+        """Seconds of turns that are over, and since when the present one is; replaced at once, as others read it."""
         self.waited_s = 0.0
         """How long the last turn took to come."""
 
     @property
     def held_s(self) -> float:
         """For how long guests had to wait, up to now."""
-        since = self._since
-        return self._held_s + (time.monotonic() - since if since is not None else 0.0)
+        over, since = self._held
+        return over + (time.monotonic() - since if since is not None else 0.0)
 
     def take(self, wait: Callable[[], None] = health.beat) -> None:
-        """Until the devices are the trainer's; ``wait`` is called meanwhile. Raises `TurnError`."""
+        """Until the device is the trainer's; ``wait`` is called meanwhile. Raises `TurnError`."""
         begun = time.monotonic()
-        self._since = begun
-        left = list(self._locks)
-        while busy := self._busy(left):
+        self._held = self._held[0], begun
+        mine = False
+        while busy := self._busy(mine):
+            mine = mine or busy[0] is not self._own
             if time.monotonic() - begun > self._patience_s:
-                self.give()
+                self._give()
                 raise TurnError(
-                    f"{' and '.join(busy)} did not give up {self._folders[0].name} within {self._patience_s:g} s "
-                    "(run.turn_s)"
+                    f"{' and '.join(lock.owner for lock in busy)} did not give up {self._device} within "
+                    f"{self._patience_s:g} s (run.turn_s)"
                 )
             wait()
             time.sleep(POLL_S)
@@ -132,39 +170,36 @@ class TrainersTurn:
         log.debug("at work", waited_s=round(self.waited_s, 3))
 
     def give(self) -> None:
-        """From now on the devices are everybody else's."""
+        """From now on the device is everybody else's."""
         log.debug("at rest")
-        for lock in self._locks:
-            lock.give()
-        if self._since is not None:
-            self._held_s += time.monotonic() - self._since
-            self._since = None
+        self._give()
+        (self._folder / BEGUN).touch()
 
-    def _busy(self, left: list[_Lock]) -> list[str]:
-        """Who uses a device; of the trainer's own locks, those ``left`` are taken first, since guests look at them."""
-        for lock in list(left):
-            if lock.take():
-                lock.sign()
-                left.remove(lock)
-        if left:
-            return [lock.owner for lock in left]
-        for folder in self._folders:
-            for path in folder.glob(f"*{GUEST}"):
-                if path not in self._guests:
-                    self._guests[path] = _Lock(path)
-        return [lock.owner for lock in self._guests.values() if lock.is_taken()]
+    def _give(self) -> None:
+        self._own.give()
+        over, since = self._held
+        self._held = over + (time.monotonic() - since if since is not None else 0.0), None
+
+    def _busy(self, mine: bool) -> list[_Lock]:
+        """Who uses the device. The own lock is taken first, since guests look at it."""
+        if not mine:
+            if not self._own.take():
+                return [self._own]
+            self._own.sign()
+        return self._guests.busy()
 
 
 class GuestsTurn:
     """A guest's side: ``name`` is its own among those of the run."""
 
     def __init__(self, folder: Path, devices: tuple[str, ...], name: str) -> None:
+        self._folder = folder
         self._own = [_Lock(folder / device / f"{name}{GUEST}") for device in devices]
-        self._trainers = [_Lock(folder / device / TRAINER) for device in devices]
+        self._trainers = [_Others(folder / device, TRAINER) for device in devices]
 
     def wanted(self) -> bool:
         """The trainer has one of the devices, or waits for it."""
-        return any(lock.is_taken() for lock in self._trainers)
+        return any(others.busy() for others in self._trainers)
 
     def take(self) -> bool:
         """Whether all of the devices may be used, now and until `give`."""
@@ -185,17 +220,17 @@ class GuestsTurn:
     def enter(self) -> None:
         """Waits for the first turn, as long as the trainer works."""
         begun = said = time.monotonic()
-        while not self.take():
+        while not ((self._folder / BEGUN).exists() and self.take()):
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
-                trainers = [lock.owner for lock in self._trainers if lock.is_taken()]
-                log.info("waiting for the device", held_by=trainers, waited_s=round(said - begun))
+                owners = [lock.owner for others in self._trainers for lock in others.busy()]
+                log.info("waiting for the device", trainers=owners, waited_s=round(said - begun))
             health.beat()
             time.sleep(POLL_S)
 
 
-def enter(run_folder: Path, name: str, device: str, count: int = 1) -> GuestsTurn:
-    """The turn of the guest ``name`` at the ``count`` devices that it computes on, once that has come."""
+def enter(run_folder: Path, name: str, device: str, count: int = 0) -> GuestsTurn:
+    """The turn of the guest ``name`` at the devices that it computes on (`devices_here`), once that has come."""
     turn = GuestsTurn(run_folder / TURNS, devices_here(device, count), name)
     turn.enter()
     return turn

@@ -24,13 +24,11 @@ from penstock.protocols.messages import Credit, HelloNeeded, Message, Score, Sco
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.runtime.actor import Actor, ActorContext
-from penstock.services.runtime.device_turn import Guest
+from penstock.services.runtime.device_turn import LOOK_S, Guest
 
 log = structlog.get_logger()
 
 ANSWER_DEADLINE_S = 120.0
-GUEST_S = 0.01
-"""A scorer that shares its device looks around so often."""
 NOTHING = np.zeros(0, np.float32)
 
 Key = tuple[Purpose, int]
@@ -93,8 +91,8 @@ class ScorerActor:
         """``guest``: on the trainer's device, where it scores while that does not work."""
         self.actor = Actor(kind, context)
         self._scorer, self._guest = scorer, guest
-        self._asleep: list[WorkItem] = []
-        """What has come in while it was."""
+        self._waiting: list[WorkItem] = []
+        """What has come in, and is not begun: it may be asleep."""
         self.actor.measure = lambda: {"groups_in_hand": len(self._open), **scorer.gauges()}
         self._open: dict[Key, set[str]] = {}
         """Columns that are not durable yet, of what is in hand."""
@@ -115,16 +113,16 @@ class ScorerActor:
 
     def _turn(self) -> str | None:
         """Handles all that has arrived; returns the reason to stop, if there is one."""
-        items: list[WorkItem] = []
         answered: list[_Answered] = []
-        event: object = self.actor.next(GUEST_S if self._guest else None)
+        event: object = self.actor.next(LOOK_S if self._guest else None)
         while event is not None:
             if isinstance(event, Stop):
                 return event.reason
             if isinstance(event, FencedError):
                 raise event
             if isinstance(event, Work):
-                items += event.items
+                self._received += len(event.items)
+                self._waiting += event.items
             elif isinstance(event, _Answered):
                 answered.append(event)
             elif isinstance(event, _Durable):
@@ -138,28 +136,27 @@ class ScorerActor:
             except queue.Empty:
                 event = None
         self._say(answered)
-        self._asleep += items
         if self._guest is None or self._guest.poll():
-            items, self._asleep = self._asleep, []
+            items, self._waiting = self._waiting, []
             self._begin(items)
         self.actor.set_busy(bool(self._open))
         self._give_credit()
         return None
 
     def _forget_credit(self) -> None:
-        """The broker has forgotten what it gave, and counts anew."""
+        """The broker has forgotten what it gave, offers it again, and counts anew."""
+        self._waiting = []
         self._received, self._credited, self._hello = 0, -1, self.actor.hellos
         self._give_credit()
 
     def _give_credit(self) -> None:
-        total = self._received + max(0, self._scorer.room(len(self._open)))
+        total = self._received + max(0, self._scorer.room(len(self._open) + len(self._waiting)))
         if total > self._credited:
             self._credited = total
             self.actor.mailbox.tell(Credit(total=total, hello=self._hello))
 
     def _begin(self, items: list[WorkItem]) -> None:
         tasks = []
-        self._received += len(items)
         for item in items:
             key = (item.purpose, item.number)
             wanted = [column for column in item.wanted if column not in self._open.get(key, ())]

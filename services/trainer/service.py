@@ -67,6 +67,8 @@ class Trainer:
         path = settings.checkpoints.parent / "canary.json"
         self._bound = CanaryBound(path, settings.dtype, own or table, own is not None)
         self._publisher.loaded = lambda loaded: self._bound.note(loaded.canary)
+        self._resting = False
+        """Its devices are others'."""
         self._skipped = 0
         """Steps in a row, up to now, that changed no weight."""
 
@@ -124,13 +126,16 @@ class Trainer:
         return batch
 
     def _rest(self) -> None:
-        if self._shift:
+        """Others have the devices, unless nobody could use them: steps are redone, or the run ends."""
+        assert self._publication
+        if self._shift and not self._publication.quiet and not self._desk.stopped:
             self._settle()
             self._world.order("rest")
-            self._shift.end(self._learner)
+            self._shift.end(self._learner, self._publisher.ranks)
+            self._resting = True
 
     def _work(self) -> None:
-        if not self._shift:
+        if not self._shift or not self._resting:
             return
         while self._publisher.loading and not self._desk.stopped:  # whoever sleeps cannot load it
             self._desk.hear(LOADING_POLL_S)
@@ -142,7 +147,8 @@ class Trainer:
 
         self._shift.take(wait)
         self._world.order("work")
-        self._shift.begin(self._learner)
+        self._shift.begin(self._learner, self._publisher.ranks)
+        self._resting = False
 
     def _waiting_clock(self) -> float:
         """Seconds, but for those in which rollouts sleep because the trainer works."""

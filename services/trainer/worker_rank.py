@@ -52,11 +52,11 @@ class WorkerRank:
             elif what == "rest":
                 assert self._shift
                 self._until_sent()
-                self._shift.end(self._learner)
+                self._shift.end(self._learner, self._sender)
             elif what == "work":
                 assert self._shift
                 self._shift.take()
-                self._shift.begin(self._learner)
+                self._shift.begin(self._learner, self._sender)
             elif what == "end":
                 self._until_sent()
                 self._saver.close()

@@ -58,6 +58,20 @@ def test_mistakes_are_named(override: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["weights.transport=cuda_ipc"], "versions go by the hosts' memory; use auto"),
+        (["rollout.engine={type: plugin, name: openai}"], "a server over HTTP (openai) does not sleep"),
+        (["rollout.engine={type: vllm, start_s: 900}"], "start_s=900 must be less than run.turn_s=900"),
+    ],
+)
+def test_who_cannot_share_devices_is_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(QUICKSTART, ["run.placement=colocated", *overrides])
+    assert message in str(caught.value)
+
+
 def test_a_missing_file_and_bad_yaml_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*nowhere.yaml: No such file"):
         load(tmp_path / "nowhere.yaml")

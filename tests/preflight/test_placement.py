@@ -71,7 +71,9 @@ def test_a_run_that_goes_on_elsewhere_is_laid_out_anew(monkeypatch: pytest.Monke
     assert many.run.placement == "colocated"
     alone = on(1, tmp_path)
     assert alone.trainer.ranks == alone.rollout.count == 1 and alone.trainer.offload and alone.run.colocated
+    assert alone.rollout.engine.vllm["gpu_memory_utilization"] != 0.9  # type: ignore[union-attr]
     none = on(0, tmp_path)
+    assert none.rollout.engine == given.rollout.engine
     assert none.trainer == given.trainer and none.run.placement == "auto"
     assert on(8, tmp_path).trainer == many.trainer and on(8, tmp_path).rollout == many.rollout
     own = on(8, tmp_path, "run.placement=as_given", "trainer.ranks=2")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.runtime.device_turn import Guest, GuestsTurn, TrainersTurn, TurnError, devices_here
+from penstock.services.runtime.device_turn import Guest, GuestsTurn, TrainersTurn, TurnError, devices_here, forget_turns
 from tests.preflight.nvml import FakeNvml
 
 PROGRAM = """
@@ -22,14 +22,16 @@ kind, name, folder, seed = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), 
 rng, here = random.Random(seed), folder / "here"
 log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
+devices = set(name.split("+"))
+
 def use(seconds):
     mine = here / f"{kind}.{name}.{os.getpid()}"
     mine.touch()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for other in os.listdir(here):
-            other_kind, _, pid = other.split(".")
-            if other_kind != kind and "trainer" in (other_kind, kind) and os.path.exists(f"/proc/{pid}/cwd"):
+            other_kind, where, pid = other.split(".")
+            if other_kind != kind and devices & set(where.split("+")) and os.path.exists(f"/proc/{pid}/cwd"):
                 if (here / other).exists():
                     os.write(log, f"{mine.name} beside {other}\\n".encode())
         time.sleep(0.0005)
@@ -37,14 +39,14 @@ def use(seconds):
     os.write(log, f"{kind}\\n".encode())
 
 if kind == "trainer":
-    turn = TrainersTurn(folder, ("one", "two"), 20.0)
+    turn = TrainersTurn(folder, name, "rank", 20.0)
     while True:
         turn.take()
         use(rng.uniform(0, 0.03))
         turn.give()
         time.sleep(rng.uniform(0, 0.03))
 else:
-    turn = GuestsTurn(folder, (name,), "guest")
+    turn = GuestsTurn(folder, tuple(sorted(devices)), name)
     turn.enter()
     guest = Guest(turn, lambda: None, lambda: None)
     while True:
@@ -55,7 +57,8 @@ else:
 
 
 def test_never_both_and_a_death_gives_back(tmp_path: Path) -> None:
-    """A trainer on two devices, a guest on each; all are killed again and again, and nobody waits for the dead."""
+    """Two ranks of a trainer, a guest on one's device, another on both: all are killed again and again, and nobody
+    waits for the dead."""
     (tmp_path / "here").mkdir()
     rng, alive = random.Random(0), {}
 
@@ -63,7 +66,7 @@ def test_never_both_and_a_death_gives_back(tmp_path: Path) -> None:
         command = [sys.executable, "-c", PROGRAM, kind, name, str(tmp_path), str(rng.randrange(999))]
         alive[kind, name] = subprocess.Popen(command)
 
-    everyone = [("trainer", "t"), ("guest", "one"), ("guest", "two")]
+    everyone = [("trainer", "one"), ("trainer", "two"), ("guest", "one"), ("guest", "one+two")]
     try:
         for who in everyone:
             start(*who)
@@ -85,7 +88,7 @@ def test_never_both_and_a_death_gives_back(tmp_path: Path) -> None:
 
 
 def test_whoever_does_not_give_up_is_named(tmp_path: Path) -> None:
-    guest, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), TrainersTurn(tmp_path, ("gpu",), 0.1)
+    guest, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), TrainersTurn(tmp_path, "gpu", "trainer", 0.1)
     assert guest.take() and guest.take(), "it has it still"
     with pytest.raises(TurnError, match=r"rollout-0 \(pid \d+\) did not give up gpu within 0.1 s \(run.turn_s\)"):
         trainer.take()
@@ -97,7 +100,7 @@ def test_whoever_does_not_give_up_is_named(tmp_path: Path) -> None:
     assert held > 0.1, "also what was in vain"
     trainer.give()
     assert trainer.held_s == trainer.held_s >= held and guest.take()
-    second = TrainersTurn(tmp_path, ("gpu",), 0.1)
+    second = TrainersTurn(tmp_path, "gpu", "trainer", 0.1)
     guest.give()
     trainer.take()
     with pytest.raises(TurnError, match=r"trainer \(pid \d+\) did not give up gpu"):
@@ -106,8 +109,8 @@ def test_whoever_does_not_give_up_is_named(tmp_path: Path) -> None:
 
 def test_a_guest_sleeps_and_wakes_and_other_threads_wait_for_it(tmp_path: Path) -> None:
     did: list[str] = []
-    turn, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), TrainersTurn(tmp_path, ("gpu",), 5)
-    turn.enter()
+    turn, trainer = GuestsTurn(tmp_path, ("gpu",), "rollout-0"), TrainersTurn(tmp_path, "gpu", "trainer", 5)
+    assert turn.take()
     guest = Guest(turn, lambda: did.append("sleep"), lambda: did.append("wake"))
     assert guest.poll() and guest.awake
     taking = threading.Thread(target=trainer.take)
@@ -131,12 +134,45 @@ def test_a_guest_sleeps_and_wakes_and_other_threads_wait_for_it(tmp_path: Path) 
     assert did == ["sleep", "wake", "prepare"] and slept == guest.slept_s
 
 
+def test_guests_begin_after_the_trainer(tmp_path: Path) -> None:
+    folder = tmp_path / "turns"
+    turn, trainer = GuestsTurn(folder, ("gpu",), "rollout-0"), TrainersTurn(folder, "gpu", "trainer", 5)
+    entering = threading.Thread(target=turn.enter)
+    entering.start()
+    time.sleep(0.05)
+    trainer.take()
+    assert entering.is_alive()
+    trainer.give()
+    entering.join(5)
+    assert not entering.is_alive()
+    forget_turns(tmp_path)
+    threading.Thread(target=(later := GuestsTurn(folder, ("gpu",), "rollout-1")).enter, daemon=True).start()
+    time.sleep(0.05)
+    turn.give()
+    trainer.take()
+    assert later.wanted(), "it waits"
+    trainer.give()
+
+
+def test_a_child_does_not_keep_its_parents_locks(tmp_path: Path) -> None:
+    program = f"""
+import os, pathlib, time
+from penstock.services.runtime.device_turn import GuestsTurn
+GuestsTurn(pathlib.Path({str(tmp_path)!r}), ("gpu",), "rollout-0").take()
+if os.fork() == 0:
+    time.sleep(5)
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    TrainersTurn(tmp_path, "gpu", "trainer", 0.5).take()
+
+
 def test_devices_have_one_name_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeNvml(monkeypatch, (80.0, 80.0), "580.65.06", 13000)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     both = devices_here("auto", 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert devices_here("cuda", 1) == both[1:] and len(set(both)) == 2
+    assert devices_here("cuda", 1) == devices_here("auto") == both[1:] and len(set(both)) == 2
     assert devices_here("cpu", 1)[0].startswith("cpu-")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices_here("auto", 1) == devices_here("cpu", 1)

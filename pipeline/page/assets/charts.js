@@ -12,11 +12,12 @@ const CHARTS = [
   {title: "Response, tokens", lines: ["response_tokens"]},
   {title: "Turns", lines: ["turns"]},
   {title: "Answers that ended by themselves", lines: ["finished_share"]},
-  {title: "Seconds of a step", lines: ["train_step_s", "wait_s", "publish_wait_s"]},
+  {title: "Seconds of a step", lines: ["train_step_s", "wait_s", "turn_wait_s", "publish_wait_s"]},
   {title: "Groups in the queues", lines: ["leased", "unscored", "ready"]},
 ];
 const NAMES = {reward: "sampled", lag_mean: "mean", lag_max: "most", max_lag: "bound", mismatch_kl_k3: "KL",
   mismatch_bound: "warned of above", train_step_s: "training", wait_s: "waiting for groups",
+  turn_wait_s: "waiting until rollouts sleep",
   publish_wait_s: "waiting for the version before"};
 const DASHED = new Set(["max_lag", "mismatch_bound"]);
 

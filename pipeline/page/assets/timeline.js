@@ -111,11 +111,13 @@ class Timeline {
   }
 
   spans() {
-    const {step, time, train_step_s: work = [], wait_s: wait = [], publish_wait_s: publish = []} = this.run.steps;
+    const {step, time, train_step_s: work = [], wait_s: wait = [], turn_wait_s: turn = [], publish_wait_s: publish = []}
+      = this.run.steps;
     return (step ?? []).flatMap((number, i) => {
-      const end = time[i], begin = end - (work[i] ?? 0);
+      const end = time[i], begin = end - (work[i] ?? 0), taken = begin - (turn[i] ?? 0);
       return [{begin, end, what: `step ${number}: training`, kind: 0},
-        {begin: begin - (wait[i] ?? 0), end: begin, what: `step ${number}: waiting for groups`, kind: 1},
+        {begin: taken, end: begin, what: `step ${number}: waiting until rollouts sleep`, kind: 1},
+        {begin: taken - (wait[i] ?? 0), end: taken, what: `step ${number}: waiting for groups`, kind: 1},
         {begin: end - (publish[i] ?? 0), end, what: `step ${number}: waiting until the version before was read`, kind: 1}]
         .filter((span) => span.end > span.begin);
     });

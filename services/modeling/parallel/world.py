@@ -207,6 +207,12 @@ class World:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return float(largest)
 
+    def meet(self, patience_s: float) -> None:
+        """Waits for all ranks, which may take ``patience_s`` longer than for anything else. While nothing is
+        published."""
+        if self.size > 1:
+            dist.monitored_barrier(self.publish_group, DEADLINE + timedelta(seconds=patience_s))
+
     def order(self, what: Order, batch: Batch | None = None) -> None:
         """Rank 0 tells the others what comes next."""
         if self.size == 1:

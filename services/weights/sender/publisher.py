@@ -117,6 +117,11 @@ class Publisher:
         return self._sender.peers
 
     @property
+    def ranks(self) -> RankSender | None:
+        """Its own part of a version that several ranks, or one on a GPU, publish."""
+        return self._ranks
+
+    @property
     def loading(self) -> bool:
         """A rollout has been told of a version, and does not serve it yet."""
         return any(peer.loading for peer in list(self._sender.peers.values()))

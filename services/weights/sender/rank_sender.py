@@ -28,6 +28,7 @@ import torch.distributed as dist
 from penstock.protocols import wire
 from penstock.protocols.digests import BLOCK, DIGEST_BYTES
 from penstock.protocols.versions import CollectiveRoute
+from penstock.services.modeling.resting import forget, release, remember
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.byte_views import as_memory, from_memory
 from penstock.services.weights.parts import packed, runs_of, unpack
@@ -72,6 +73,17 @@ class RankSender:
         self._own: torch.Tensor | None = None
         """Of a rank on another host than rank 0's."""
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
+
+    def rest(self) -> None:
+        """Gives its device's memory back, once nothing is under way there: until `wake` nothing is published."""
+        if self.stage:
+            forget([self.stage.bytes])
+            release(self._source.device)
+
+    def wake(self) -> None:
+        """Takes it again."""
+        if self.stage:
+            remember([self.stage.bytes])
 
     def send(
         self,

@@ -181,7 +181,8 @@ class TorchEngine:
         """See `base.SleepingEngine.sleep`."""
         self._forgotten = True
         forget(self._model.cached)
-        self._resting.rest(self._model.kept)
+        if self.device.type != "cpu":  # there they lie in the host's memory, as they have come
+            self._resting.rest(self._model.kept)
 
     def wake(self) -> None:
         """See `base.SleepingEngine.wake`."""
