@@ -141,12 +141,8 @@ class Trainer:
             self._desk.hear(LOADING_POLL_S)
             self._world.keep_awake()
 
-        def wait() -> None:
-            self._desk.hear()
-            self._world.keep_awake()
-
-        self._shift.take(wait)
         self._world.order("work")
+        self._shift.take(self._desk.hear)
         self._shift.begin(self._learner, self._publisher.ranks)
         self._resting = False
 

@@ -34,7 +34,7 @@ class Shift:
         return self._turn.waited_s
 
     def take(self, wait: Callable[[], None] = health.beat) -> None:
-        """Until guests sleep; rank 0 calls it before the others. Raises `TurnError`."""
+        """Until guests sleep. Raises `TurnError`."""
         self._turn.take(wait)
 
     def begin(self, learner: ModelLearner | None = None, sender: RankSender | None = None) -> None:
