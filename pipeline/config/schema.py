@@ -260,6 +260,13 @@ class Config(Section):
                 f"rollout.sampling.routing_replay: a server over HTTP ({engine.name}) does not say which experts it "
                 "took; use rollout.engine.type=torch or vllm"
             )
+        if isinstance(engine, VllmEngineConfig) and engine.adapter == "beside":
+            lora = self.trainer.lora
+            if lora is None or not self.trainer.sends_adapter or lora.variant == "dora":
+                raise ValueError(
+                    "rollout.engine.adapter: beside wants versions that are an adapter alone, and not dora's: set "
+                    "trainer.lora.publish=adapter, or rollout.engine.adapter=merged"
+                )
         if sampling.candidates and not sampling.training().truncated:
             raise ValueError("rollout.sampling.candidates: without top_p or top_k there is nothing to record")
         if isinstance(engine, VllmEngineConfig) and sampling.candidates and not sampling.top_k:

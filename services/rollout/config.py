@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.protocols.experience import Sampling
 from penstock.services.environments.config import EnvironmentConfig
@@ -41,6 +41,9 @@ class VllmEngineConfig(Section):
     weights."""
     seeded: bool = True
     """Sampling is keyed by seed, group and sample. false: by vLLM's own stream, which is faster on GPUs."""
+    adapter: Literal["merged", "beside"] = "merged"
+    """What is done with versions that are an adapter alone (`trainer.lora.publish`): vLLM's workers merge it with the
+    model; or it lies ``beside`` that, as vLLM's own LoRA: a version is loaded at once, and each token takes longer."""
     start_s: float = Field(600.0, gt=0)
     """vLLM must be ready after so many seconds."""
     deadline_s: float = Field(60.0, gt=0)
@@ -48,6 +51,13 @@ class VllmEngineConfig(Section):
     vllm: dict[str, Any] = {}
     """Any other engine argument of vLLM, by its own name, e.g. ``{tensor_parallel_size: 2}``, or
     gpu_memory_utilization, quantization, max_num_batched_tokens, enforce_eager, kv_cache_memory_bytes and so on."""
+
+    @model_validator(mode="after")
+    def _adapters_are_ours(self) -> VllmEngineConfig:
+        for name in VLLM_LORA if self.adapter == "beside" else ():
+            if name in self.vllm:
+                raise ValueError(f"vllm: {name} is set by rollout.engine.adapter")
+        return self
 
     @field_validator("vllm")
     @classmethod
@@ -74,6 +84,10 @@ VLLM_OWNED = {
 
 HTTP_ENGINES = ("openai", "sglang")
 """Those of the group ``penstock.engines`` that are Penstock's own."""
+
+
+VLLM_LORA = ("enable_lora", "max_loras", "max_lora_rank", "load_format")
+"""Engine arguments of vLLM that follow from an adapter that lies beside the model."""
 
 
 class PluginEngineConfig(Section):

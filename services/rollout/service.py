@@ -70,11 +70,11 @@ class Rollout:
         group_size: int,
         deterministic: bool = False,
         template: Mapping[str, Any] | None = None,
-        merges: bool = False,
+        adapter_rank: int = 0,
         turn: GuestsTurn | None = None,
     ) -> None:
-        """``merges``: versions are adapters, which are added to the model at ``model_path``; ``turn``, which has come:
-        at the device, which is the trainer's too."""
+        """``adapter_rank``: of versions that are adapters, which are added to the model at ``model_path``; 0: they are
+        whole. ``turn``, which has come: at the device, which is the trainer's too."""
         torch.set_num_threads(context.threads)
         if deterministic:
             determinism.pin(context.folder, "rollout", context.threads)
@@ -83,9 +83,9 @@ class Rollout:
         self.actor = Actor("rollout", context)
         self._text = Tokenizer(model_path, template)
         base = AdapterBase(model_path, dtype)
-        if merges:
+        if adapter_rank:
             base.check([])  # now, before anybody waits for a version
-        self.engine = make_engine(config, model_path, dtype, self._text, turn is not None)
+        self.engine = make_engine(config, model_path, dtype, self._text, turn is not None, adapter_rank)
         self._guest = _as_guest(turn, self.engine) if turn else None
         self._receiver = self._make_receiver(weights, context, base)
         self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
@@ -268,7 +268,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         1 if config.gateway.count else config.sampling.trajectories,  # agents ask for one answer at a time
         config.run.deterministic,
         config.template,
-        config.trainer.sends_adapter,
+        config.trainer.lora.rank if config.trainer.sends_adapter else 0,
         turn,
     )
 
@@ -283,9 +283,11 @@ def _as_guest(turn: GuestsTurn, engine: Engine) -> Guest:
     return Guest(turn, engine.sleep, engine.wake)
 
 
-def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer, sleeps: bool = False) -> Engine:
-    """The engine that ``config.engine`` names. Its weights come by the weight channel. ``sleeps``: it is to share its
-    device, where it must know that from the start."""
+def make_engine(
+    config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer, sleeps: bool = False, adapter_rank: int = 0
+) -> Engine:
+    """The engine that ``config.engine`` names. Its weights come by the weight channel. It must know from the start that
+    it ``sleeps`` while others have its device, and the rank of adapters that are to lie beside the model (0: none)."""
     from transformers import AutoConfig, GenerationConfig
 
     engine = config.engine
@@ -303,7 +305,8 @@ def make_engine(config: RolloutConfig, model_path: str, dtype: str, text: Tokeni
         from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
         sampling = config.sampling.training()
-        return VllmEngine(engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps)
+        beside = adapter_rank if engine.adapter == "beside" else 0
+        return VllmEngine(engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps, beside)
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
     if found is None and ":" not in engine.name:
         raise SetupError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")

@@ -17,6 +17,7 @@ from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig
 from penstock.services.rollout.engines.base import EngineError
 from penstock.services.runtime.errors import SetupError
+from tests.engines.test_conformance import check
 from tests.engines.workbench import CLOSE, Workbench, make_models
 
 pytestmark = pytest.mark.vllm
@@ -109,16 +110,52 @@ def test_experts_are_swapped_and_their_tokens_are_transformers(tmp_path_factory:
         bench.engine.close()
 
 
+def an_adapter(model: Any, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Which ``model`` has merged then. Not of all that vLLM fuses."""
+    torch.manual_seed(seed)
+    adapter = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            a, b = torch.randn(4, parameter.shape[1]) * 0.3, torch.randn(parameter.shape[0], 4) * 0.3
+            adapter |= {name.replace(".weight", A): a, name.replace(".weight", B): b}
+            parameter.data += b @ a
+    return adapter
+
+
+def test_an_adapter_lies_beside_the_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM's own LoRA: each version's in the place of the one before, also for what is running."""
+    folder = tmp_path_factory.mktemp("beside")
+    models = [*make_models(folder), *make_models(tmp_path_factory.mktemp("another"))]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    adapters = [an_adapter(model, seed) for seed, model in enumerate(models[1:3])]
+    options = {**OPTIONS, "adapter": "beside", "deadline_s": 30, "kv_on_update": "recompute"}
+    bench = Workbench(folder, models, options, SamplingConfig(), adapter_rank=4)
+    random = np.random.default_rng(0)
+    try:
+        for which in (0, 1, 0):
+            version = bench.serve(adapters[which], models[1 + which])
+            check_tokens(bench, version, random)
+        first, request = bench.version, bench.request(random, n=2, max_new_tokens=60)
+        bench.engine.submit(request)
+        before = bench.generated()
+        done = bench.step_until(lambda: bench.generated() >= before + 20)
+        bench.serve(adapters[1], models[2])
+        done += bench.drain()
+        assert {int(v) for c in done for v in c.versions} == {first, first + 1}
+        for completion in done:
+            check(bench, request.tokens, completion)
+        with pytest.raises(EngineError, match="is a whole model"):
+            bench.publish(0)
+    finally:
+        bench.engine.close()
+
+
 def test_an_adapter_that_comes_alone_is_merged_by_the_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("adapted")
     models = make_models(folder)
     models[1].load_state_dict(models[0].state_dict())
-    adapter = {}
-    for name, parameter in models[1].named_parameters():
-        if name.endswith(("q_proj.weight", "down_proj.weight")):  # not all that vLLM fuses
-            a, b = torch.randn(4, parameter.shape[1]) * 0.3, torch.randn(parameter.shape[0], 4) * 0.3
-            adapter |= {name.replace(".weight", A): a, name.replace(".weight", B): b}
-            parameter.data += b @ a
+    adapter = an_adapter(models[1])
     bench = Workbench(folder, models, OPTIONS, SamplingConfig())
     random = np.random.default_rng(0)
     try:

@@ -36,12 +36,15 @@ def make_models(folder: Path, config: type[Qwen3Config] = Qwen3Config, **more: A
 class Workbench:
     """``engine`` and the two ``models`` whose weights it can serve; ``publish`` swaps one of them in."""
 
-    def __init__(self, folder: Path, models: list[Any], options: Mapping[str, Any], sampling: SamplingConfig) -> None:
+    def __init__(
+        self, folder: Path, models: list[Any], options: Mapping[str, Any], sampling: SamplingConfig,
+        adapter_rank: int = 0,
+    ) -> None:  # fmt: skip
         self.models = models
         config: Any = TypeAdapter(EngineConfig).validate_python(options)
         self.text = Tokenizer(str(folder))
         rollout = RolloutConfig(engine=config, sampling=sampling)
-        self.engine: Engine = make_engine(rollout, str(folder), "float32", self.text)
+        self.engine: Engine = make_engine(rollout, str(folder), "float32", self.text, adapter_rank=adapter_rank)
         self.stop_ids = {1}
         self.vocabulary = models[0].config.vocab_size
         self.version = -1

@@ -58,6 +58,17 @@ def test_mistakes_are_named(override: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_an_adapter_lies_beside_only_where_it_is_sent() -> None:
+    beside = "rollout.engine={type: vllm, max_length: 32, adapter: beside}"
+    config = load(QUICKSTART, [beside, "trainer.lora={publish: adapter}"])
+    assert config.rollout.engine.adapter == "beside"  # type: ignore[union-attr]
+    for lora in ("null", "{rank: 4}", "{publish: adapter, variant: dora}"):
+        with pytest.raises(ConfigError, match=r"beside wants versions that are an adapter alone"):
+            load(QUICKSTART, [beside, f"trainer.lora={lora}"])
+    with pytest.raises(ConfigError, match=r"max_loras is set by rollout.engine.adapter"):
+        load(QUICKSTART, ["rollout.engine={type: vllm, max_length: 32, adapter: beside, vllm: {max_loras: 2}}"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

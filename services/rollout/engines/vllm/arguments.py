@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from penstock.services.rollout.config import VllmEngineConfig
-from penstock.services.rollout.engines.vllm.plugin import BACKEND, OURS
+from penstock.services.rollout.engines.vllm.plugin import ADAPTER, BACKEND, OURS
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import vllm_lacks_gpu
 from penstock.services.runtime.install import install
@@ -19,6 +19,8 @@ EXTENSION = "penstock.services.rollout.engines.vllm.worker.Extension"
 KV_SHARE = 0.2
 """Of the free host memory, the KV cache of a CPU takes at most this."""
 
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters: what vLLM makes room for."""
 LOGPROBS = 20
 """vLLM's own bound."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -44,6 +46,13 @@ def environment(threads: int) -> None:
         os.environ["VLLM_PLUGINS"] = f"{plugins},{BACKEND}" if plugins else BACKEND
 
 
+def lora_request() -> Any:
+    """What vLLM calls the one adapter that is there; its tensors come by the weight channel, and not from a path."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("penstock", ADAPTER, "the weight channel")
+
+
 def engine_arguments(
     config: VllmEngineConfig,
     model_path: str,
@@ -54,11 +63,12 @@ def engine_arguments(
     top_k: int,
     routed: bool = False,
     sleeps: bool = False,
+    beside: int = 0,
 ) -> Any:
     """vLLM's ``AsyncEngineArgs``. ``raw``: log-probabilities before the temperature is applied; ``kv_token_bytes``: KV
     of one token; ``positions``: that the model has; ``top_k``: log-probabilities that may be asked for;
-    ``routed``: it says which experts it took; ``sleeps``: it leaves its GPUs to others at times. Raises
-    `SetupError`."""
+    ``routed``: it says which experts it took; ``sleeps``: it leaves its GPUs to others at times;
+    ``beside``: rank of adapters that lie beside the model. Raises `SetupError`."""
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -91,6 +101,11 @@ def engine_arguments(
         **({"enable_return_routed_experts": True} if routed else {}),
         **config.vllm,
     }
+    if beside:
+        if beside > RANKS[-1]:
+            raise SetupError(f"rollout.engine.adapter: vLLM takes ranks up to {RANKS[-1]}, not {beside}; use merged")
+        rank = next(rank for rank in RANKS if rank >= beside)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "load_format": "auto"}
     if sleeps and not current_platform.is_cpu():
         arguments["enable_sleep_mode"] = True
     if routed:

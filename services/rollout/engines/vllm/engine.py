@@ -29,7 +29,7 @@ from penstock.services.rollout.engines.base import (
     refuse_partial,
 )
 from penstock.services.rollout.engines.torch import native
-from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment
+from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, lora_request
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.config import WeightsConfig
@@ -87,8 +87,9 @@ class VllmEngine(AsyncEngine):
         sampling: Sampling,
         threads: int,
         sleeps: bool = False,
+        beside: int = 0,
     ) -> None:
-        """``sleeps``: see `base.SleepingEngine`."""
+        """``sleeps``: see `base.SleepingEngine`. ``beside``: rank of adapters that are not merged; 0: all are."""
         positions = getattr(model_config, "max_position_embeddings", None) or config.max_length + 1
         length = min(config.max_length, positions)
         self._seated = config.max_sequences * int(config.vllm.get("data_parallel_size", 1))
@@ -105,9 +106,9 @@ class VllmEngine(AsyncEngine):
         itemsize = DTYPES[dtype].itemsize
         kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
         arguments = engine_arguments(
-            config, model_path, dtype, self._raw, kv, positions, sampling.top_k, sampling.routing_replay, sleeps
+            config, model_path, dtype, self._raw, kv, positions, sampling.top_k, sampling.routing_replay, sleeps, beside
         )
-        self._model_config = model_config
+        self._model_config, self._adapter = model_config, lora_request() if beside else None
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
         self.llm: Any = self.call(self._start(arguments), config.start_s, "start")
         parallel = self.llm.vllm_config.parallel_config
@@ -266,7 +267,8 @@ class VllmEngine(AsyncEngine):
 
     async def _answer(self, prompt: dict[str, Any], parameters: Any, name: str, priority: int = 0) -> Any:
         self._requests += 1
-        async for result in self.llm.generate(prompt, parameters, f"{name}-{self._requests}", priority=priority):
+        name = f"{name}-{self._requests}"
+        async for result in self.llm.generate(prompt, parameters, name, lora_request=self._adapter, priority=priority):
             if result.finished:
                 return result
         raise EngineError(f"vLLM ended request {name} without a result")

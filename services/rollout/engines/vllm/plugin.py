@@ -11,6 +11,8 @@ from pathlib import Path
 OURS = "PENSTOCK_VLLM_PARENT"
 """Set to the rollout's process id in the processes that a rollout starts."""
 BACKEND = "penstock"
+ADAPTER = 1
+"""vLLM's number of the one adapter that lies beside the model, where one does."""
 
 _PR_SET_PDEATHSIG = 1
 

@@ -14,14 +14,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.versions import Layout
 from penstock.services.modeling.experts import as_in_files
-from penstock.services.modeling.whole_weights import AdapterBase
+from penstock.services.modeling.lora import PREFIX
+from penstock.services.modeling.whole_weights import A, AdapterBase, is_alone
 from penstock.services.rollout.engines.base import refuse_partial
+from penstock.services.rollout.engines.vllm.plugin import ADAPTER
 from penstock.services.weights.buffers import Mappings
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import view_weights
@@ -78,18 +82,42 @@ class ShadowTransfer(WeightTransferEngine[ShadowInit, ShadowUpdate]):
 
     def receive_weights(self, update_info: ShadowUpdate) -> None:
         """Loads all weights. A version is whole, so projections that vLLM fuses arrive together."""
-        if update_info.path:
-            layout = Layout.model_validate_json(update_info.layout)
-            buffer = self._mappings.map(update_info.path, update_info.offset, layout.nbytes)
-            weights: Mapping[str, torch.Tensor] = view_weights(layout, buffer)
-        else:
-            assert self.receiver
-            weights = self.receiver.take(update_info.epoch, update_info.version)
-        weights = self._base.whole(weights, self.device)
+        weights = self._base.whole(self._tensors(update_info), self.device)
         refuse_partial(weights.keys())
         loaded = self.model.load_weights(as_in_files(self.model_config.hf_config.model_type, weights))
         if loaded is not None and (missing := self._awaited - loaded):
             raise ValueError(f"the version does not fill {', '.join(sorted(missing)[:3])} of vLLM's model")
+
+    def _tensors(self, update_info: ShadowUpdate) -> Mapping[str, torch.Tensor]:
+        """Of the version, as it was published."""
+        if update_info.path:
+            layout = Layout.model_validate_json(update_info.layout)
+            buffer = self._mappings.map(update_info.path, update_info.offset, layout.nbytes)
+            return view_weights(layout, buffer)
+        assert self.receiver
+        return self.receiver.take(update_info.epoch, update_info.version)
+
+    def lay_beside(self, manager: Any, update_info: ShadowUpdate) -> None:
+        """Has vLLM's ``manager`` of adapters take the version in the place of the one before. Raises `ValueError` where
+        it is no adapter, or adds to what vLLM's model has not."""
+        tensors = self._tensors(update_info)
+        if not is_alone(tensors):
+            raise ValueError("the version is a whole model, and rollout.engine.adapter=beside wants an adapter alone")
+        layers = [name.removesuffix(A) for name in tensors if name.endswith(A)]
+        rank = max(tensors[layer + A].shape[0] for layer in layers)
+        helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=sorted({n.rpartition(".")[2] for n in layers}))
+        inner, mapper = manager._adapter_manager, getattr(self.model, "hf_to_vllm_mapper", None)
+        found = LoRAModel.from_lora_tensors(
+            ADAPTER, {PREFIX + name: tensor.clone() for name, tensor in tensors.items()}, helper, "cpu",
+            manager.lora_config.lora_dtype, weights_mapper=mapper.get_rename_mapper() if mapper else None,
+        )  # fmt: skip
+        inner.remove_adapter(ADAPTER)
+        inner.add_adapter(found)
+        inner.activate_adapter(ADAPTER)
+        if lacking := [name for name in found.loras if name not in inner.modules]:
+            raise ValueError(f"the version's adapter adds to {lacking[0]}, which vLLM's model has not")
+        if self.receiver:
+            self.receiver.done()
 
     def finish_weight_update(self) -> None:
         """Brings the layers into the form that kernels want."""
@@ -127,6 +155,10 @@ class Extension:
 
     def penstock_load(self: Any, update_info: dict[str, Any]) -> None:
         """One whole update in one call, so that nothing can come between its parts."""
+        if self.vllm_config.lora_config is not None:
+            transfer = self.weight_transfer_engine
+            transfer.lay_beside(self.model_runner.lora_manager, transfer.parse_update_info(update_info))
+            return
         self.start_weight_update()
         self.update_weights(update_info)
         self.finish_weight_update()
