@@ -30,8 +30,9 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     about = adapter_of(Path(path))
     model = json.dumps({"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype})
     own = [f"model={model}", f"trainer.lora={json.dumps(_adapter(about, path))}", "trainer.steps=0"]
-    own.append("run.placement=as_given")  # nothing is trained: that need not fit
     own += [NOTHING_LEARNED, "replay.filter=none", "replay.archive=none"]
+    if getattr(config.rollout.engine, "adapter", "merged") != "merged":
+        own.append("rollout.engine.adapter=merged")  # what is published is whole
     if config.run.name is None:
         own.append(f"run.name=eval-{Path(path).name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return start(console, str(file), [*overrides, *own], None, False, print_evaluation)
