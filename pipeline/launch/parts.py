@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
+from penstock.pipeline.resources.placement import joining_guests
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
 
@@ -49,15 +50,19 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
     gpus = sum(count * spec.gpus(config) for spec, count in head) * with_gpus
     cpus = HEAD_CPUS + sum(count * _cpus(spec, config) for spec, count in head)
     found = [Part("head", 1, 1, gpus, cpus, sum(count * spec.ranks(config) for spec, count in head))]
-    specs = registry.actors(config)
-    for kind in dict.fromkeys(config.run.elsewhere):
+    specs, guests = registry.actors(config), joining_guests(config)
+    for kind in dict.fromkeys(kind for kind in config.run.elsewhere if kind not in guests):
         spec, count = specs[kind], len(specs[kind].names(config))
         if not count:
             continue
         size, nodes = min(each, count), spec.nodes(config)
         tasks = -(-count // size) * nodes
         gpus, cpus = size * spec.gpus(config) * with_gpus // nodes, size * _cpus(spec, config) // nodes
-        found.append(Part(kind, tasks, size, gpus, cpus, size * spec.ranks(config) // nodes, fixed=spec.single))
+        processes = size * spec.ranks(config) // nodes
+        if kind == "trainer":
+            cpus += sum(count * _cpus(specs[guest], config) for guest, count in guests.items())
+            processes += sum(guests.values())
+        found.append(Part(kind, tasks, size, gpus, cpus, processes, fixed=spec.single))
     return found
 
 

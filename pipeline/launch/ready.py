@@ -37,17 +37,14 @@ def resolve(
 
 def spread(plain: Config, network: str | None = None) -> list[str]:
     """Overrides that spread a run over machines, where ``plain`` does not say how."""
-    if plain.run.colocated:
-        raise ConfigError(
-            "run.placement: colocated shares the GPUs of the trainer's machine, and clusters start rollouts on others; "
-            "use as_given, or penstock run on one machine"
-        )
     if plain.run.placement == "auto":
         raise ConfigError(
             "run.placement: auto lays out the GPUs of one machine; for a cluster take run.placement=as_given, and what "
             "`penstock plan FILE --gpus …` says"
         )
     spread_too = [kind for kind, spec in registry.actors(plain).items() if spec.nodes(plain) > 1]
+    if plain.run.colocated:  # guests come with the trainer's machines
+        spread_too = ["trainer", *(["reference"] * plain.with_reference)]
     more = [] if plain.run.elsewhere else [f"run.elsewhere=[{','.join(['rollout', *spread_too])}]"]
     if network:
         more += [f"broker.bind=tcp://{network}:0"] * is_loopback(plain.broker.bind)

@@ -119,7 +119,8 @@ def overrides(config: Config, layout: Layout) -> list[str]:
     if layout.colocated and isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.gpu_memory_utilization={layout.share:g}")
     if layout.trainer.nodes > 1 and "trainer" not in config.run.elsewhere:
-        words.append("run.elsewhere=[rollout,trainer]")
+        more = ",reference" * (layout.colocated and config.with_reference)
+        words.append(f"run.elsewhere=[rollout,trainer{more}]")
     if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
     if layout.trainer.lora and config.trainer.lora is None:

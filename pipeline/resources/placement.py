@@ -53,17 +53,33 @@ def _colocate(config: Config, gpus: list[str], each: Mapping[str, int]) -> dict[
             f"(run.placement=colocated), and there are {len(gpus)}; use fewer ranks (trainer.ranks, critic.ranks)"
         )
     placed = _in_order(gpus, own)
-    trainers = placed["trainer"].split(",")
+    return placed | seated(config, placed["trainer"].split(","), guests)
+
+
+def seated(config: Config, gpus: list[str], guests: Mapping[str, int]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of ``guests``, who want so many each, among the trainer's ``gpus`` on a machine; empty where
+    there is none. Raises `ConfigError` where there are too few."""
+    if not gpus:
+        return dict.fromkeys(guests, "")
     engines = {name: count for name, count in guests.items() if name.startswith("rollout")}
-    if sum(engines.values()) > len(trainers):
+    if sum(engines.values()) > len(gpus):
         raise ConfigError(
             f"run.placement=colocated: {len(engines)} rollouts want {sum(engines.values())} GPUs, and trainer.ranks="
-            f"{config.trainer.ranks} has {len(trainers)}, which are theirs too; use fewer rollouts (rollout.count) or "
+            f"{config.trainer.ranks} has {len(gpus)} here, which are theirs too; use fewer rollouts (rollout.count) or "
             "smaller ones (rollout.engine.vllm.tensor_parallel_size)"
         )
-    placed |= _in_order(trainers, engines)
     others = [name for name in guests if name not in engines]
-    return placed | {name: trainers[-1 - index % len(trainers)] for index, name in enumerate(others)}
+    own = {name: gpus[-1 - index % len(gpus)] for index, name in enumerate(others)}
+    return _in_order(gpus, engines) | own
+
+
+def joining_guests(config: Config) -> dict[str, int]:
+    """How many guests of each kind come with each machine of a trainer that joins (`run.elsewhere`)."""
+    if not config.run.colocated or "trainer" not in config.run.elsewhere:
+        return {}
+    specs = registry.actors(config)
+    kinds = [kind for kind in GUESTS if kind in config.run.elsewhere and specs[kind].count(config)]
+    return {kind: -(-specs[kind].count(config) // config.trainer.nodes) for kind in kinds}
 
 
 def is_guest(actor: str) -> bool:

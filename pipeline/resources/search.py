@@ -111,8 +111,8 @@ def _colocated(
     room = (device.gib - OVERHEAD_GIB - beside) / device.gib
     share = min(VLLM_DEFAULT, int(room / SHARE_STEP) * SHARE_STEP)
     asleep = (1 + config.with_reference) * OVERHEAD_GIB
-    if not 1 <= ranks <= MACHINE or share <= 0:
-        return  # clusters start rollouts on machines of their own
+    if ranks < 1 or (ranks > MACHINE and ranks % MACHINE) or share <= 0:
+        return
     longest = _longest(config, shape)
     engines = [
         (_generate_s(config, shape, load, tensor, device, ranks // tensor, share), tensor)

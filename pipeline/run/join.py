@@ -14,6 +14,7 @@ from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.observe import client
+from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.folder import address_file, keys_folder, run_key
 from penstock.pipeline.run.forking import fork_server
@@ -144,27 +145,44 @@ class _Join:
         """Until the broker behind ``mailbox`` is gone, or the run ends."""
         config = load(self._folder / "config.yaml", self._overrides)
         spec = _spec(config, self._kind)
-        placed = shares(spec, config, visible_gpus(), self._count)
-        forks = fork_server(self._stderr("forkserver")) if spec.preloaded(config) else None
+        every = [(spec, self._names(spec, shares(spec, config, visible_gpus(), self._count)))]
+        every += self._guests(config, every[0][1]) if spec.kind == "trainer" else []
+        preloaded = any(each.preloaded(config) for each, _ in every)
+        forks = fork_server(self._log(f"join-{self._kind}-{self._name}-forkserver")) if preloaded else None
         supervisor = Supervisor(config.run.max_restarts, forks)
         address = self._address()
         try:
-            for name, gpus in self._names(spec, placed).items():
-                command = penstock("serve", spec.kind, "--config", str(self._folder / "config.yaml"))
-                command += ["--folder", str(self._folder), "--name", name, "--broker", address, "--supervised"]
-                env = environment(spec, config) | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
-                preloaded = spec.preloaded(config)
-                stderr = self._stderr(name if spec.nodes(config) == 1 else f"{name}-{self._name}")
-                supervisor.start(name, [*command, *self._overrides], stderr, env, preloaded=preloaded)
+            for each, placed in every:
+                for name, gpus in placed.items():
+                    self._start(supervisor, each, config, name, gpus, address)
             self._say(f"joined the run at {address}: {', '.join(child.name for child in supervisor.children)}")
             # One that waits for another machine's ranks is not heard of; ranks that hang give up by themselves.
-            self._watch(supervisor, mailbox, waits=spec.nodes(config) > 1)
+            self._watch(supervisor, mailbox, spec.kind if spec.nodes(config) > 1 else "")
         finally:
             supervisor.stop(spec.grace_s, lambda: len(self._interrupted) > 1)
             if spec.kind == "trainer":
                 shared_memory.remove_leftovers(run_key(self._folder))
 
-    def _watch(self, supervisor: Supervisor, mailbox: Mailbox, waits: bool) -> None:
+    def _start(
+        self, supervisor: Supervisor, spec: ActorSpec, config: Config, name: str, gpus: str, address: str
+    ) -> None:
+        command = penstock("serve", spec.kind, "--config", str(self._folder / "config.yaml"))
+        command += ["--folder", str(self._folder), "--name", name, "--broker", address, "--supervised"]
+        env = environment(spec, config) | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+        log = self._log(name if spec.nodes(config) == 1 else f"{name}-{self._name}")
+        supervisor.start(name, [*command, *self._overrides], log, env, preloaded=spec.preloaded(config))
+
+    def _guests(self, config: Config, trainer: dict[str, str]) -> list[tuple[ActorSpec, dict[str, str]]]:
+        """Whoever shares this machine's part of the ``trainer``'s GPUs, with these, by its name."""
+        gpus = [gpu for each in trainer.values() for gpu in each.split(",") if gpu]
+        specs, counts = registry.actors(config), joining_guests(config)
+        names = {kind: [f"{kind}-{self._name}-{index}" for index in range(count)] for kind, count in counts.items()}
+        wanted = {name: specs[kind].gpus(config) for kind, mine in names.items() for name in mine}
+        placed = seated(config, gpus, wanted)
+        return [(specs[kind], {name: placed[name] for name in mine}) for kind, mine in names.items()]
+
+    def _watch(self, supervisor: Supervisor, mailbox: Mailbox, waits: str) -> None:
+        """``waits``: which of the processes is not heard of as long as it waits for other machines."""
         heard, restarts = time.monotonic(), 0
         while not self._interrupted:
             if error := supervisor.poll():
@@ -180,7 +198,7 @@ class _Join:
                     return
                 continue
             for name in state["lost"]:
-                if not waits:
+                if name != waits:
                     supervisor.end_wedged(name)
             if state["phase"] in OVER:
                 supervisor.wait({child.name for child in supervisor.children}, DRAIN_S)
@@ -193,9 +211,8 @@ class _Join:
             return {spec.kind: placed[0]}
         return {f"{spec.kind}-{self._name}-{index}": gpus for index, gpus in enumerate(placed)}
 
-    def _stderr(self, name: str) -> Path:
-        own = name if name.startswith(self._kind) else f"join-{self._kind}-{self._name}-{name}"
-        return self._folder / "logs" / f"{own}.stderr"
+    def _log(self, name: str) -> Path:
+        return self._folder / "logs" / f"{name}.stderr"
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -6,10 +6,12 @@ import json
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.pipeline.run.summary import steps_of
 from tests.e2e.runs import WHOLE, Run, check_promises
+from tests.e2e.test_join import join, until
 
 COLOCATED = [*WHOLE, "run.placement=colocated", "run.log_level=debug"]
 
@@ -53,6 +55,29 @@ def test_they_take_turns(tmp_path: Path, lag: int, more: list[str]) -> None:
         assert not overlaps(trainer, awake), guest
     rows = steps_of(run.folder)
     assert all(0 <= row["turn_wait_s"] < 30 for row in rows)
+
+
+@pytest.mark.chaos
+def test_guests_come_with_each_machine_of_the_trainer(tmp_path: Path) -> None:
+    """And one of the machines dies."""
+    more = ["run.elsewhere=[trainer,rollout,reference]", "broker.bind=tcp://127.0.0.0/8:0", "trainer.ranks=2"]
+    run = Run(tmp_path, [*COLOCATED, *more, "trainer.nodes=2", "trainer.steps=30", "trainer.checkpoint.every=5"])
+    until(lambda: (run.folder / "config.yaml").is_file(), "the run's folder")
+    joined = {name: join(run.folder, tmp_path / name, "trainer", "--name", name) for name in ("one", "two")}
+    run.wait_for_step(10)
+    assert {"rollout-one-0", "rollout-two-0", "reference-one-0", "reference-two-0"} <= run.actors().keys()
+    victim = joined.pop("two")
+    for process in [psutil.Process(victim.pid), *psutil.Process(victim.pid).children(recursive=True)]:
+        process.kill()
+    victim.wait()
+    joined["three"] = join(run.folder, tmp_path / "three", "trainer", "--name", "three")
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 30
+    assert [process.wait(60) for process in joined.values()] == [0, 0]
+    ranks = [span for log in ("trainer", "trainer-rank1") for span in spans(run, log, "at work", "at rest")]
+    for guest in ("rollout-one-0", "reference-one-0", "rollout-three-0"):
+        assert not overlaps(ranks, spans(run, guest, "awake", "asleep")), guest
 
 
 def test_a_trainer_that_is_killed_at_work_gives_the_devices_back(tmp_path: Path) -> None:

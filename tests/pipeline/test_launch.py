@@ -16,10 +16,11 @@ import yaml
 from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
-from penstock.pipeline.launch import kubernetes, slurm
+from penstock.pipeline.launch import kubernetes, ready, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
 from penstock.pipeline.launch.ready import cluster_network
 from penstock.pipeline.resources.host import too_small
+from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.run.join import shares
 from penstock.services.runtime import registry
 
@@ -56,6 +57,25 @@ def test_the_head_has_what_is_not_elsewhere() -> None:
         ("rollout", 4, 2),
         ("trainer", 2, 8),
     ]
+
+
+def test_guests_come_with_the_trainers_machines() -> None:
+    keys = ["run.placement=colocated", "trainer.ranks=16", "trainer.nodes=2", "rollout.count=7", "rollout.threads=2"]
+    config = load(GRPO, [*keys, *ready.spread(load(GRPO, keys))])
+    assert set(config.run.elsewhere) == {"trainer", "rollout", "reference"}
+    head, trainer = parts_of(config, with_gpus=True)
+    assert (head.gpus, trainer.kind, trainer.tasks, trainer.gpus) == (0, "trainer", 2, 8)
+    assert trainer.processes == 8 + 4 + 1 and trainer.cpus == 8 + 4 * 2 + 1
+    assert joining_guests(config) == {"rollout": 4, "reference": 1}
+    gpus = [str(i) for i in range(8)]
+    assert seated(config, gpus, {"rollout-a-0": 4, "rollout-a-1": 4, "reference-a-0": 1}) == {
+        "rollout-a-0": "0,1,2,3", "rollout-a-1": "4,5,6,7", "reference-a-0": "7",
+    }  # fmt: skip
+    assert seated(config, [], {"rollout-a-0": 1}) == {"rollout-a-0": ""}
+    with pytest.raises(ConfigError, match="3 rollouts want 12 GPUs, and trainer.ranks=16 has 8 here"):
+        seated(config, gpus, {f"rollout-a-{i}": 4 for i in range(3)})
+    assert {kind for kind, _ in objects(config)} >= {"Job", "ConfigMap"}
+    assert joining_guests(spread(GRPO)) == {}
 
 
 @pytest.mark.parametrize("elsewhere, said", [("[nobody]", "'nobody' is none of"), ("[broker]", "'broker' is none of")])
