@@ -68,6 +68,22 @@ def test_a_node_dies_and_the_run_moves(tmp_path: Path, slurm: Slurm) -> None:
     assert summary["steps"] == 300 and summary["reward_last"] > 0.8
 
 
+def test_guests_are_on_the_trainers_nodes(tmp_path: Path, slurm: Slurm) -> None:
+    folder = tmp_path / "runs" / "run"
+    said = launch(
+        slurm, str(QUICKSTART), f"run.folder={folder.parent}", "run.name=run", "run.placement=colocated",
+        "trainer.ranks=2", "trainer.nodes=2", "rollout.count=2", "trainer.steps=60", "--network", "127.0.0.0/8",
+        f"--sbatch=--cpus-per-task={CPUS}", "--time", "1:00:00",
+    )  # fmt: skip
+    assert "job 2, run-trainer: 2 x 1 trainer: 3 CPUs each" in said and "job 3" not in said
+    until("everybody has left", lambda: not slurm.jobs(), 600)
+    summary = json.loads((folder / "summary.json").read_text())
+    check_promises(summary)
+    assert summary["steps"] == 60
+    seen = {name for row in read_lines(folder / "actors.jsonl") for name in row["actors"]}
+    assert {"rollout-0-0", "rollout-1-0", "reference-0-0", "reference-1-0", "trainer"} <= seen
+
+
 def test_what_cannot_work_is_told_before_anything_is_submitted(tmp_path: Path, slurm: Slurm) -> None:
     command = [sys.executable, "-m", "penstock.pipeline.cli", "launch", "slurm", str(QUICKSTART)]
     command += [f"run.folder={tmp_path}", "--network", "127.0.0.0/8"]
