@@ -18,7 +18,7 @@ SAID = {
     "head -2 train.jsonl": '{"question": "turn ',
     "--dry-run prompts.train.prompt_key=questoin": "prompts.train.prompt_key: no column 'questoin'",
     "penstock run task.yaml run.name=first": '"outcome": "complete"',
-    "python try_it.py": "edaf",
+    "python try_it.py": "dab",
     "penstock run --resume runs/first": "changed: trainer.steps: 100 → 120",
 }
 """What some of the commands must have printed."""
