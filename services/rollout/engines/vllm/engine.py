@@ -289,7 +289,8 @@ class VllmEngine(AsyncEngine):
         recompute = self._config.kv_on_update == "recompute"
         # Not `AsyncLLM.pause_generation`, which sleeps 20 ms after the same call.
         await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
-        await self.llm.collective_rpc("penstock_load", kwargs={"update_info": self.update_info(prepared)})
+        told = {"update_info": self.update_info(prepared), "beside": self._adapter is not None}
+        await self.llm.collective_rpc("penstock_load", kwargs=told)
         await core.set_weight_version_async(str(version))
         await core.resume_scheduler_async()
 

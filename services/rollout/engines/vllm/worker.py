@@ -153,9 +153,10 @@ def _pack_experts(model: torch.nn.Module) -> None:
 class Extension:
     """Methods that vLLM's workers get on top of their own (``worker_extension_cls``)."""
 
-    def penstock_load(self: Any, update_info: dict[str, Any]) -> None:
-        """One whole update in one call, so that nothing can come between its parts."""
-        if self.vllm_config.lora_config is not None:
+    def penstock_load(self: Any, update_info: dict[str, Any], beside: bool) -> None:
+        """One whole update in one call, so that nothing can come between its parts; ``beside``: of an adapter that is
+        not merged."""
+        if beside:
             transfer = self.weight_transfer_engine
             transfer.lay_beside(self.model_runner.lora_manager, transfer.parse_update_info(update_info))
             return
