@@ -262,10 +262,10 @@ class Config(Section):
             )
         if isinstance(engine, VllmEngineConfig) and engine.adapter == "beside":
             lora = self.trainer.lora
-            if lora is None or not self.trainer.sends_adapter or lora.variant == "dora":
+            if lora is None or not self.trainer.sends_adapter or lora.variant == "dora" or "lm_head" in lora.targets:
                 raise ValueError(
-                    "rollout.engine.adapter: beside wants versions that are an adapter alone, and not dora's: set "
-                    "trainer.lora.publish=adapter, or rollout.engine.adapter=merged"
+                    "rollout.engine.adapter: beside wants versions that are an adapter alone, and neither dora's nor "
+                    "the head's: set trainer.lora.publish=adapter, or rollout.engine.adapter=merged"
                 )
         if sampling.candidates and not sampling.training().truncated:
             raise ValueError("rollout.sampling.candidates: without top_p or top_k there is nothing to record")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.placement import joining_guests
+from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
 
@@ -62,6 +62,8 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
         if kind == "trainer":
             cpus += sum(count * _cpus(specs[guest], config) for guest, count in guests.items())
             processes += sum(guests.values())
+            wanted = {f"{guest}-{i}": specs[guest].gpus(config) for guest, n in guests.items() for i in range(n)}
+            seated(config, [str(gpu) for gpu in range(gpus)], wanted)  # now, not when a machine is there
         found.append(Part(kind, tasks, size, gpus, cpus, processes, fixed=spec.single))
     return found
 

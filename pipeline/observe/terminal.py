@@ -122,8 +122,8 @@ class View:
             facts.add_row(Text("failing", style="yellow"), Text(words, "yellow"))
         if state["stall"]:
             facts.add_row(Text("stall", style="red"), Text(state["stall"], "red"))
-        for name, how in state["lost"].items():
-            actors.add_row(name, Text(f"lost: {how}", "red"), "-", "", "", "")
+        for name, silent_s in state["lost"].items():
+            actors.add_row(name, Text(f"lost: silent for {silent_s:.0f} s", "red"), "-", "", "", "")
         title = f"{self._title}  ·  version {max(0, state['version'])}  ·  restarts {restarts}"
         return Panel(Group(self._progress, facts, actors), title=title, title_align="left")
 

@@ -197,9 +197,9 @@ class _Join:
                 if time.monotonic() - heard > BROKER_SILENT_S or read_summary(self._folder):
                     return
                 continue
-            for name in state["lost"]:
+            for name, silent_s in state["lost"].items():
                 if name != waits:
-                    supervisor.end_wedged(name)
+                    supervisor.end_wedged(name, silent_s)
             if state["phase"] in OVER:
                 supervisor.wait({child.name for child in supervisor.children}, DRAIN_S)
                 return

@@ -223,8 +223,8 @@ class _Launch:
                     return self._supervisor.poll() or str(late), "failed"
                 continue
             view.update(state, self._supervisor.restarts)
-            for name in state["lost"]:
-                self._supervisor.end_wedged(name)
+            for name, silent_s in state["lost"].items():
+                self._supervisor.end_wedged(name, silent_s)
             if state["phase"] == "done":
                 return None, "complete"
             if state["phase"] == "stopping":

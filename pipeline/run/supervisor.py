@@ -23,7 +23,7 @@ BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 LEAVE_S = 5.0
 """An actor that ended in good order is started again after this, if the run goes on."""
 WEDGED_S = 30.0
-"""A process may take this long to start before it counts as wedged."""
+"""A younger process does not count as wedged."""
 SETTLED_S = 60.0
 """A process that lived this long starts its backoff anew."""
 
@@ -111,10 +111,12 @@ class Supervisor:
                 return child.fatal
         return None
 
-    def end_wedged(self, name: str) -> None:
-        """The broker has lost ``name``: if the process lives, it does not work, and a new one takes its place."""
+    def end_wedged(self, name: str, silent_s: float) -> None:
+        """The broker has lost ``name``, which it last heard so many seconds ago: where that was the process that lives,
+        it does not work, and a new one takes its place. One that is still starting was not heard yet."""
         for child in self.children:
-            if child.name == name and child.alive and child.process and time.monotonic() - child.started_at > WEDGED_S:
+            age_s = time.monotonic() - child.started_at
+            if child.name == name and child.alive and child.process and age_s > max(WEDGED_S, silent_s):
                 log.warning("ending a wedged process", child=name, pid=child.process.pid)
                 child.process.kill()
 

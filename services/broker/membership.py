@@ -51,8 +51,8 @@ class Members:
         rows = journal.rows(self.TABLE)
         self._newest = {name: row["incarnation"] for name, row in rows.items()}
         self._returns = {name: row["returns"] for name, row in rows.items()}
-        self.lost: dict[str, str] = {}
-        """Name of a member that died to how; cleared when it is back."""
+        self.lost: dict[str, float] = {}
+        """Name of a member that died to when it was last heard; cleared when it is back."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_identity.values()))
@@ -116,5 +116,5 @@ class Members:
         dead = [m for m in self if now - m.heard_at > dead_after_s]
         for member in dead:
             del self._by_identity[member.identity]
-            self.lost[member.name] = f"silent for {dead_after_s:g} s"
+            self.lost[member.name] = member.heard_at
         return dead

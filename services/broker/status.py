@@ -118,7 +118,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "metrics": state.progress.last_metrics,
         "queues": queues(state),
         "members": members,
-        "lost": dict(state.members.lost),
+        "lost": {name: now - heard_at for name, heard_at in state.members.lost.items()},
         "dropped": state.groups.drops,
         "totals": dict(state.progress.totals),
         "train_s": (state.progress.trained_until or now) - state.progress.training_since

@@ -57,6 +57,9 @@ class VllmEngineConfig(Section):
         for name in VLLM_LORA if self.adapter == "beside" else ():
             if name in self.vllm:
                 raise ValueError(f"vllm: {name} is set by rollout.engine.adapter")
+        for name in ("pipeline_parallel_size", "data_parallel_size") if self.adapter == "beside" else ():
+            if int(self.vllm.get(name, 1)) > 1:
+                raise ValueError(f"vllm: {name} is for rollout.engine.adapter=merged alone")
         return self
 
     @field_validator("vllm")

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 POLL_S = 0.005
 SAY_EVERY_S = 30.0
 LOOK_S = 0.01
-"""A guest whose main loop has nothing to do looks so often whether it is wanted, or may go on."""
+"""A guest looks so often whether it is wanted, or may go on."""
 TURNS = "turns"
 """Where the files are, in a run's folder."""
 TRAINER, GUEST = ".trainer", ".guest"
@@ -173,7 +173,12 @@ class TrainersTurn:
         """From now on the device is everybody else's."""
         log.debug("at rest")
         self._give()
-        (self._folder / BEGUN).touch()
+        self.remind()
+
+    def remind(self) -> None:
+        """Guests may begin, also where somebody has begun the run's folder anew meanwhile."""
+        if not (self._folder / BEGUN).exists():
+            (self._folder / BEGUN).touch()
 
     def _give(self) -> None:
         self._own.give()
@@ -244,11 +249,15 @@ class Guest:
         self._turn, self._sleep, self._wake = turn, sleep, wake
         self._lock = threading.Lock()
         self.awake = True
-        self._slept_s, self._asleep_since = 0.0, 0.0
+        self._slept_s, self._asleep_since, self._looked_at = 0.0, 0.0, 0.0
 
     def poll(self) -> bool:
         """Gives up the device where the trainer wants it, takes it again where it may; returns whether it has it."""
         if self.awake:
+            now = time.monotonic()
+            if now - self._looked_at < LOOK_S:  # locks on a network's disk are not asked for each token
+                return True
+            self._looked_at = now
             if self._turn.wanted():
                 self._lock.acquire()
                 begun = time.monotonic()

@@ -115,6 +115,8 @@ class Trainer:
         on."""
         if self._publisher.error:
             raise self._publisher.error
+        if self._shift and self._resting:
+            self._shift.remind()
         self._saving.poll()
 
     def _take(self) -> Batch | None:

@@ -37,6 +37,10 @@ class Shift:
         """Until guests sleep. Raises `TurnError`."""
         self._turn.take(wait)
 
+    def remind(self) -> None:
+        """While it rests: guests may begin."""
+        self._turn.remind()
+
     def begin(self, learner: ModelLearner | None = None, sender: RankSender | None = None) -> None:
         """Once all ranks have taken their devices; ``learner`` and ``sender`` were resting."""
         self._world.meet(self._patience_s)

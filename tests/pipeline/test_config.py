@@ -62,9 +62,12 @@ def test_an_adapter_lies_beside_only_where_it_is_sent() -> None:
     beside = "rollout.engine={type: vllm, max_length: 32, adapter: beside}"
     config = load(QUICKSTART, [beside, "trainer.lora={publish: adapter}"])
     assert config.rollout.engine.adapter == "beside"  # type: ignore[union-attr]
-    for lora in ("null", "{rank: 4}", "{publish: adapter, variant: dora}"):
+    for lora in ("null", "{rank: 4}", "{publish: adapter, variant: dora}", "{publish: adapter, targets: [lm_head]}"):
         with pytest.raises(ConfigError, match=r"beside wants versions that are an adapter alone"):
             load(QUICKSTART, [beside, f"trainer.lora={lora}"])
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        with pytest.raises(ConfigError, match=f"{name} is for rollout.engine.adapter=merged alone"):
+            load(QUICKSTART, [f"rollout.engine={{type: vllm, max_length: 32, adapter: beside, vllm: {{{name}: 2}}}}"])
     with pytest.raises(ConfigError, match=r"max_loras is set by rollout.engine.adapter"):
         load(QUICKSTART, ["rollout.engine={type: vllm, max_length: 32, adapter: beside, vllm: {max_loras: 2}}"])
 

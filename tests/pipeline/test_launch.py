@@ -72,6 +72,9 @@ def test_guests_come_with_the_trainers_machines() -> None:
         "rollout-a-0": "0,1,2,3", "rollout-a-1": "4,5,6,7", "reference-a-0": "7",
     }  # fmt: skip
     assert seated(config, [], {"rollout-a-0": 1}) == {"rollout-a-0": ""}
+    with pytest.raises(ConfigError, match="5 rollouts want 10 GPUs, and trainer.ranks=16 has 8 here"):
+        two = "rollout.engine.vllm.tensor_parallel_size=2"
+        parts_of(load(GRPO, [*keys, two, "rollout.count=10", "run.elsewhere=[trainer,rollout]"]), with_gpus=True)
     with pytest.raises(ConfigError, match="3 rollouts want 12 GPUs, and trainer.ranks=16 has 8 here"):
         seated(config, gpus, {f"rollout-a-{i}": 4 for i in range(3)})
     assert {kind for kind, _ in objects(config)} >= {"Job", "ConfigMap"}

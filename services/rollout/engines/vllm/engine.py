@@ -97,6 +97,8 @@ class VllmEngine(AsyncEngine):
         self._config, self._stop_ids = config, sorted(stop_ids)
         self._raw = sampling.temperature in (0.0, 1.0) and not sampling.candidates
         self._routed = sampling.routing_replay
+        if beside and getattr(model_config, "num_experts", 0):
+            raise SetupError("rollout.engine.adapter: beside is not for mixtures of experts; use merged")
         self._load = Load()
         self._requests = 0
         self._shared: list[HostBuffer] = []
