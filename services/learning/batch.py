@@ -154,8 +154,10 @@ def _written(batch: Batch, table: ColumnTable) -> ColumnTable:
 
 def _open_group(taken: TakenGroup, table: ColumnTable, mixture: Mixture | None) -> Group:
     group = unpack_group(taken.experience.data)
-    for fault in filter(None, (mixture.fault(t.routing) for t in group.trajectories) if mixture else ()):
-        raise ExperienceError(fault)
+    if mixture:
+        for trajectory in group.trajectories:
+            if fault := mixture.fault(trajectory.routing):
+                raise ExperienceError(fault)
     if missing := [name for name in table.names if name not in taken.columns]:
         raise ColumnError(f"group {taken.number} came without {', '.join(missing)}")
     tokens = sum(len(t.tokens) for t in group.trajectories)

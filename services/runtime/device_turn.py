@@ -80,10 +80,12 @@ class _Lock:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._mine = False
         _open.add(self._file)
 
     def take(self, shared: bool = False) -> bool:
-        """Whether it is this process's now. Raises `SetupError` where the file system has no locks."""
+        """Whether it is this process's now, or was already; who waits for it can read whose it is. Raises `SetupError`
+        where the file system has no locks."""
         try:
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,14 +95,14 @@ class _Lock:
                 f"run.placement=colocated: {self._path} cannot be locked ({error.strerror}); let run.folder lie on a "
                 "file system that has flock"
             ) from None
+        if not shared and not self._mine:
+            self._mine = True
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, str(os.getpid()).encode(), 0)
         return True
 
-    def sign(self) -> None:
-        """Says whose it is, to who waits for it."""
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, str(os.getpid()).encode(), 0)
-
     def give(self) -> None:
+        self._mine = False
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def is_taken(self) -> bool:
@@ -155,9 +157,7 @@ class TrainersTurn:
         """Until the device is the trainer's; ``wait`` is called meanwhile. Raises `TurnError`."""
         begun = time.monotonic()
         self._held = self._held[0], begun
-        mine = False
-        while busy := self._busy(mine):
-            mine = mine or busy[0] is not self._own
+        while busy := self._busy():
             if time.monotonic() - begun > self._patience_s:
                 self._give()
                 raise TurnError(
@@ -185,13 +185,9 @@ class TrainersTurn:
         over, since = self._held
         self._held = over + (time.monotonic() - since if since is not None else 0.0), None
 
-    def _busy(self, mine: bool) -> list[_Lock]:
+    def _busy(self) -> list[_Lock]:
         """Who uses the device. The own lock is taken first, since guests look at it."""
-        if not mine:
-            if not self._own.take():
-                return [self._own]
-            self._own.sign()
-        return self._guests.busy()
+        return self._guests.busy() if self._own.take() else [self._own]
 
 
 class GuestsTurn:
@@ -209,11 +205,8 @@ class GuestsTurn:
     def take(self) -> bool:
         """Whether all of the devices may be used, now and until `give`."""
         if not self.wanted():
-            if all(lock.take() for lock in self._own):
-                for lock in self._own:
-                    lock.sign()
-                if not self.wanted():
-                    return True
+            if all(lock.take() for lock in self._own) and not self.wanted():
+                return True
             self.give()
         return False
 

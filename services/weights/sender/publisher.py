@@ -43,11 +43,11 @@ from penstock.services.weights.sender.broadcast import Backend, Broadcast
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.rank_sender import RankSender
 from penstock.services.weights.sender.shard_exporter import ShardExporter
-from penstock.services.weights.sender.snapshot import Snapshot
+from penstock.services.weights.sender.snapshot import Snapshot, answer
 from penstock.services.weights.sender.ways import Ways
 from penstock.services.weights.transports import cuda_ipc, shared_memory
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup
-from penstock.services.weights.transports.bucket_server import BucketServer, bucket_reply
+from penstock.services.weights.transports.bucket_server import BucketServer
 
 log = structlog.get_logger()
 
@@ -94,10 +94,11 @@ class Publisher:
         if shared:
             shared_memory.remove_leftovers(run_key)
             self._probe = shared_memory.Probe(run_key)
-        self._ranks = RankSender(source, config.host) if source.cut.ranks > 1 or self._gpu else None
+        self.ranks = RankSender(source, config.host) if source.cut.ranks > 1 or self._gpu else None
+        """This rank's part of a version that several ranks, or one on a GPU, publish."""
         nonce = self._probe.nonce if self._probe else None
         self._ways = Ways(config.transport, nonce, self._gpu, source.cut.ranks, clock is not None)
-        self._buffers = BufferPool(bool(self._ranks), run_key if shared else None)
+        self._buffers = BufferPool(bool(self.ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.loaded_bytes))
         self._slowest_s = 0.0
@@ -115,11 +116,6 @@ class Publisher:
     def peers(self) -> dict[str, Peer]:
         """The rollouts, and how each stands."""
         return self._sender.peers
-
-    @property
-    def ranks(self) -> RankSender | None:
-        """Its own part of a version that several ranks, or one on a GPU, publish."""
-        return self._ranks
 
     @property
     def loading(self) -> bool:
@@ -238,7 +234,7 @@ class Publisher:
         snapshot = Snapshot(publication.version, layout, buffer, publication.canary)
         epoch = Epoch(-1, {}) if publication.quiet else self._sender.open(publication.version, self._clock())
         found = (
-            self._send_ranks(publication, snapshot, epoch) if self._ranks else self._send(publication, snapshot, epoch)
+            self._send_ranks(publication, snapshot, epoch) if self.ranks else self._send(publication, snapshot, epoch)
         )
         gathered = time.monotonic()
         whole = self._source.gmac.whole(layout.digest, found) if self._verify else f"unverified-{publication.version}"
@@ -282,12 +278,12 @@ class Publisher:
 
     def _send_ranks(self, publication: Publication, snapshot: Snapshot, epoch: Epoch) -> list[str]:
         """A trainer of several, or on GPUs: each sends its own rows (`rank_sender`). Returns the digests."""
-        assert self._ranks and publication.trained
+        assert self.ranks and publication.trained
         if self._gpu:
             snapshot.buffer.pin()
         self._announce(snapshot, epoch)
         routes = self._routes(snapshot, epoch)
-        outcome = self._ranks.send(
+        outcome = self.ranks.send(
             snapshot.buffer,
             epoch.number,
             list(routes.values()),
@@ -297,8 +293,8 @@ class Publisher:
             lambda: publication.read.set_result(None),
             lambda: failpoint.reach("publishing", publication.version),
         )
-        if snapshot.on_gpu is not None and self._ranks.stage:
-            self._ranks.stage.copy_whole(snapshot.on_gpu)  # who maps it looks once the version is committed
+        if snapshot.on_gpu is not None and self.ranks.stage:
+            self.ranks.stage.copy_whole(snapshot.on_gpu)  # who maps it looks once the version is committed
         if snapshot.base and self.latest:
             for index in range(len(snapshot.layout.spans)):
                 changes.find(self.latest, snapshot, index)
@@ -401,11 +397,4 @@ class Publisher:
         """Called from the snapshot server's thread."""
         with self._lock:
             there = [snapshot for snapshot in (self.latest, self._pinned) if snapshot]
-        snapshot = next((s for s in there if (s.version, s.digest) == (fetch.version, fetch.digest)), None)
-        if snapshot is None:
-            has = f"version {there[0].version}" if there else "no version"
-            return m.Refused(code="not_ready", reason=f"version {fetch.version} is gone; the snapshot is {has}")
-        if not 0 <= fetch.index < len(snapshot.layout.spans):
-            return m.Refused(code="bad_message", reason=f"there is no bucket {fetch.index}")
-        known = snapshot.changes.get(fetch.index) if snapshot.base and fetch.held == snapshot.base else None
-        return bucket_reply(fetch.version, fetch.index, snapshot.bucket(fetch.index), known)
+        return answer(there, fetch)

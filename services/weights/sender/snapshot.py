@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from penstock.protocols.messages import Canary, PublishCost
+from penstock.protocols.messages import Canary, Fetch, Message, PublishCost, Refused
 from penstock.protocols.versions import Digests, Layout
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.byte_views import as_memory
+from penstock.services.weights.transports.bucket_server import bucket_reply
 
 
 @dataclass(slots=True)
@@ -40,3 +42,15 @@ class Snapshot:
         """The bytes of one bucket."""
         start, end = self.layout.spans[index]
         return as_memory(self.buffer.tensor)[start:end]
+
+
+def answer(there: Sequence[Snapshot], fetch: Fetch) -> Message:
+    """The bucket that is asked for, of the versions that are ``there``, the latest first; or why there is none."""
+    snapshot = next((s for s in there if (s.version, s.digest) == (fetch.version, fetch.digest)), None)
+    if snapshot is None:
+        has = f"version {there[0].version}" if there else "no version"
+        return Refused(code="not_ready", reason=f"version {fetch.version} is gone; the snapshot is {has}")
+    if not 0 <= fetch.index < len(snapshot.layout.spans):
+        return Refused(code="bad_message", reason=f"there is no bucket {fetch.index}")
+    known = snapshot.changes.get(fetch.index) if snapshot.base and fetch.held == snapshot.base else None
+    return bucket_reply(fetch.version, fetch.index, snapshot.bucket(fetch.index), known)

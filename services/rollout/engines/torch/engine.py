@@ -235,11 +235,6 @@ class TorchEngine:
     def _route(self, request: Request) -> None:
         """Its routing will be noted. Raises `RequestError` where there is none, or none that can be seen."""
         if self._routing is None:
-            if not isinstance(self._model, HostedModel) or not self._model.recorder.fits:
-                raise RequestError(
-                    "rollout.sampling.routing_replay: this model has no experts whose choice the embedded engine can "
-                    "note; set it to false"
-                )
             self._routing = RoutingTable(self._model, self._capacity, self._length)
         self._routed[request.number] = request.known
 

@@ -10,13 +10,20 @@ import torch
 
 from penstock.protocols.routing import unknown
 from penstock.services.modeling.routing import Recorder
-from penstock.services.rollout.engines.torch.transformers_model import TransformersModel
+from penstock.services.rollout.engines.base import RequestError
+from penstock.services.rollout.engines.torch.hosted import HostedModel
 
 
 class RoutingTable:
-    """Of the sequences in ``slots`` slots of up to ``length`` tokens that ``model`` decodes."""
+    """Of the sequences in ``slots`` slots of up to ``length`` tokens that ``model`` decodes. Raises `RequestError`
+    where it has no experts, or none that can be seen."""
 
-    def __init__(self, model: TransformersModel, slots: int, length: int) -> None:
+    def __init__(self, model: object, slots: int, length: int) -> None:
+        if not isinstance(model, HostedModel) or not model.recorder.fits:
+            raise RequestError(
+                "rollout.sampling.routing_replay: this model has no experts whose choice the embedded engine can note; "
+                "set it to false"
+            )
         self._model = model
         recorder: Recorder = model.recorder
         self._table = np.full((slots, length, *recorder.shape), unknown(recorder.dtype), recorder.dtype)
