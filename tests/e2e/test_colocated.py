@@ -71,10 +71,10 @@ def test_guests_come_with_each_machine_of_the_trainer(tmp_path: Path) -> None:
         process.kill()
     victim.wait()
     joined["three"] = join(run.folder, tmp_path / "three", "trainer", "--name", "three")
+    assert [process.wait(240) for process in joined.values()] == [0, 0]
     summary = run.wait()
     check_promises(summary)
     assert summary["steps"] == 30
-    assert [process.wait(60) for process in joined.values()] == [0, 0]
     ranks = [span for log in ("trainer", "trainer-rank1") for span in spans(run, log, "at work", "at rest")]
     for guest in ("rollout-one-0", "reference-one-0", "rollout-three-0"):
         assert not overlaps(ranks, spans(run, guest, "awake", "asleep")), guest
