@@ -13,13 +13,13 @@ def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class Cut(BaseModel):
-    """Which rows of each weight a rank sends. Ranks are numbered replica by replica, in each shard by shard, in each of
-    these by their place in tensor parallelism.
+    """Which rows of each weight a rank sends. Ranks are numbered stage by stage, in each replica by replica, in each of
+    these shard by shard, and in each of those by their place in tensor parallelism.
 
     FSDP cuts rows over the shards. Ranks that hold the same rows (replicas, and tensor parallel ranks of what that does
     not cut) share the sending: each has a part of them. ``blocks`` are cut by tensor parallelism first, and then over
     the shards. ``dealt`` are cut over the ranks that share experts, which follow each other among the shards, and then
-    over the shards that are left.
+    over the shards that are left. What another stage has it does not send at all.
 
     >>> cut = Cut(shards=2, tensor=2, blocks=(1,))
     >>> [cut.rows(0, 8, rank) for rank in range(4)]  # rank 1 is shard 0, second in tensor parallelism
@@ -28,6 +28,8 @@ class Cut(BaseModel):
     [(0, 2), (4, 2), (2, 2), (6, 2)]
     >>> [Cut(shards=4, experts=2, dealt=(0,)).rows(0, 8, rank) for rank in range(4)]
     [(0, 2), (4, 2), (2, 2), (6, 2)]
+    >>> [Cut(shards=2, stages=2, placed=(1,)).rows(0, 8, rank) for rank in range(4)]
+    [(0, 0), (0, 0), (0, 4), (4, 4)]
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,14 +42,21 @@ class Cut(BaseModel):
     """Ranks that share each layer's experts."""
     dealt: tuple[int, ...] = ()
     """Numbers of the weights whose rows are experts, and are dealt out."""
+    stages: int = Field(1, ge=1)
+    """Of the pipeline."""
+    placed: tuple[int, ...] = ()
+    """For each weight the stage that sends it, where there are several."""
 
     @property
     def ranks(self) -> int:
         """Of the trainer."""
-        return self.replicas * self.shards * self.tensor
+        return self.stages * self.replicas * self.shards * self.tensor
 
     def rows(self, weight: int, rows: int, rank: int) -> tuple[int, int]:
         """First row and number of rows that ``rank`` sends of the weight with this number, which has ``rows``."""
+        stage, rank = divmod(rank, self.ranks // self.stages)
+        if self.placed and self.placed[weight] != stage:
+            return 0, 0
         shard_of, place = divmod(rank, self.tensor)
         replica, shard = divmod(shard_of, self.shards)
         first, count = 0, rows

@@ -159,7 +159,7 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
             for turn in range(1, MICRO_BATCHES + 1):
                 with memory.host_keeps_saved() if trainer.offload_activations else nullcontext():
                     loss = forward(model, rows, 1.0).sum()
-                sum_gradients(model, turn == MICRO_BATCHES or not whole)
+                sum_gradients(model, not whole, turn == MICRO_BATCHES)
                 loss.backward()
                 del loss
             sum_partial(model, learner.parameters, world)

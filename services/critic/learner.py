@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -74,15 +75,19 @@ class CriticLearner(ModelLearner):
         old = step.padded(step.token_values[VALUES], chosen) * mask
         total, clipped_tokens = 0.0, 0.0
         plan = self.plan([step.trajectories[i] for i in chosen], step.groups[chosen])
-        for turn, (rows, counts_once) in enumerate(plan, 1):
-            health.beat()
-            with self.keeping():
-                values = forward_values(self.model, rows)
+
+        def passes() -> Iterator[torch.Tensor]:
+            for rows, _ in plan:
+                health.beat()
+                with self.keeping():
+                    yield forward_values(self.model, rows)
+
+        for turn, ((rows, counts_once), values) in enumerate(zip(plan, self.early(passes()), strict=True), 1):
             index, width = list(rows.index), values.shape[1]
             wanted, before = (x[index, 1 : width + 1].to(values) for x in (returns, old))
             losses, clipped = value_loss(values, before, wanted, self._config.clip)
             loss = counts_once * (losses * rows.mask).sum() / tokens
-            sum_gradients(self.model, turn == len(plan) or not self.sums_once)
+            sum_gradients(self.model, not self.sums_once, turn == len(plan))
             loss.backward()
             total += float(loss.detach())
             clipped_tokens += counts_once * float((clipped & rows.mask).sum())

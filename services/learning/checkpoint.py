@@ -259,18 +259,19 @@ def _stage(
 
     saved = learner.adapted.saved if learner.adapted else {**learner.parameters, **dict(_buffers(learner))}
     weights: dict[str, torch.Tensor] = {}
-    whole: dict[str, torch.Tensor] = {}
+    sizes: dict[str, int] = {}
     mixture = learner.model.config.model_type in MIXTURES
     for name, value in saved.items():
         found = on_host(name, value)
         shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
         if mixture and is_experts(name, value):  # each is whole on a rank
             weights |= separate(name, found.to_local() if isinstance(found, DTensor) else found, first_row(value))
-            whole |= separate(name, shape)
+            sizes |= {part: matrix.nbytes for part, matrix in separate(name, shape)}
         else:
-            weights[name], whole[name] = found, shape
+            weights[name], sizes[name] = found, shape.nbytes
+    sizes = learner.world.of_stages(sizes)
     # peft knows one file for an adapter, however large.
-    files = dict.fromkeys(whole, 1) if learner.adapted else _numbered(whole)
+    files = dict.fromkeys(sizes, 1) if learner.adapted else _numbered(sizes)
     optimizer = {
         f"{name}/{key}": on_host(f"{name}/{key}", value)
         for name, parameter in learner.parameters.items()
@@ -289,12 +290,11 @@ def _buffers(learner: ModelLearner) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
-def _numbered(weights: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Which file each goes into, counted from 1."""
+def _numbered(sizes: dict[str, int]) -> dict[str, int]:
+    """Which file each weight, of so many bytes, goes into, counted from 1."""
     numbers, room = {}, FILE_BYTES
     number = 1
-    for name, value in weights.items():
-        size = value.numel() * value.element_size()
+    for name, size in sizes.items():
         if size > room and room < FILE_BYTES:
             number, room = number + 1, FILE_BYTES
         numbers[name], room = number, room - size

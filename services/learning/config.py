@@ -70,6 +70,10 @@ class LearnerConfig(Section):
     """Ranks that share the experts of each layer, in a mixture of experts, e.g. ``8``: tokens travel to the experts
     that they chose, and what is gathered of a layer's experts is an eighth. It must divide the experts, and `ranks` /
     `replicas` / `tensor_parallel`."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Stages that the layers are dealt over, e.g. ``2``: each on `ranks` of its own, which hand every micro-batch on to
+    the next; all that is cut over ranks is cut over those of one stage. For ranks on several machines: between stages
+    hidden states travel alone. A step wants several micro-batches, or stages wait for each other."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -104,6 +108,11 @@ class LearnerConfig(Section):
     """Compute threads of each process."""
 
     @property
+    def shards(self) -> int:
+        """Ranks that cut what one of the model's copies has of a stage."""
+        return self.ranks // (self.replicas * self.tensor_parallel * self.pipeline_parallel)
+
+    @property
     def sends_adapter(self) -> bool:
         """Versions consist of an adapter alone."""
         return False
@@ -115,19 +124,20 @@ class LearnerConfig(Section):
                 f"{'offload' if self.offload else 'offload_activations'}: what ranks of tensor_parallel share must lie "
                 "where they compute; set one of the two to its default"
             )
-        parts = self.replicas * self.sequence_parallel * self.tensor_parallel
+        parts = self.replicas * self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
         if self.ranks % parts:
+            stages = f" x pipeline_parallel={self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
             raise ValueError(
                 f"ranks={self.ranks} is no multiple of replicas={self.replicas} x sequence_parallel="
-                f"{self.sequence_parallel} x tensor_parallel={self.tensor_parallel} = {parts}"
+                f"{self.sequence_parallel} x tensor_parallel={self.tensor_parallel}{stages} = {parts}"
             )
         if self.ranks % self.nodes:
             raise ValueError(f"nodes={self.nodes} does not divide ranks={self.ranks}: each machine has as many")
-        shards = self.ranks // (self.replicas * self.tensor_parallel)
-        if shards % self.expert_parallel:
+        if self.shards % self.expert_parallel:
+            stages = f" / pipeline_parallel={self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
             raise ValueError(
-                f"expert_parallel={self.expert_parallel} does not divide the {shards} ranks that cut the model: ranks="
-                f"{self.ranks} / replicas={self.replicas} / tensor_parallel={self.tensor_parallel}"
+                f"expert_parallel={self.expert_parallel} does not divide the {self.shards} ranks that cut the model: "
+                f"ranks={self.ranks} / replicas={self.replicas} / tensor_parallel={self.tensor_parallel}{stages}"
             )
         return self
 

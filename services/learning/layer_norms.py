@@ -29,6 +29,8 @@ class LayerNorms:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], world: World) -> None:
         self._parameters, self._world = parameters, world
+        layers = world.of_stages({layer_of(name): 0 for name in parameters})
+        self._place = {layer: number for number, layer in enumerate(layers)}
         self._gradients: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._before: dict[str, torch.Tensor] = {}
@@ -50,9 +52,8 @@ class LayerNorms:
         return found | {f"layer/{layer}/update": moved[layer] / max(self._weights[layer], 1e-12) for layer in moved}
 
     def _by_layer(self, values: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
-        layers = dict.fromkeys(layer_of(name) for name in self._parameters)
-        place = {layer: number for number, layer in enumerate(layers)}
-        total = torch.zeros(len(layers), dtype=torch.float64, device=self._world.device)
+        total = torch.zeros(len(self._place), dtype=torch.float64, device=self._world.device)
         for name, value in values:  # one after the other: there may be no room for all
-            total[place[layer_of(name)]] += squares(value, self._parameters[name], self._world)
-        return {layer: math.sqrt(sum_) for layer, sum_ in zip(layers, self._world.add(total).tolist(), strict=True)}
+            total[self._place[layer_of(name)]] += squares(value, self._parameters[name], self._world)
+        sums = self._world.add(total).tolist()
+        return {layer: math.sqrt(sum_) for layer, sum_ in zip(self._place, sums, strict=True)}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -24,10 +24,13 @@ from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
 from penstock.services.modeling.parallel.fsdp import clip_gradients, forget_backward, reshard
 from penstock.services.modeling.parallel.gathered import Gathered
+from penstock.services.modeling.parallel.stages import Stage, ahead
 from penstock.services.modeling.parallel.tensor import Turned, is_turned, sum_partial
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
+
+T = TypeVar("T")
 
 
 class ModelLearner:
@@ -47,6 +50,9 @@ class ModelLearner:
         """What is trained."""
         self.adapted = Adapted(model, every) if hasattr(model, "peft_config") else None
         """Where that is an adapter alone."""
+        self.stage: Stage | None = getattr(model, "penstock_stage", None)
+        if self.stage:
+            self.stage.mark(every)
         self.version = 0
         self.state: dict[str, float] = {}
         """What else a checkpoint has: numbers that steps have changed."""
@@ -79,11 +85,15 @@ class ModelLearner:
 
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0
-        times, since all must take part."""
+        times, since all must take part; of a pipeline's stages those of the last one count."""
         everyone = list(self.passes(trajectories, groups, self.micro_batches.tokens))
         rounds = -(-len(everyone) // self.world.data_size)
         mine = [self.world.data_rank + turn * self.world.data_size for turn in range(rounds)]
-        return [(everyone[i % len(everyone)], float(i < len(everyone))) for i in mine]
+        return [(everyone[i % len(everyone)], float(i < len(everyone) and self.world.last_stage)) for i in mine]
+
+    def early(self, parts: Iterable[T]) -> Iterator[T]:
+        """``parts``, each a forward pass: of a pipeline's stage, as many ahead as there are stages behind it."""
+        return ahead(parts, self.world.shape.stages - 1 - self.world.stage)
 
     @torch.no_grad()
     def evaluate(self, step: TrainingBatch, compute: Callable[[Rows], torch.Tensor]) -> list[np.ndarray]:
@@ -97,6 +107,12 @@ class ModelLearner:
         with self.memory.of("memory/first_pass"):
             found = self.micro_batches.fitting("first pass over a step", of_all, lambda: reshard(self.model))
         reshard(self.model)
+        if self.stage:
+            self.stage.settle()
+            sizes = [values.size for values in found]
+            every = self.world.of_last_stage(np.concatenate([values.reshape(-1) for values in found]))
+            parts = np.split(every, np.cumsum(sizes)[:-1])
+            found = [part.reshape(values.shape) for part, values in zip(parts, found, strict=True)]
         return found
 
     def give_up_update(self) -> None:
@@ -128,6 +144,9 @@ class ModelLearner:
         ``frozen`` in this step. ``before_update`` is called before a parameter changes; ``norms`` watch."""
         bound = self._learning.optimizer.max_grad_norm
         sum_partial(self.model, self.parameters, self.world)
+        if self.stage:
+            self.stage.settle()
+            self.stage.sum_tied(self.parameters)
         if norms:
             norms.before()
         norm = float(clip_gradients(self.parameters, self.world, bound))

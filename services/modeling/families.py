@@ -3,6 +3,8 @@
 PLAIN = {"llama", "qwen2", "qwen3", "qwen3_moe"}
 """Families that take positions, and a mask or `attention.Segments` of ours, where no layer has a window; and whose
 logits are the output embedding of the hidden state, nothing more."""
+STAGED = PLAIN | {"mistral", "gemma", "gemma2", "gemma3_text"}
+"""Families whose layers are all there is between the embedding and the last norm: they can be cut into stages."""
 OUR_ATTENTION = "penstock"
 """By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
 MIXTURES = {"qwen3_moe"}

@@ -15,6 +15,7 @@ from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.sequence import SequenceParallel
+from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.token_statistics import Statistic, token_statistics
 
 LOGIT_BYTES = 256 << 20
@@ -35,7 +36,11 @@ def statistics(model: Any, rows: Rows, temperature: float, wanted: tuple[Statist
         logits = logits.flatten(0, 1)[rows.source]
         flat = token_statistics(logits, rows.target, temperature, rows.candidates, wanted)
     else:
-        flat = of_places(model, rows, lambda hidden, places: _chunked(model, hidden, places, temperature, wanted))
+
+        def compute(hidden: torch.Tensor, places: Places) -> torch.Tensor:
+            return _chunked(model, hidden, places, temperature, wanted)
+
+        flat = of_places(model, rows, compute, len(wanted))
     return torch.stack([rows.scatter(values.float()) for values in flat])
 
 
@@ -47,16 +52,24 @@ class Places:
     candidates: torch.Tensor | None
 
 
-def of_places(model: Any, rows: Rows, compute: Callable[[torch.Tensor, Places], torch.Tensor]) -> torch.Tensor:
+def of_places(
+    model: Any, rows: Rows, compute: Callable[[torch.Tensor, Places], torch.Tensor], which: int
+) -> torch.Tensor:
     """``[which, sampled tokens]``: what ``compute`` makes of the base model's hidden states ``[some, size]`` where they
-    are predicted. Ranks that share a row's tokens compute some each, and all have the result of all."""
+    are predicted. Ranks that share a row's tokens compute some each, and all have the result of all. Of a stage that is
+    not a pipeline's last: zeros."""
     base, inputs = getattr(model, model.base_model_prefix), model_inputs(model, rows)
     ulysses: SequenceParallel | None = getattr(model, "penstock_ulysses", None)
+    stage: Stage | None = getattr(model, "penstock_stage", None)
+    inputs = ulysses.part(inputs) if ulysses else inputs
+    inputs = stage.take_up(inputs) if stage else inputs
+    hidden = base(**inputs, use_cache=False).last_hidden_state
+    if stage and not stage.last:
+        return stage.hand_on(hidden, which, len(rows.target))
+    hidden = hidden.flatten(0, 1)
     if ulysses is None:
-        hidden = base(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         return compute(hidden[rows.source], Places(rows.target, rows.candidates))
     length = rows.tokens.shape[1]
-    hidden = base(**ulysses.part(inputs), use_cache=False).last_hidden_state.flatten(0, 1)
     owners = ulysses.owners(rows.source, length)
     mine = owners[ulysses.rank]
     candidates = None if rows.candidates is None else rows.candidates[mine]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from penstock.services.modeling.adapter_files import CONFIG, FILE
 from penstock.services.modeling.families import MIXTURES
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
+from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.whole_weights import LENGTHS, A, B, merge
 from penstock.services.runtime.errors import SetupError
 
@@ -117,7 +118,9 @@ def _read(model: Any, folder: Path) -> None:
     try:
         with safe_open(folder / FILE, framework="pt") as file:
             names = set(file.keys())
-            if extra := names - {file_name(name) for name, _ in model.named_parameters() if is_adapters(name)}:
+            stage: Stage | None = getattr(model, "penstock_stage", None)
+            known = stage.names if stage else [name for name, _ in model.named_parameters()]
+            if extra := names - {file_name(name) for name in known if is_adapters(name)}:
                 raise SetupError(
                     f"trainer.lora: {folder / FILE} has {min(extra)}, which this adapter has not: give it the targets "
                     "and the variant of that one"

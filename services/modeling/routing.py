@@ -8,6 +8,7 @@ counts is the trainer's own, and has a gradient.
 
 from __future__ import annotations
 
+import re
 import threading
 import types
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from torch import nn
 
 from penstock.protocols.routing import Mixture, routing_dtype, unknown
 from penstock.services.modeling.experts import EXPERTS
+from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
 
@@ -83,23 +85,24 @@ class Replay:
     its own part as it begins, also when it is computed again for the gradient."""
 
     def __init__(self, model: Any) -> None:
-        found = routers(model)
-        if not found:
+        found, places, config = routers(model), _places(model), model.config.get_text_config()
+        if not places:
             raise SetupError(
                 f"rollout.sampling.routing_replay: {model.config.model_type} is no mixture of experts that is known; "
                 "set it to false"
             )
-        self.mixture = Mixture(len(found), found[0].top_k, found[0].num_experts)
+        # A pipeline's stage may have none of them.
+        of_token, experts = (found[0].top_k, found[0].num_experts) if found else (
+            config.num_experts_per_tok, config.num_experts,
+        )  # fmt: skip
+        self.mixture = Mixture(len(places), of_token, experts)
         self._other = torch.zeros(2, dtype=torch.float64)
         """Choices that the router would have made otherwise, and all that were given."""
-        number = 0
-        for layer in model.get_decoder().layers:
+        for number, layer in enumerate(model.get_decoder().layers):
             inner = routers(layer)
-            place = number if inner else None
             for router in inner:
                 router.forward = types.MethodType(self._forward, router)
-            layer.register_forward_pre_hook(_handing_over(inner, place), with_kwargs=True)
-            number += len(inner)
+            layer.register_forward_pre_hook(_handing_over(inner, places.get(number)), with_kwargs=True)
         model.penstock_replay = self
 
     def take_metrics(self, world: World) -> dict[str, float]:
@@ -124,6 +127,14 @@ class Replay:
         if router.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights.to(logits.dtype), taken
+
+
+def _places(model: Any) -> dict[int, int]:
+    """For each layer of experts, also of a pipeline's other stages, its place among them."""
+    stage: Stage | None = getattr(model, "penstock_stage", None)
+    names = stage.names if stage else [name for name, _ in model.named_parameters()]
+    found = (re.search(rf"\blayers\.(\d+)\.[^.]+\.experts\.{EXPERTS[0]}$", name) for name in names)
+    return {layer: place for place, layer in enumerate(sorted(int(match[1]) for match in found if match))}
 
 
 def _handing_over(inner: Sequence[Any], place: int | None) -> Any:

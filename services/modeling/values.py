@@ -14,8 +14,7 @@ from penstock.services.modeling.packing import Rows
 def values(model: Any, rows: Rows) -> torch.Tensor:
     """The value of the state in which each sampled token was chosen: of all tokens before it. float32
     ``[trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
-    head = value_head(model)
-    return rows.scatter(of_places(model, rows, lambda hidden, _: head(hidden).T)[0].float())
+    return rows.scatter(of_places(model, rows, lambda hidden, _: value_head(model)(hidden).T, 1)[0].float())
 
 
 def value_head(model: Any) -> nn.Linear:

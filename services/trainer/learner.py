@@ -140,9 +140,12 @@ class Learner(ModelLearner):
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
                     for name in self.algorithm.columns
                 }
+                sampled_as = rows.column(behaviour)
+                if not self.world.last_stage:  # zeros with a backward: the loss, which does not count, is finite
+                    log_prob = log_prob + sampled_as
                 advantage = advantages[chosen[list(rows.index)], 1 : log_prob.shape[1] + 1].to(self.device)
                 old = None if before is None else rows.column(before)
-                yield Part(log_prob, rows.column(behaviour), advantage, rows.mask, columns, old, *entropy)
+                yield Part(log_prob, sampled_as, advantage, rows.mask, columns, old, *entropy)
 
         def judged(rows: Rows, part: Part) -> None:
             if judgements:
@@ -164,9 +167,9 @@ class Learner(ModelLearner):
         sums: dict[str, float] = {}
         oldest = max((int(each.max(initial=0)) for each in lags), default=0)
         mismatch, by_lag = Mismatch(), ByLag(oldest, self.algorithm.clips_tokens)
-        for turn, ((rows, counts_once), part) in enumerate(zip(plan, parts(), strict=True), 1):
+        for turn, ((rows, counts_once), part) in enumerate(zip(plan, self.early(parts()), strict=True), 1):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
-            sum_gradients(self.model, turn == len(plan) or not self.sums_once)
+            sum_gradients(self.model, not self.sums_once, turn == len(plan))
             self.algorithm.backward(loss * counts_once)
             total += counts_once * float(loss.detach())
             share: float = counts_once * _share(rows, totals)
@@ -201,7 +204,7 @@ class Learner(ModelLearner):
         rows = next(iter(self.passes([sequence], np.zeros(1, np.int64), size)))
         found = forward(self.model, rows, 1.0)
         reshard(self.model)
-        return found[0, : size - 1].float().cpu().tolist()
+        return self.world.of_last_stage(found[0, : size - 1].float().cpu().numpy()).tolist()
 
     def _advantages(self, step: TrainingBatch) -> tuple[torch.Tensor, dict[str, float]]:
         """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""

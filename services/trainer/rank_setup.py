@@ -141,7 +141,8 @@ def make_exporter(learner: Learner, settings: TrainerSettings) -> ShardExporter:
     """What this rank publishes."""
     gmac = Gmac.of_run(settings.run_key)
     dtype = settings.trainer.published_dtype(settings.dtype)
-    whole = sum(p.numel() for name, p in learner.model.named_parameters() if not is_adapters(name))
+    own = {name: p.numel() for name, p in learner.model.named_parameters() if not is_adapters(name)}
+    whole = sum(learner.world.of_stages(own).values())
     return ShardExporter(
         learner.published, dtype, settings.weights.bucket_bytes, learner.world, gmac,
         loaded_bytes=DTYPES[settings.dtype].itemsize * whole,

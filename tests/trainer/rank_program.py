@@ -45,9 +45,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 """What the config says besides; ``apart``: as if the ranks shared no memory."""
 
 
-def a_model() -> Qwen3ForCausalLM:
+def a_model(**other: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**TINY))
+    return Qwen3ForCausalLM(Qwen3Config(**TINY | other))
 
 
 def a_mixture() -> Qwen3MoeForCausalLM:

@@ -1,7 +1,7 @@
 """Run under torchrun by test_shapes.py: a learner of several ranks beside one of a single process, on the same steps,
 the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the models
-to begin with, start/ and, where experts are dealt out, mixture/; what the config says of each shape, by name, as JSON;
-and on what device to compute."""
+to begin with, start/ and, where experts are dealt out, mixture/; what the config says of each shape, by name, as JSON,
+and what ``model`` it begins with; and on what device to compute."""
 
 from __future__ import annotations
 
@@ -54,16 +54,21 @@ def version_of(learner: Learner) -> str:
 
 
 def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: full(p.detach()) for name, p in learner.parameters.items()}
+    own = {name: full(p.detach()) for name, p in learner.parameters.items()}
+    if not learner.stage:
+        return own
+    every = learner.world.of_stages({name: weight.cpu().numpy() for name, weight in own.items()})
+    return {name: torch.tensor(weight, device=learner.device) for name, weight in every.items()}
 
 
 def check(folder: Path, given: dict[str, Any], kind: str) -> None:
+    model_name = given.pop("model", "start")
     config = TrainerConfig.model_validate(COMMON | given)
     alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora",)})
     device = local_device(torch.device(kind), "trainer")
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
     mixture = world.shape.expert > 1
-    start = str(folder.parent / ("mixture" if mixture else "start"))
+    start = str(folder.parent / ("mixture" if mixture else model_name))
 
     def learn(path: str, config: TrainerConfig, world: World) -> Learner:
         model = load_policy(path, start, world, "float32", config.lora, config.offload)
@@ -83,6 +88,8 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         found = [learner.accumulate(step) for learner in (cut, plain)]
         assert abs(found[0][0] - found[1][0]) <= 1e-5 * abs(found[1][0]), found
         sum_partial(cut.model, cut.parameters, world)
+        if cut.stage:
+            cut.stage.sum_tied(cut.parameters)
         for name, parameter in cut.parameters.items():
             mine, wanted = full(parameter.grad), plain.parameters[name].grad
             off = float((mine - wanted).norm() / wanted.norm().clamp(min=1e-6))

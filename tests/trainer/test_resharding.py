@@ -105,8 +105,8 @@ def test_what_is_restored_lies_on_its_parameters_device(device: str) -> None:
 
 
 def test_a_large_model_goes_into_several_files_and_a_torn_save_is_removed(tmp_path: Path) -> None:
-    weights = {str(i): torch.empty(3 << 30, dtype=torch.uint8, device="meta") for i in range(4)}
-    assert list(_numbered(weights).values()) == [1, 2, 3, 4]
+    sizes = {str(i): 3 << 30 for i in range(4)}
+    assert list(_numbered(sizes).values()) == [1, 2, 3, 4]
     (tmp_path / ".step-000007.partial" / "trainer").mkdir(parents=True)
     remove_partial(tmp_path)
     assert not list(tmp_path.iterdir())

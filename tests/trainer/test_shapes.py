@@ -29,6 +29,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "everything on the host": {
         "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
     },
+    "pipeline": {"ranks": 2, "pipeline_parallel": 2},
+    "pipeline, gradients summed after each micro-batch": {
+        "ranks": 2, "pipeline_parallel": 2, "sum_gradients": "micro_batch", "gradient_checkpointing": True,
+    },
+    "pipeline of two shards, the head tied": {"ranks": 4, "pipeline_parallel": 2, "model": "tied"},
+    "pipeline of three stages, the head tied": {"ranks": 3, "pipeline_parallel": 3, "model": "tied"},
+    "pipeline of two replicas, an adapter": {
+        "ranks": 4, "pipeline_parallel": 2, "replicas": 2, "lora": {"rank": 3},
+    },
+    "pipeline, tensor parallel": {"ranks": 4, "pipeline_parallel": 2, "tensor_parallel": 2},
+    "pipeline, sequence parallel, on the host": {
+        "ranks": 4, "pipeline_parallel": 2, "sequence_parallel": 2, "offload": True, "offload_activations": True,
+    },
+    "pipeline of experts": {"ranks": 4, "pipeline_parallel": 2, "expert_parallel": 2},
     "experts": {"ranks": 2, "expert_parallel": 2},
     "experts, an adapter": {"ranks": 2, "expert_parallel": 2, "lora": {"rank": 3}},
     "experts, sequence parallel": {"ranks": 2, "expert_parallel": 2, "sequence_parallel": 2},
@@ -38,9 +52,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_in_a_shape_are_one_process(ranks: int, tmp_path: Path) -> None:
     a_model().save_pretrained(tmp_path / "start")
+    a_model(tie_word_embeddings=True, num_hidden_layers=4).save_pretrained(tmp_path / "tied")
     a_mixture().save_pretrained(tmp_path / "mixture")
     shapes = {name: shape for name, shape in SHAPES.items() if shape["ranks"] == ranks}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

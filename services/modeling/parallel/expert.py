@@ -33,11 +33,13 @@ def deal_experts(model: Any, world: World) -> list[nn.Module]:
     size = world.shape.expert
     if size == 1:
         return []
-    found = list(_experts_of(model))
-    if not found or model.config.model_type not in MIXTURES:
+    found, stage = list(_experts_of(model)), getattr(model, "penstock_stage", None)
+    if not (found or stage) or model.config.model_type not in MIXTURES:
         raise SetupError(
             f"expert_parallel={size}: {model.config.model_type} is no mixture of experts that is known; set it to 1"
         )
+    mesh = world.expert_mesh["expert"]  # made by all ranks at once, also of a pipeline's stage without experts
+    world.on_hosts(mesh)
     for experts in found:
         if experts.num_experts % size:
             raise SetupError(
@@ -45,9 +47,9 @@ def deal_experts(model: Any, world: World) -> list[nn.Module]:
             )
         for name in EXPERTS:
             parameter = getattr(experts, name)
-            cut = distribute_tensor(parameter.detach(), world.expert_mesh["expert"], [Shard(0)], src_data_rank=None)
+            cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        experts.penstock_group = world.expert_mesh["expert"].get_group()
+        experts.penstock_group = mesh.get_group()
         experts.forward = types.MethodType(_forward, experts)
     return found
 

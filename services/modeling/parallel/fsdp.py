@@ -27,6 +27,7 @@ from penstock.services.modeling.logprobs import shares_prompts, statistics
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.expert import deal_experts
 from penstock.services.modeling.parallel.sequence import SequenceParallel
+from penstock.services.modeling.parallel.stages import cut_stages, held_layers
 from penstock.services.modeling.parallel.tensor import cut_layers
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.token_statistics import Statistic
@@ -40,12 +41,12 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     world of one that computes in fp32 has nothing to cut or cast. With ``offload`` what is cut lies on the host."""
     if world.size == 1 and dtype != "bfloat16" and not offload:
         return
-    layers = getattr(model.base_model, "layers", None)
-    if layers is None:
+    if getattr(model.base_model, "layers", None) is None:
         raise SetupError(
             f"model.path: {model.config.model_type} has no list of layers to cut; use trainer.ranks=1 and "
             "model.dtype=float32"
         )
+    cut_stages(model, world, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     cut_layers(model, world)
     experts = deal_experts(model, world)
     if group := world.sequence_group:
@@ -58,7 +59,7 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
     meshes = dict.fromkeys(experts, world.expert_fsdp_mesh) if experts else {}
-    meshes |= dict.fromkeys([*layers, model], world.fsdp_mesh)
+    meshes |= dict.fromkeys([*held_layers(model), model], world.fsdp_mesh)
     for unit, mesh in meshes.items():
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
     for unit in meshes:
@@ -100,11 +101,13 @@ def forget_backward(model: Any) -> None:
         model._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def sum_gradients(model: Any, now: bool) -> None:
+def sum_gradients(model: Any, now: bool, last: bool) -> None:
     """Whether the coming backward sums gradients over the ranks. Where not, each rank keeps its whole own sum, in fp32,
-    until one that does."""
+    until one that does: the ``last`` of an update at the latest."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+        model.set_requires_gradient_sync(now or last)
+        # A stage has gone forward with other micro-batches already, whose backward is still to come.
+        model.set_is_last_backward(last or not hasattr(model, "penstock_stage"))
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
@@ -143,16 +146,16 @@ def clip_gradients(parameters: Mapping[str, torch.nn.Parameter], world: World, b
     several ranks hold alike counts once."""
     if world.size == 1:
         return full(torch.nn.utils.clip_grad_norm_(parameters.values(), bound))
-    gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    if not gradients:  # on any rank: nothing of the step has a reward
-        return torch.zeros(())
-    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-    for gradient in gradients:
-        total += squares(local(gradient), gradient, world)
+    every = [p for p in parameters.values() if p.grad is not None]  # none: nothing of the step has a reward
+    total = torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)
+    for parameter in every:
+        assert parameter.grad is not None
+        total += squares(local(parameter.grad), parameter, world)
     norm = world.add(total).sqrt()
     scale = (bound / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        local(gradient).mul_(scale.to(gradient.dtype))
+    for parameter in every:
+        assert parameter.grad is not None
+        local(parameter.grad).mul_(scale.to(parameter.grad.dtype))
     return norm
 
 
@@ -164,10 +167,11 @@ def squares(mine: torch.Tensor, whole: torch.Tensor, world: World) -> torch.Tens
 
 def _copies(value: torch.Tensor, world: World) -> int:
     """How many ranks hold the same part."""
+    held = world.breadth * getattr(value, "penstock_copies", 1)
     if not isinstance(value, DTensor):
-        return world.size
+        return held
     cut = [size for size, how in zip(value.device_mesh.shape, value.placements, strict=True) if not how.is_replicate()]
-    return world.size // math.prod(cut)
+    return held // math.prod(cut)
 
 
 def of_local(parameter: DTensor, mine: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from penstock.protocols.cut import rows_of
+from penstock.services.modeling.parallel.stages import held_layers
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
 
@@ -44,8 +45,9 @@ def cut_layers(model: Any, world: World) -> None:
     for what, count in {**heads, **between}.items():
         if count % size:
             raise SetupError(f"tensor_parallel={size}: {count} {what} cannot be cut into as many parts")
-    styles = {name: STYLES[style]() for name, style in plan.items() if style in STYLES}
-    parallelize_module(model.base_model, world.tensor_mesh, styles, src_data_rank=None)
+    styles = {name.removeprefix("layers.*."): STYLES[style]() for name, style in plan.items() if style in STYLES}
+    for layer in held_layers(model):
+        parallelize_module(layer, world.tensor_mesh, styles, src_data_rank=None)
     parts = tuple(name.rpartition(".")[2] for name, style in plan.items() if style == PARTIAL)
     names = [name for name, _ in model.named_parameters() if name.split(".")[-2] in parts]
     model.penstock_partial = names

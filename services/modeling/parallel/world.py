@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +19,12 @@ from penstock.protocols import wire
 from penstock.protocols.messages import Batch
 from penstock.services.runtime.errors import SetupError
 
+T = TypeVar("T")
 Order = Literal["publish", "train", "save", "rest", "work", "wait", "end"]
 """What rank 0 tells the others to do."""
 
-DIMENSIONS = ("replica", "shard", "tensor")
-OF_EXPERTS = ("replica", "shard", "expert", "tensor")
+DIMENSIONS = ("stage", "replica", "shard", "tensor")
+OF_EXPERTS = ("stage", "replica", "shard", "expert", "tensor")
 """Where shards deal out experts: each of `DIMENSIONS`' shards is one of these, and a place in its group."""
 DEADLINE = timedelta(minutes=10)
 """For anything that one rank waits for from another; rank 0 speaks more often than that, also when it has no work."""
@@ -42,11 +44,16 @@ class Shape:
     """Ranks that share each layer's matrices (tensor parallelism)."""
     expert: int = 1
     """Of the ranks that cut the model, those that share each layer's experts (expert parallelism)."""
+    stages: int = 1
+    """Runs of layers that ranks of their own hold (pipeline parallelism)."""
 
     @classmethod
     def of(cls, config: Any) -> Shape:
         """As a learner's config says."""
-        return cls(config.replicas, config.sequence_parallel, config.tensor_parallel, config.expert_parallel)
+        return cls(
+            config.replicas, config.sequence_parallel, config.tensor_parallel, config.expert_parallel,
+            config.pipeline_parallel,
+        )  # fmt: skip
 
     @property
     def together(self) -> int:
@@ -56,15 +63,18 @@ class Shape:
 
 class World:
     """Rank ``rank`` of ``size``, in a ``shape`` whose product divides ``size``. Rank 0 is the actor; the others do as
-    it says. Ranks are numbered replica by replica, then shard by shard (of which those of one sequence follow each
-    other), then by their place in tensor parallelism."""
+    it says. Ranks are numbered stage by stage, in each replica by replica, then shard by shard (of which those of one
+    sequence follow each other), then by their place in tensor parallelism."""
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1, shape: Shape | None = None) -> None:
         self.rank, self.size, self.device, self.shape = rank, size, device, shape or Shape()
-        self.shards = size // (self.shape.replicas * self.shape.tensor)
+        self.breadth = size // self.shape.stages
+        """Ranks of one stage."""
+        self.stage = rank // self.breadth
+        self.shards = self.breadth // (self.shape.replicas * self.shape.tensor)
         """Parts that each replica's rows are cut into."""
-        self.data_rank, self.data_size = rank // self.shape.together, size // self.shape.together
-        """Which of how many micro-batches it computes."""
+        self.data_rank, self.data_size = rank % self.breadth // self.shape.together, self.breadth // self.shape.together
+        """Which of how many micro-batches it computes, or its stage of them."""
         self._said_at = time.monotonic()
         self.publish_group: Any = None
         """Of its own, over hosts, so that ranks can agree on a publish beside the training's collectives."""
@@ -77,8 +87,8 @@ class World:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """Of all ranks: ``replica``, ``shard``, ``tensor``. Also a world of one has one, for what is cast unit by
-        unit."""
+        """Of all ranks: ``stage``, ``replica``, ``shard``, ``tensor``. Also a world of one has one, for what is cast
+        unit by unit."""
         if self.size == 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=DEADLINE)
@@ -91,12 +101,12 @@ class World:
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Over which rows are cut, and copied where there are replicas."""
+        """Over which a stage's rows are cut, and copied where there are replicas."""
         return self.mesh["replica", "shard"] if self.shape.replicas > 1 else self.mesh["shard"]
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """Of all ranks, as those that share experts see them: ``replica``, ``shard``, ``expert``, ``tensor``."""
+        """Of all ranks, as those that share experts see them: `OF_EXPERTS`."""
         return init_device_mesh(self.device.type, self._expert_sizes, mesh_dim_names=OF_EXPERTS)
 
     @cached_property
@@ -132,12 +142,49 @@ class World:
         return found
 
     @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.shape.replicas, self.shards, self.shape.tensor
+    def last_stage(self) -> bool:
+        """It has the model's head, and so its losses."""
+        return self.stage == self.shape.stages - 1
+
+    def column_group(self) -> Any:
+        """A new one, of the ranks that have this one's place in each stage. All ranks must ask at once."""
+        found = None
+        for place in range(self.breadth):
+            group = dist.new_group(list(range(place, self.size, self.breadth)), timeout=DEADLINE)
+            found = group if place == self.rank % self.breadth else found
+        return found
+
+    @cached_property
+    def column(self) -> Any:
+        """A `column_group`, for what the last stage tells the others."""
+        return self.column_group()
+
+    def of_last_stage(self, values: np.ndarray) -> np.ndarray:
+        """What the last stage's rank of this one's column has: float32, of a shape that all know."""
+        if self.shape.stages == 1:
+            return values
+        told = torch.from_numpy(np.ascontiguousarray(values))
+        dist.broadcast(told, self.size - self.breadth + self.rank % self.breadth, group=self.column)
+        return told.numpy()
+
+    def of_stages(self, mine: Mapping[str, T]) -> dict[str, T]:
+        """What all stages have by name, in the model's order; msgpack carries it. Every rank calls it."""
+        if self.shape.stages == 1:
+            return dict(mine)
+        found: dict[str, T] = {}
+        for said in self.gather(wire.pack(dict(mine)))[:: self.breadth]:
+            for name, value in wire.unpack(said).items():
+                found.setdefault(name, value)
+        return found
 
     @property
-    def _expert_sizes(self) -> tuple[int, int, int, int]:
-        return self.shape.replicas, self.shards // self.shape.expert, self.shape.expert, self.shape.tensor
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return self.shape.stages, self.shape.replicas, self.shards, self.shape.tensor
+
+    @property
+    def _expert_sizes(self) -> tuple[int, int, int, int, int]:
+        expert = self.shape.expert
+        return self.shape.stages, self.shape.replicas, self.shards // expert, expert, self.shape.tensor
 
     @classmethod
     def of_torchrun(cls, device: torch.device, shape: Shape | None = None) -> World:

@@ -27,7 +27,7 @@ CACHED_BYTES = 1 << 19
 
 class ShardExporter:
     """``named`` parameters, which may be cut over ``world``, as they are whenever they are asked for. ``loaded_bytes``:
-    what engines load of a version, where that is more than is sent."""
+    what engines load of a version, where that is more than is sent. All ranks make theirs at once."""
 
     def __init__(
         self,
@@ -39,22 +39,23 @@ class ShardExporter:
         loaded_bytes: int = 0,
     ) -> None:
         self.world, self.gmac = world, gmac
-        self.layout = make_layout({name: tuple(p.shape) for name, p in named.items()}, dtype, bucket_bytes)
+        every = world.of_stages({name: _about(p, world.stage) for name, p in named.items()})
+        self.layout = make_layout({name: tuple(about["shape"]) for name, about in every.items()}, dtype, bucket_bytes)
         self.loaded_bytes = max(self.layout.nbytes, loaded_bytes)
         self._dtype = DTYPES[dtype]
-        self._weights = [named[weight.name] for weight in self.layout.weights]
-        self.device = self._weights[0].device
+        self._weights = [named.get(weight.name) for weight in self.layout.weights]
+        self.device = next(iter(named.values())).device
         """Of the model."""
-        cut_over = {
-            name: tuple(number for number, weight in enumerate(self._weights) if _cuts_rows(name, weight))
-            for name in ("tensor", "expert")
-        }
+        about = [every[weight.name] for weight in self.layout.weights]
         self.cut = Cut(
-            replicas=world.shape.replicas, shards=world.shards, tensor=world.shape.tensor, blocks=cut_over["tensor"],
-            experts=world.shape.expert, dealt=cut_over["expert"],
+            replicas=world.shape.replicas, shards=world.shards, tensor=world.shape.tensor,
+            blocks=tuple(number for number, of in enumerate(about) if of["tensor"]),
+            experts=world.shape.expert, dealt=tuple(number for number, of in enumerate(about) if of["expert"]),
+            stages=world.shape.stages,
+            placed=tuple(of["stage"] for of in about) if world.shape.stages > 1 else (),
         )  # fmt: skip
         self.pieces = pieces_of(self.layout, world.rank, self.cut)
-        shapes = enumerate(weight.shape for weight in self._weights)
+        shapes = enumerate(weight.shape for weight in self.layout.weights)
         self._rows = [self.cut.rows(number, shape[0], world.rank) for number, shape in shapes]
         """First row and number of rows that this rank sends, of each weight."""
 
@@ -125,7 +126,7 @@ class _Parts:
     """The ``rows`` of each weight that this rank sends, flat. What has to be made is so when its turn comes, and kept
     until the next one's: pieces come weight after weight."""
 
-    def __init__(self, weights: Sequence[torch.Tensor | Gathered], rows: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor | Gathered | None], rows: Sequence[tuple[int, int]]) -> None:
         self._weights, self._rows = weights, rows
         self._views = [
             _sent(weight, *of) if isinstance(weight, torch.Tensor) else None
@@ -139,7 +140,9 @@ class _Parts:
         if view is not None:
             return view
         if self._last is None or self._last[0] != number:
-            self._last = number, _sent(self._weights[number], *self._rows[number])
+            weight = self._weights[number]
+            assert weight is not None, "another stage sends it"
+            self._last = number, _sent(weight, *self._rows[number])
         return self._last[1]
 
 
@@ -151,6 +154,11 @@ def _sent(weight: torch.Tensor | Gathered, first: int, count: int) -> torch.Tens
     else:
         begun, mine = weight.first, weight.local()
     return mine[(first - begun) * width : (first - begun + count) * width]
+
+
+def _about(weight: torch.Tensor | Gathered, stage: int) -> dict[str, Any]:
+    cut = {name: _cuts_rows(name, weight) for name in ("tensor", "expert")}
+    return {"shape": list(weight.shape), "stage": stage, **cut}
 
 
 def _cuts_rows(name: str, weight: torch.Tensor | Gathered) -> bool:
