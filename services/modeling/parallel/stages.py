@@ -66,7 +66,7 @@ class Stage:
     def mark(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Of the model's ``parameters`` those that another stage has as well know it."""
         if self._tied in parameters:
-            parameters[self._tied].penstock_copies = 2  # type: ignore[attr-defined]
+            parameters[self._tied].penstock_copies = 2
 
     def sum_tied(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The gradient of an embedding that is the head too is of both: every rank calls it, once it is whole."""
