@@ -111,6 +111,8 @@ class CollectiveRoute(BaseModel):
     """Over the trainer's ranks, which are the first ones of the group."""
     stall_s: float
     """A bucket that has not arrived for this long breaks the epoch."""
+    meet_s: float = 60.0
+    """How long NCCL may take to make the group, and in its first broadcast its connections."""
     sparse_from: str = ""
     """Digest of the version that buckets may be sent as changes of; empty: all are sent whole."""
 

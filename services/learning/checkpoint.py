@@ -34,6 +34,7 @@ from penstock.services.modeling.experts import is_experts, separate
 from penstock.services.modeling.families import MIXTURES
 from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.pinned import pin
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.errors import SetupError
 
@@ -251,7 +252,9 @@ def _stage(
     def on_host(name: str, value: torch.Tensor) -> torch.Tensor:
         mine = local(value)
         if name not in pages:
-            pages[name] = torch.empty_like(mine, device="cpu", pin_memory=mine.is_cuda)
+            pages[name] = torch.empty_like(mine, device="cpu")
+            if mine.is_cuda:
+                pin(pages[name])
         copied = pages[name].copy_(mine, non_blocking=True)
         if learner.world.size == 1 or not isinstance(value, DTensor):
             return copied

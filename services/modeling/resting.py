@@ -10,7 +10,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from penstock.services.modeling.pinned import pin
+
 PATIENCE_S, RETRY_S = 30.0, 0.5
+WORTH_PINNING = 1 << 16
+"""Bytes: registering a page takes longer than copying a few numbers."""
 
 
 class Resting:
@@ -56,10 +60,9 @@ class Resting:
         self._kept = []
 
     def _page(self, size: int) -> torch.Tensor:
-        """Not torch's own pinned memory, which comes in powers of two."""
         page = torch.empty(size, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            torch.cuda.cudart().cudaHostRegister(page.data_ptr(), size, 0)
+        if self._device.type == "cuda" and size >= WORTH_PINNING:
+            pin(page)
         return page
 
 

@@ -7,7 +7,7 @@ import threading
 from penstock.services.learning import checkpoint
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.rank_setup import TrainerSettings, make_exporter, make_rank, train
-from penstock.services.weights.queues import Event, mark_training
+from penstock.services.weights.queues import Event, mark_current
 from penstock.services.weights.sender.rank_sender import RankSender
 
 
@@ -44,7 +44,7 @@ class WorkerRank:
                     self._learner.score(self._canary)
                 self._until_sent()
                 self._read.clear()
-                trained = mark_training(self._learner.device)
+                trained = mark_current(self._learner.device)
                 self._sending = threading.Thread(target=self._send, args=(trained,), name="source", daemon=True)
                 self._sending.start()
             elif what == "save":

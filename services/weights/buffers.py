@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from penstock.protocols.versions import DigestError
+from penstock.services.modeling.pinned import pin, unpin
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.byte_views import from_memory
 from penstock.services.weights.transports.shared_memory import SEGMENTS, directory, is_ours, new_name
@@ -69,10 +70,8 @@ class HostBuffer:
             _numbers(memoryview(self._map))[_FILLED] = buckets
 
     def pin(self) -> None:
-        """Registers it with CUDA, where there is one: copies from and to a GPU then run beside everything else."""
-        if not self._pinned and torch.cuda.is_available():
-            torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
-            self._pinned = True
+        """Registers it with CUDA, where there is one."""
+        self._pinned = self._pinned or pin(self.tensor)
 
     def unlink(self) -> None:
         """Removes a segment's name; the memory goes when the last mapping does."""
@@ -81,7 +80,7 @@ class HostBuffer:
 
     def __del__(self) -> None:
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            unpin(self.tensor)
         if self._file >= 0:
             os.close(self._file)
 

@@ -32,6 +32,9 @@ class WeightsConfig(Section):
     stall_s: float = Field(10.0, gt=0)
     """A bucket that has not moved for so many seconds breaks its epoch; what is missing then comes from the
     snapshot."""
+    meet_s: float = Field(60.0, gt=0)
+    """NCCL may take so many seconds to make a group of the trainer's and the rollouts' GPUs; more where there are many,
+    or on several machines, e.g. ``120``."""
     bucket_mb: float = Field(4.0, ge=0.001, le=256)
     """Unit of transfer and of verification, in MiB."""
     sparse: Literal["auto", "off"] = "auto"

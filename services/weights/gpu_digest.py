@@ -7,16 +7,19 @@ the 16th power. A few rounds leave one block. The numbers are those of the proce
 
 from __future__ import annotations
 
+import structlog
 import torch
 
 from penstock.protocols.digests import BLOCK, Gmac, multiply
+
+log = structlog.get_logger()
 
 TOGETHER = 16
 """Blocks of one product."""
 CHUNK_BYTES = 8 << 20
 """Of the bucket at once: their bits take eight times as much memory."""
 _ROWS = 32
-"""cuBLAS multiplies no fewer."""
+"""cuBLAS multiplies int8 in multiples of it, and with the second matrix by columns alone (pytorch#169956)."""
 
 
 class GpuGmac:
@@ -25,6 +28,8 @@ class GpuGmac:
     def __init__(self, gmac: Gmac, device: torch.device) -> None:
         self._gmac, self._device = gmac, device
         self._matrices: dict[int, torch.Tensor] = {}
+        self._int8 = True
+        """As long as the GPU does not refuse it."""
         bits = torch.arange(8, dtype=torch.uint8)
         self._bits = (torch.arange(256, dtype=torch.uint8)[:, None] >> bits & 1).to(torch.int8).to(device)
         """int8 ``[256, 8]``: the bits of every byte."""
@@ -64,17 +69,23 @@ class GpuGmac:
     def _fold(self, rows: torch.Tensor, level: int) -> torch.Tensor:
         """Bits, int8 ``[rows, 2048]`` to ``[rows, 128]``: 16 blocks each to one."""
         matrix = self._matrix(level)
-        if rows.is_cuda:
-            missing = max(0, _ROWS - len(rows))
+        found = self._on_tensor_cores(rows, matrix) if rows.is_cuda else (rows.float() @ matrix.t().float()).int()
+        return (found & 1).to(torch.int8)  # both are exact: whole numbers, of at most 2048
+
+    def _on_tensor_cores(self, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        if self._int8:
+            missing = -len(rows) % _ROWS
             padded = torch.cat((rows, rows.new_zeros((missing, rows.shape[1])))) if missing else rows
-            found = torch._int_mm(padded, matrix)[: len(rows)]
-        else:
-            found = (rows.float() @ matrix.float()).int()  # whole numbers below 2^24: exact
-        return (found & 1).to(torch.int8)
+            try:
+                return torch._int_mm(padded, matrix.t())[: len(rows)]
+            except RuntimeError as error:
+                log.warning("no int8 products on this GPU: digests take twice as long", error=str(error)[:200])
+                self._int8 = False
+        return (rows.half() @ matrix.t().half()).int()  # 16 bits hold whole numbers up to 2048
 
     def _matrix(self, level: int) -> torch.Tensor:
-        """int8 ``[2048, 128]``: what each bit of 16 blocks adds, the last one's power being 0. A row's bit j of byte i
-        stands at ``8 i + j``."""
+        """int8 ``[128, 2048]``: what each bit of 16 blocks adds to each of one, the last block's power being 0. Bit j
+        of byte i stands at ``8 i + j``."""
         if level not in self._matrices:
             base = self._gmac.power(TOGETHER**level)
             factor, images = 1 << 127, []
@@ -84,7 +95,7 @@ class GpuGmac:
             words = b"".join(image.to_bytes(BLOCK) for block in reversed(images) for image in block)
             table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
             spread = (table[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).to(torch.int8)
-            self._matrices[level] = spread.view(-1, 128).contiguous().to(self._device)
+            self._matrices[level] = spread.view(-1, 128).t().contiguous().to(self._device)
         return self._matrices[level]
 
 

@@ -7,6 +7,7 @@ training has left behind its optimizer step, and training never waits for it on 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -97,6 +98,28 @@ def make_queue(device: torch.device) -> Queue:
     return CudaQueue(device) if device.type == "cuda" else HostQueue()
 
 
-def mark_training(device: torch.device) -> Event:
-    """The place behind all that the calling thread has put into the device's default queue."""
+_spare: dict[torch.device, list[Queue]] = defaultdict(list)
+
+
+def borrow_queue(device: torch.device) -> Queue:
+    """A queue on ``device`` that nobody else has meanwhile. torch has 32 streams of a kind and then deals them out
+    again, also those that FSDP gathers in: so few are made, and used again once they are given back."""
+    return _spare[device].pop() if _spare[device] else make_queue(device)
+
+
+def give_back(device: torch.device, queue: Queue) -> None:
+    """It has nothing to do, and may be lent again. One that has failed is kept out of use."""
+    _spare[device].append(queue)
+
+
+def use_device(device: torch.device) -> None:
+    """To be called first by a thread that works on ``device``: CUDA's current GPU is each thread's own, GPU 0 at first,
+    and NCCL, registered memory and events go by it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
+def mark_current(device: torch.device) -> Event:
+    """The place behind all that the calling thread has put into the queue that is current there: training's own, unless
+    it is inside of `Queue.running`."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else _Now()

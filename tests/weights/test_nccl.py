@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from penstock.services.weights import queues
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.sender import broadcast
 from penstock.services.weights.transports import cuda_ipc, nccl
-from tests.weights.channel import Channel, Holder, Rollout
+from tests.weights.channel import Channel, Holder, Rollout, until
 from tests.weights.test_transports import become, same, weights
 
 SOURCE = Path(__file__).parent / "stub" / "nccl.c"
@@ -85,7 +87,7 @@ def channel(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
     monkeypatch.setattr(cuda_ipc, "gpu_of", gpu_of)
     library.stub_mode(OK)
-    made = Channel(weights(0), stall_s=STALL_S, deadline_s=5)
+    made = Channel(weights(0), stall_s=STALL_S, meet_s=STALL_S, deadline_s=5)
     yield made
     library.stub_mode(OK)
     made.close()
@@ -105,7 +107,7 @@ def test_versions_go_over_it(channel: Channel, library: ctypes.CDLL) -> None:
         assert same(first.wait(version), version) and same(second.wait(version), version)
         assert first.loaded[version].transport == "nccl"
         channel.settled()
-    assert library.stub_broadcasts() > 0
+    assert library.stub_broadcasts() > 0 and not library.stub_misused(), "one call after the other"
     assert first.loaded[2].epoch == first.loaded[1].epoch and first.loaded[2].buckets_again == 0
 
 
@@ -130,6 +132,33 @@ def test_the_trainer_lives_and_everybody_gets_the_version(
     channel.publish(1)
     assert same(first.wait(1), 1) and same(host.wait(1), 1)
     assert first.loaded[1].epoch != first.loaded[0].epoch, "a group that broke is never used again"
+
+
+def test_each_thread_works_on_its_own_gpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes a communicator on its thread's current GPU, which is the first one unless somebody says otherwise."""
+    chosen: dict[str, int] = {}
+    monkeypatch.setenv(nccl.LIBRARY, library.penstock_path)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.update({threading.current_thread().name: index}))
+    device, queue = torch.device("cuda", 3), StubQueue(library)
+    lane = nccl.NcclLane(lambda make: make(), 0, 1, device, queue, time.monotonic() + 5)  # type: ignore[arg-type]
+    lane.abort()
+    assert chosen == {"nccl-0": 3, "nccl-abort": 3}
+
+
+def test_groups_that_are_over_are_let_go_of(channel: Channel, library: ctypes.CDLL) -> None:
+    before, lanes = library.stub_destroyed(), len(running_lanes())
+    for version in range(4):  # with each that joins the epoch is another
+        join(channel)
+        become(channel, version)
+        channel.publish(version)
+        assert all(same(rollout.wait(version), version) for rollout in channel.rollouts)
+        channel.settled()
+    until(lambda: library.stub_destroyed() - before >= 2 + 3 + 4, 10, "groups of three epochs to be let go of")
+    until(lambda: len(running_lanes()) - lanes <= 5, 10, "the last group's threads alone to be left")
+
+
+def running_lanes() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if re.fullmatch(r"nccl-\d+", thread.name)]
 
 
 def test_who_does_not_come_is_named(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:

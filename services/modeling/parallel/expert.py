@@ -38,13 +38,11 @@ def deal_experts(model: Any, world: World) -> list[nn.Module]:
         raise SetupError(
             f"expert_parallel={size}: {model.config.model_type} is no mixture of experts that is known; set it to 1"
         )
+    if uneven := [experts.num_experts for experts in found if experts.num_experts % size]:
+        raise SetupError(f"expert_parallel={size}: {uneven[0]} experts cannot be dealt out to as many ranks")
     mesh = world.expert_mesh["expert"]  # made by all ranks at once, also of a pipeline's stage without experts
     world.on_hosts(mesh)
     for experts in found:
-        if experts.num_experts % size:
-            raise SetupError(
-                f"expert_parallel={size}: {experts.num_experts} experts cannot be dealt out to as many ranks"
-            )
         for name in EXPERTS:
             parameter = getattr(experts, name)
             cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)

@@ -25,7 +25,7 @@ from penstock.services.modeling.load import (
     with_head,
 )
 from penstock.services.modeling.lora import Adapter
-from penstock.services.modeling.parallel.fsdp import block_of, of_local, shard
+from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -123,17 +123,13 @@ def _materialize(model: Any, device: torch.device, place: torch.device) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_like(parameter, place), requires_grad=parameter.requires_grad)
+                made[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device=place), requires_grad=parameter.requires_grad
+                )
             setattr(module, name, made[id(parameter)])
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-def _like(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if isinstance(parameter, DTensor):
-        return of_local(parameter, torch.empty_like(parameter.to_local(), device=device))
-    return torch.empty_like(parameter, device=device)
 
 
 @torch.no_grad()

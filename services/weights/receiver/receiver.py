@@ -28,9 +28,11 @@ from penstock.protocols.versions import (
 from penstock.protocols.weight_channel import BucketError, VersionAssembly, name_buckets
 from penstock.services.modeling.whole_weights import AdapterBase, is_alone
 from penstock.services.runtime import failpoint
+from penstock.services.weights import queues
 from penstock.services.weights.buffers import BufferPool, MappedBuffer, Mappings
 from penstock.services.weights.byte_views import as_memory, copy_bytes
 from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.queues import Queue, use_device
 from penstock.services.weights.receiver.canary import check_canary
 from penstock.services.weights.receiver.loader import WeightLoader
 from penstock.services.weights.receiver.staging import DeviceRing, StagingBuffer
@@ -100,6 +102,8 @@ class Receiver:
         self._serving: StagingBuffer | None = None
         self._serving_digest = ""
         self._group: BroadcastGroup | None = None
+        self._landing: Queue | None = None
+        """Where buckets that come to a GPU are hashed, and copied to the host."""
         self._snapshots: BucketClient | None = None
         self._closing = False
         for heard in (Invite, Propose, CommitVersion):
@@ -147,6 +151,7 @@ class Receiver:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        use_device(self._engine.device)
         while (proposal := self._proposals.get()) is not None:
             try:
                 self._load(proposal)
@@ -280,13 +285,17 @@ class Receiver:
             copy_bytes(self._serving.tensor, shadow.tensor)
         try:
             if self._group is None or self._group.epoch != proposal.epoch or self._group.route.type != route.type:
+                if self._group:
+                    self._group.close()
                 rank, device = route.ranks[identity], self._engine.device
                 self._group = BroadcastGroup(route, proposal.epoch, rank, self._config.host, device=device)
             self._group.route = route
             self._group.bytes_received = 0
             if route.type == "nccl":
-                ring = DeviceRing(shadow, self._engine.device, intake.gmac if self._verify else None)
-                self._group.receive(shadow.layout, ring.bucket, lambda index: arrived(index, ring.land(index)))
+                self._landing = self._landing or queues.make_queue(self._engine.device)
+                with self._landing.running():
+                    ring = DeviceRing(shadow, self._engine.device, intake.gmac if self._verify else None)
+                    self._group.receive(shadow.layout, ring.bucket, lambda index: arrived(index, ring.land(index)))
             else:
                 self._group.receive(shadow.layout, shadow.bucket, arrived)
             costs.bytes_received += self._group.bytes_received

@@ -52,7 +52,8 @@ class StagingBuffer:
 
 class DeviceRing:
     """Room on a GPU for a few buckets of a version that comes there and is kept on the host: never for all of it, which
-    would take the KV cache's place. Digests are made on the GPU; ``gmac`` None: none are."""
+    would take the KV cache's place. Digests are made on the GPU; ``gmac`` None: none are. Made and used in one queue,
+    which is not the engine's: a decoding step may still read what it has freed."""
 
     def __init__(self, shadow: StagingBuffer, device: torch.device, gmac: Gmac | None) -> None:
         self._shadow = shadow

@@ -52,6 +52,7 @@ class Broadcast:
                     size=size,
                     cut=cut,
                     stall_s=self._config.stall_s,
+                    meet_s=self._config.meet_s,
                     sparse_from=base if backend == "gloo" else "",
                 )
         return found
@@ -66,6 +67,8 @@ class Broadcast:
         """Proposes ``version`` to the members of ``routes`` and meets them; a group of the same epoch is used again."""
         self.broken, self._began = False, None
         before, self._groups = self._groups, {}
+        for backend in before.keys() - routes.keys():
+            before[backend].close()
         for backend, route in routes.items():
             propose(sorted(route.ranks), route)
             group = before.get(backend)
@@ -73,6 +76,8 @@ class Broadcast:
                 if group and group.epoch == epoch.number:
                     group.route = route
                 else:
+                    if group:
+                        group.close()
                     group = BroadcastGroup(route, epoch.number, 0, self._config.host, self._store, self._device)
                 self._groups[backend] = group
             except CollectiveError as error:
@@ -121,7 +126,8 @@ class Broadcast:
 
     def _broke(self, backend: Backend, error: object, version: int) -> None:
         log.error("the epoch broke; receivers ask for the rest", version=version, error=str(error))
-        self._groups.pop(backend, None)
+        if group := self._groups.pop(backend, None):
+            group.abort()
         self.broken = True
 
     def _serve_store(self) -> str:

@@ -24,7 +24,9 @@ class DeviceStage:
         self, layout: Layout, pieces: list[list[Piece]], runs: list[list[Run]], device: torch.device, queue: Queue,
         gmac: Gmac,
     ) -> None:  # fmt: skip
-        self._layout, self._pieces, self._runs, self._queue, self._gmac = layout, pieces, runs, queue, gmac
+        self._layout, self._pieces, self._runs, self._gmac = layout, pieces, runs, gmac
+        self.queue = queue
+        """The publish's own."""
         self._digests = GpuGmac(gmac, device)
         sizes = [sum(run.nbytes for run in mine) for mine in runs]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
@@ -35,21 +37,21 @@ class DeviceStage:
     def read(self, put: Callable[[Piece, torch.Tensor, int], None], trained: Event) -> Event:
         """Has ``put(piece, target, byte)`` write every piece, cast, behind ``trained``. Returns once the model was
         read: it may change; with the event after which all is here."""
-        self._queue.after(trained)
-        with self._queue.running():
+        self.queue.after(trained)
+        with self.queue.running():
             for index, pieces in enumerate(self._pieces):
                 bucket, runs = self.bucket(index), self._runs[index]
                 for piece in pieces:
                     put(piece, bucket, _place(piece, runs))
-        read = self._queue.mark()
+        read = self.queue.mark()
         read.synchronize()
         return read
 
     def copy_whole(self, target: torch.Tensor) -> None:
         """Copies all bytes to ``target`` on the same device (uint8, as many), and waits until they are there."""
-        with self._queue.running():
+        with self.queue.running():
             target.copy_(self.bytes)
-        self._queue.mark().synchronize()
+        self.queue.mark().synchronize()
 
     def bucket(self, index: int) -> torch.Tensor:
         """This rank's bytes of a bucket."""
@@ -57,7 +59,7 @@ class DeviceStage:
 
     def copy_to(self, buffer: torch.Tensor) -> Event:
         """Begins to copy everything to its place in ``buffer`` (uint8 ``[bytes]`` on the host, registered)."""
-        with self._queue.running():
+        with self.queue.running():
             for index, (begin, _) in enumerate(self._layout.spans):
                 at, mine = begin, self.bucket(index)
                 taken = 0
@@ -65,13 +67,13 @@ class DeviceStage:
                     place = buffer[at + run.start : at + run.start + run.nbytes]
                     place.copy_(mine[taken : taken + run.nbytes], non_blocking=True)
                     taken += run.nbytes
-        return self._queue.mark()
+        return self.queue.mark()
 
     def part(self, index: int) -> int:
         """What these bytes add to their bucket's digest."""
         begin, end = self._layout.spans[index]
         blocks, total, taken, mine = -(-(end - begin) // BLOCK), 0, 0, self.bucket(index)
-        with self._queue.running():
+        with self.queue.running():
             for run in self._runs[index]:
                 first, last = run.start // BLOCK, -(-(run.start + run.nbytes) // BLOCK)
                 data = mine[taken : taken + run.nbytes]

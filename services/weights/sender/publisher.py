@@ -18,7 +18,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import structlog
-import torch
 
 from penstock.protocols import messages as m
 from penstock.protocols.experience import as_bytes
@@ -37,9 +36,10 @@ from penstock.services.runtime import failpoint
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.buffers import BufferPool
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.queues import mark_training
+from penstock.services.weights.queues import mark_current, use_device
 from penstock.services.weights.sender import changes
 from penstock.services.weights.sender.broadcast import Backend, Broadcast
+from penstock.services.weights.sender.gpu_copies import GpuCopies
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.rank_sender import RankSender
 from penstock.services.weights.sender.shard_exporter import ShardExporter
@@ -96,6 +96,8 @@ class Publisher:
             self._probe = shared_memory.Probe(run_key)
         self.ranks = RankSender(source, config.host) if source.cut.ranks > 1 or self._gpu else None
         """This rank's part of a version that several ranks, or one on a GPU, publish."""
+        stage = self.ranks.stage if self.ranks else None
+        self._gpu_copies = stage and GpuCopies(source.layout.nbytes, source.device, stage.queue)
         nonce = self._probe.nonce if self._probe else None
         self._ways = Ways(config.transport, nonce, self._gpu, source.cut.ranks, clock is not None)
         self._buffers = BufferPool(bool(self.ranks), run_key if shared else None)
@@ -125,7 +127,7 @@ class Publisher:
     def publish(self, publication: Publication) -> Publication:
         """Begins to publish a version; its futures say how far it is, and what went wrong. Called by the thread that
         trains: the version is what the model is once all that this has put into the device's queue is done."""
-        publication.trained = mark_training(self._source.device)
+        publication.trained = mark_current(self._source.device)
         self._publications = [p for p in self._publications if not p.committed.done()] + [publication]
         self._events.put(publication)
         if self.error:
@@ -147,6 +149,7 @@ class Publisher:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run_thread(self) -> None:
+        use_device(self._source.device)
         try:
             while not self._closed:
                 try:
@@ -293,8 +296,8 @@ class Publisher:
             lambda: publication.read.set_result(None),
             lambda: failpoint.reach("publishing", publication.version),
         )
-        if snapshot.on_gpu is not None and self.ranks.stage:
-            self.ranks.stage.copy_whole(snapshot.on_gpu)  # who maps it looks once the version is committed
+        if snapshot.on_gpu and self.ranks.stage:
+            self.ranks.stage.copy_whole(snapshot.on_gpu[0])  # who maps it looks once the version is committed
         if snapshot.base and self.latest:
             for index in range(len(snapshot.layout.spans)):
                 changes.find(self.latest, snapshot, index)
@@ -324,9 +327,10 @@ class Publisher:
             self._config, self._sender.peers.values(), epoch, self.latest, snapshot, self._source.cut.ranks
         ):
             snapshot.base = self.latest.digest
-        if on_gpu := epoch.by("cuda_ipc"):
-            snapshot.on_gpu = torch.empty(snapshot.layout.nbytes, dtype=torch.uint8, device=self._source.device)
-            self._propose(on_gpu, epoch.number, snapshot, cuda_ipc.share(snapshot.on_gpu))
+        if (on_gpu := epoch.by("cuda_ipc")) and self._gpu_copies:
+            others = [each.on_gpu[0].data_ptr() for each in (self.latest, self._pinned) if each and each.on_gpu]
+            snapshot.on_gpu = self._gpu_copies.take(others)
+            self._propose(on_gpu, epoch.number, snapshot, snapshot.on_gpu[1])
         if snapshot.buffer.name and (sharing := epoch.by("shm")):
             self._propose(sharing, epoch.number, snapshot, SharedMemoryRoute(segment=snapshot.buffer.name))
         if asking := epoch.by("snapshot"):
@@ -389,8 +393,8 @@ class Publisher:
         """How one rollout is served from a version that is all there."""
         if transport == "shm" and snapshot.buffer.name:
             return SharedMemoryRoute(segment=snapshot.buffer.name)
-        if transport == "cuda_ipc" and snapshot.on_gpu is not None:
-            return cuda_ipc.share(snapshot.on_gpu)
+        if transport == "cuda_ipc" and snapshot.on_gpu:
+            return snapshot.on_gpu[1]
         return SnapshotRoute()
 
     def _answer_fetch(self, fetch: m.Fetch) -> m.Message:

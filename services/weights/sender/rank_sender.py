@@ -28,11 +28,12 @@ import torch.distributed as dist
 from penstock.protocols import wire
 from penstock.protocols.digests import BLOCK, DIGEST_BYTES
 from penstock.protocols.versions import CollectiveRoute
+from penstock.services.modeling.pinned import pin, unpin
 from penstock.services.modeling.resting import forget, release, remember
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.byte_views import as_memory, from_memory
 from penstock.services.weights.parts import packed, runs_of, unpack
-from penstock.services.weights.queues import Event, HostQueue, make_queue
+from penstock.services.weights.queues import Event, HostQueue, make_queue, use_device
 from penstock.services.weights.sender.device_stage import DeviceStage
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError
@@ -73,6 +74,7 @@ class RankSender:
         self._own: torch.Tensor | None = None
         """Of a rank on another host than rank 0's."""
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
+        self._pinned: set[tuple[int, int]] = set()
 
     def rest(self) -> None:
         """Gives its device's memory back, once nothing is under way there: until `wake` nothing is published."""
@@ -104,9 +106,10 @@ class RankSender:
             "hashed": hashed, "epoch": epoch, "routes": [route.model_dump() for route in routes],
         }  # fmt: skip
         self._world.share(wire.pack(order), self._world.publish_group)
-        ready, copied = self._read(buffer.tensor, trained)
+        ready = self._read(buffer.tensor, trained)
         self._world.gather(b"", self._world.publish_group)
         read()
+        copied = self._copy(buffer.tensor)
         groups = meet() if routes else []
         began = time.monotonic()
         broke = self._broadcast(groups, buffer.tensor, ready, copied, bucket_sent)
@@ -121,16 +124,19 @@ class RankSender:
     def follow(self, trained: Event, read: Callable[[], None]) -> None:
         """The other ranks: as rank 0 says. The model is read behind ``trained``; ``read`` is called once this rank has
         read it."""
+        use_device(self._source.device)
         order = wire.unpack(self._world.share(b"", self._world.publish_group))
         mapped = self._map(order)
         target = mapped if mapped is not None else self._private()
-        ready, copied = self._read(target, trained)
+        ready = self._read(target, trained)
         read()
+        copied = self._copy(target)
         self._world.gather(b"", self._world.publish_group)
         groups, away = self._join(order)
         broke = away | self._broadcast(groups, target, ready, copied, lambda: None)
         for backend, error in broke.items():
-            self._groups.pop(backend, None)
+            if group := self._groups.pop(backend, None):
+                group.abort()
             log.warning("broadcast broke", error=error)
         self._world.gather(self._parts(target) if order["hashed"] else b"", self._world.publish_group)
         copied.synchronize()
@@ -140,14 +146,16 @@ class RankSender:
             self._world.gather(b"", self._world.publish_group)
         self._world.gather(json.dumps(broke).encode(), self._world.publish_group)
 
-    def _read(self, target: torch.Tensor, trained: Event) -> tuple[Event, Event]:
-        """Casts this rank's rows. Returns when they are there, and when they are all in ``target``, on the host."""
+    def _read(self, target: torch.Tensor, trained: Event) -> Event:
+        """Casts this rank's rows: where there is no `stage`, into ``target``. Returns when they are there."""
         if self.stage is None:
             self._source.write(target)
-            done = HostQueue().mark()
-            return done, done
-        ready = self.stage.read(self._source.putter(), trained)
-        return ready, self.stage.copy_to(target)
+            return HostQueue().mark()
+        return self.stage.read(self._source.putter(), trained)
+
+    def _copy(self, target: torch.Tensor) -> Event:
+        """Begins to bring them to ``target``, on the host. Returns when they are all there."""
+        return self.stage.copy_to(target) if self.stage else HostQueue().mark()
 
     # --- the broadcast -----------------------------------------------------------------------------------------------
 
@@ -169,6 +177,7 @@ class RankSender:
         broke: dict[str, str] = {}
 
         def exchange(group: BroadcastGroup) -> None:
+            use_device(self._source.device)
             stage = self.stage if group.route.type == "nccl" else None
             if stage is None:
                 copied.synchronize()
@@ -190,8 +199,11 @@ class RankSender:
     def _join(self, order: dict[str, Any]) -> tuple[list[BroadcastGroup], dict[str, str]]:
         before, self._groups = self._groups, {}
         broke: dict[str, str] = {}
-        for told in order["routes"]:
-            route = CollectiveRoute.model_validate(told)
+        routes = [CollectiveRoute.model_validate(told) for told in order["routes"]]
+        for backend, old in before.items():
+            if old.epoch != order["epoch"] or backend not in [route.type for route in routes]:
+                old.close()
+        for route in routes:
             group = before.get(route.type)
             try:
                 if group is None or group.epoch != order["epoch"]:
@@ -249,8 +261,10 @@ class RankSender:
                     return None
                 if key not in self._maps:
                     while len(self._maps) >= MAPPINGS:
-                        del self._maps[next(iter(self._maps))]
+                        self._forget(next(iter(self._maps)))
                     self._maps[key] = from_memory(memoryview(mmap.mmap(file.fileno(), 0)))
+                    if self.stage and pin(self._maps[key]):
+                        self._pinned.add(key)
                 return self._maps[key][offset : offset + self._source.layout.nbytes]
         except OSError:
             return None
@@ -260,7 +274,15 @@ class RankSender:
             self._own = torch.zeros(
                 self._source.layout.nbytes, dtype=torch.uint8
             )  # pages of others' rows stay untouched
+            if self.stage:
+                pin(self._own)
         return self._own
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        mapped = self._maps.pop(key)
+        if key in self._pinned:
+            self._pinned.remove(key)
+            unpin(mapped)
 
     def _send_rows(self, target: torch.Tensor) -> None:
         self._world.gather(b"mine", self._world.publish_group)

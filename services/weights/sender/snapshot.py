@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.protocols.messages import Canary, Fetch, Message, PublishCost, Refused
-from penstock.protocols.versions import Digests, Layout
+from penstock.protocols.versions import CudaIpcRoute, Digests, Layout
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.byte_views import as_memory
 from penstock.services.weights.transports.bucket_server import bucket_reply
@@ -29,8 +29,8 @@ class Snapshot:
     """Bucket to its changes (`services.weights.delta`), where they are smaller than the bucket."""
     digests: Digests | None = None
     cost: PublishCost = field(default_factory=PublishCost)
-    on_gpu: torch.Tensor | None = None
-    """The same bytes on the trainer's GPU, where a rollout shares it."""
+    on_gpu: tuple[torch.Tensor, CudaIpcRoute] | None = None
+    """The same bytes on the trainer's GPU, where a rollout shares it; and how they are mapped."""
 
     @property
     def digest(self) -> str:

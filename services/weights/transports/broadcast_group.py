@@ -69,9 +69,11 @@ class BroadcastGroup:
     ) -> None:
         """``store`` is rank 0's own; NCCL finds what it sends or receives on ``device``, and has a queue there that no
         other group shares: what stalls in it stands in nobody's way."""
-        self.route, self.epoch, self.rank = route, epoch, rank
-        stall = timedelta(seconds=route.stall_s)
-        deadline = time.monotonic() + route.stall_s
+        self.route, self.epoch, self.rank, self._device = route, epoch, rank, device
+        stall, patience_s = timedelta(seconds=route.stall_s), route.stall_s
+        if route.type == "nccl":
+            patience_s = max(route.stall_s, route.meet_s)
+        deadline = time.monotonic() + patience_s
         try:
             if store is None:
                 address, _, port = route.store.rpartition(":")
@@ -80,17 +82,18 @@ class BroadcastGroup:
                 )
             self._progress = dist.PrefixStore(f"{route.type}-{epoch}-progress", store)
             self._progress.set(str(rank), "-1")
-            self._queue = queues.make_queue(device) if route.type == "nccl" else HostQueue()
-            self._lanes = []
+            self._queue = queues.borrow_queue(device) if route.type == "nccl" else HostQueue()
+            self._lanes: list[Any] = []
             for lane in range(LANES[route.type]):
                 own = dist.PrefixStore(f"{route.type}-{epoch}-{lane}", store)
-                self._lanes.append(_meet(own, route, rank, host, self._queue, deadline))
+                self._lanes.append(_meet(own, route, rank, host, device, self._queue, deadline))
         except RuntimeError as error:
             raise CollectiveError(
-                f"epoch {epoch}, rank {rank}: the group did not meet within {route.stall_s:g} s; members: "
+                f"epoch {epoch}, rank {rank}: the group did not meet within {patience_s:g} s; members: "
                 f"{self._members()}{self._absent()}: {_first_line(error)}"
             ) from None
-        self._stall = stall
+        self._stall, self._first = stall, timedelta(seconds=patience_s)
+        """For a broadcast; and for the first one, in which NCCL makes its connections."""
         self._sent: list[_Sent] = []
         self.bytes_sent = self.bytes_received = 0
 
@@ -130,7 +133,8 @@ class BroadcastGroup:
             else:
                 if not others:
                     device = mine(index).device
-                    others = [torch.empty(_longest(runs), dtype=torch.uint8, device=device) for _ in range(ahead)]
+                    with self._queue.running():  # of its memory: training may still read what it has freed
+                        others = [torch.empty(_longest(runs), dtype=torch.uint8, device=device) for _ in range(ahead)]
                 tensor = others[number % ahead][:nbytes]
             self.bytes_sent += nbytes
             self._sent.append(_Sent(index, [self._broadcast_part(number, index, root, tensor)], [tensor]))
@@ -201,6 +205,8 @@ class BroadcastGroup:
                 in_place = len(runs[index][root]) == 1
                 tensor = part if in_place else torch.empty(nbytes, dtype=torch.uint8, device=part.device)
                 self.bytes_received += nbytes
+                if self.route.type == "nccl":  # its memory may be that of a part that is still being unpacked
+                    self._queue.after(queues.mark_current(part.device))
                 ahead.append((index, root, tensor, self._broadcast_part(number, index, root, tensor)))
             if not ahead:
                 return
@@ -220,13 +226,15 @@ class BroadcastGroup:
     def _broadcast_part(self, number: int, index: int, root: int, tensor: torch.Tensor) -> Any:
         """``number`` counts broadcasts, for the lanes to take turns."""
         try:
-            return self._lane(number).broadcast([tensor], self._options(root))
+            work = self._lane(number).broadcast([tensor], self._options(root))
         except RuntimeError as error:
             raise self._failure(index, _first_line(error)) from None
+        self._first = self._stall
+        return work
 
     def _options(self, root: int = 0) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = root, 0, self._stall
+        options.rootRank, options.rootTensor, options.timeout = root, 0, self._first
         return options
 
     def _lane(self, index: int) -> Any:
@@ -247,16 +255,20 @@ class BroadcastGroup:
             raise self._failure(index, _first_line(error)) from None
 
     def close(self) -> None:
-        """Lets go of connections in good order."""
+        """Lets go of connections in good order; nothing is under way."""
         for lane in self._lanes:
-            if isinstance(lane, NcclLane):
-                lane.close()
+            if isinstance(lane, NcclLane) and lane.close():
+                queues.give_back(self._device, self._queue)
 
-    def _failure(self, index: int, reason: str) -> CollectiveError:
-        """A group that failed is ended here: what NCCL still has in line is given up."""
+    def abort(self) -> None:
+        """Ends it, whatever is under way: what NCCL still has in line is given up."""
         for lane in self._lanes:
             if isinstance(lane, NcclLane):
                 lane.abort()
+
+    def _failure(self, index: int, reason: str) -> CollectiveError:
+        """A group that failed is ended here."""
+        self.abort()
         return CollectiveError(
             f"epoch {self.epoch}, rank {self.rank}: bucket {index} was not broadcast among {self._members()}"
             f"{self._absent()}: {reason}"
@@ -292,8 +304,9 @@ def _longest(runs: list[list[list[Run]]]) -> int:
 
 
 def _meet(
-    store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, device_queue: Queue, deadline: float
-) -> Any:
+    store: dist.PrefixStore, route: CollectiveRoute, rank: int, host: str, device: torch.device, device_queue: Queue,
+    deadline: float,
+) -> Any:  # fmt: skip
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     store.set_timeout(timeout)
     if route.type == "nccl":
@@ -304,7 +317,7 @@ def _meet(
             found: bytes = store.get(NAME)
             return found
 
-        return NcclLane(name, rank, route.size, device_queue, deadline)
+        return NcclLane(name, rank, route.size, device, device_queue, deadline)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout

@@ -1,9 +1,10 @@
 """NCCL by its own C interface: a group that may fail, and costs nobody but itself.
 
 torch's process group makes its communicator inside the first broadcast, where nothing limits the wait, and its watchdog
-ends the whole process over a stalled peer. Here every call is made in a thread that may be left behind; making the
-communicator does not block (``ncclConfig_t.blocking = 0``); broadcasts are followed by events on a stream of their own;
-whoever waits looks at the clock and at NCCL's own report of errors; and what failed is aborted by us.
+ends the whole process over a stalled peer. Here every call is made in a thread that may be left behind; no call
+blocks (``ncclConfig_t.blocking = 0``): it has happened once NCCL's report says so, and nothing may be asked before;
+broadcasts are followed by events on a stream of their own; whoever waits looks at the clock and at that report of
+errors; and what failed is aborted by us.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import structlog
 import torch
 
-from penstock.services.weights.queues import Event, Queue
+from penstock.services.weights.queues import Event, Queue, use_device
 
 log = structlog.get_logger()
 
@@ -33,7 +34,7 @@ SUCCESS, IN_PROGRESS = 0, 7
 UINT8 = 1
 UNDEFINED = -(1 << 31)
 MAGIC, CONFIG_VERSION = 0xCAFEBEEF, 21800
-POLL_S = 0.0005
+POLL_S = 0.0001
 ABORT_S = 5.0
 
 
@@ -126,13 +127,14 @@ class NcclLane:
         name: Callable[[Callable[[], bytes]], bytes],
         rank: int,
         size: int,
+        device: torch.device,
         device_queue: Queue,
         deadline: float,
     ) -> None:
         """``name`` is given what makes a name, which it calls on rank 0 alone, and returns the group's. Broadcasts go
-        into ``device_queue``."""
+        into ``device_queue``, a queue of ``device``."""
         self._nccl = Nccl()
-        self._queue = device_queue
+        self._device, self._queue = device, device_queue
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._communicator: c_void_p | None = None
         self._left = False
@@ -141,20 +143,22 @@ class NcclLane:
             made = name(self._nccl.unique_id)
             self._communicator = self._call(lambda: self._nccl.begin(size, made, rank), deadline, "be made")
             self._until(lambda: self._state() == SUCCESS, deadline, "be made: some rank does not answer")
-        except NcclError:
+        except BaseException:
             self.abort()
             raise
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> NcclWork:
         """Puts it in line."""
         (tensor,) = tensors
+        deadline = time.monotonic() + options.timeout.total_seconds()
 
         def put() -> Event:
             assert self._communicator
             self._nccl.broadcast(tensor, options.rootRank, self._communicator, self._queue.handle)
+            # It is in the queue by then; before, the event would lie before it, and the next call be refused.
+            self._until(lambda: self._state() == SUCCESS, deadline, "take a broadcast")
             return self._queue.mark()
 
-        deadline = time.monotonic() + options.timeout.total_seconds()
         return NcclWork(self, self._call(put, deadline, "take a broadcast"))
 
     def check(self) -> None:
@@ -169,19 +173,26 @@ class NcclLane:
         self._calls.put(None)
         if self._communicator:
             communicator = self._communicator
-            ending = threading.Thread(target=self._nccl.abort, args=(communicator,), name="nccl-abort", daemon=True)
+
+            def end() -> None:
+                use_device(self._device)
+                self._nccl.abort(communicator)
+
+            ending = threading.Thread(target=end, name="nccl-abort", daemon=True)
             ending.start()
             ending.join(ABORT_S)
             if ending.is_alive():
                 log.warning("NCCL does not end its group: left behind", after_s=ABORT_S)
 
-    def close(self) -> None:
-        """Lets go of a group in good order."""
-        if not self._left and self._communicator:
-            self._left = True
-            communicator = self._communicator
-            self._calls.put((lambda: self._nccl.destroy(communicator), Future()))
-            self._calls.put(None)
+    def close(self) -> bool:
+        """Lets go of a group in good order; False where it was ended before."""
+        if self._left or not self._communicator:
+            return False
+        self._left = True
+        communicator = self._communicator
+        self._calls.put((lambda: self._nccl.destroy(communicator), Future()))
+        self._calls.put(None)
+        return True
 
     def _state(self) -> int:
         assert self._communicator
@@ -191,6 +202,7 @@ class NcclLane:
         return state
 
     def _run(self) -> None:
+        use_device(self._device)  # where NCCL makes the communicator
         while (entry := self._calls.get()) is not None:
             call, future = entry
             try:

@@ -1,5 +1,7 @@
 /* A libnccl for one process without a GPU: ranks are threads, "streams" are run by a thread for each communicator.
-   stub_mode chooses what goes wrong, for the rank of the trainer (0) or for all. */
+   stub_mode chooses what goes wrong, for the rank of the trainer (0) or for all. As NCCL does for a communicator that
+   does not block, a broadcast is put into its stream only a moment after the call has returned "in progress", and until
+   then the communicator takes no other call. */
 #include <pthread.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -9,18 +11,21 @@
 enum { OK, INIT_BLOCKS, INIT_STALLS, BROADCAST_STALLS, ASYNC_ERROR, ABORT_BLOCKS };
 typedef struct { char internal[128]; } ncclUniqueId;
 typedef struct { int id, joined, size, turn; void *data; size_t count; int taken; } Group;
-typedef struct { Group *group; int rank, done, asked, aborted; } Comm;
+typedef struct { Group *group; int rank, done, asked, aborted, launched; } Comm;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static Group groups[256];
 static int next_id = 1, mode = OK, broadcasts = 0, aborts = 0;
 typedef struct { Comm *comm; void *buffer; size_t count; int root, number; long stream; } Task;
-static int asked_of[4096], done_of[4096];
+static int asked_of[4096], done_of[4096], misused = 0, destroyed = 0;
+enum { LAUNCH_US = 3000 };
 
 void stub_mode(int chosen) { mode = chosen; }
 int stub_broadcasts(void) { return broadcasts; }
 int stub_aborts(void) { return aborts; }
+int stub_destroyed(void) { return destroyed; }
+int stub_misused(void) { return misused; }
 int stub_asked(long stream) { return asked_of[stream]; }
 int stub_done(long stream) { return done_of[stream]; }
 const char *ncclGetErrorString(int code) { return code == 6 ? "remote process exited or there was a network error" : "stub error"; }
@@ -51,7 +56,7 @@ int ncclCommGetAsyncError(Comm *comm, int *state) {
   pthread_mutex_lock(&lock);
   int met = comm->group->joined == comm->group->size;
   pthread_mutex_unlock(&lock);
-  *state = met && mode != INIT_STALLS ? 0 : 7;
+  *state = met && mode != INIT_STALLS && comm->launched == comm->asked ? 0 : 7;
   if (mode == ASYNC_ERROR && comm->rank == 0 && comm->asked) *state = 6;
   return 0;
 }
@@ -61,7 +66,10 @@ static void *carry_out(void *argument) {
   Comm *comm = task.comm;
   Group *group = comm->group;
   free(argument);
+  usleep(LAUNCH_US);
   pthread_mutex_lock(&lock);
+  comm->launched++;
+  asked_of[task.stream]++;
   while ((comm->done != task.number || mode == BROADCAST_STALLS) && !comm->aborted) pthread_cond_wait(&changed, &lock);
   if (comm->rank == task.root) {
     while ((group->turn != 2 * task.number) && !comm->aborted) pthread_cond_wait(&changed, &lock);
@@ -89,13 +97,15 @@ int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, 
   (void)from; (void)type;
   Task *task = malloc(sizeof *task);
   pthread_mutex_lock(&lock);
-  *task = (Task){comm, to, count, root, comm->asked++, (long)stream};
-  asked_of[(long)stream]++;
+  int busy = comm->launched != comm->asked;
+  misused += busy;
+  if (!busy) *task = (Task){comm, to, count, root, comm->asked++, (long)stream};
   pthread_mutex_unlock(&lock);
+  if (busy) { free(task); return 4; } /* "used before the previous operation returned" */
   pthread_t thread;
   pthread_create(&thread, NULL, carry_out, task);
   pthread_detach(thread);
-  return 0;
+  return 7;
 }
 
 int ncclCommAbort(Comm *comm) {
@@ -108,4 +118,10 @@ int ncclCommAbort(Comm *comm) {
   return 0;
 }
 
-int ncclCommDestroy(Comm *comm) { (void)comm; return 0; }
+int ncclCommDestroy(Comm *comm) {
+  (void)comm;
+  pthread_mutex_lock(&lock);
+  destroyed++;
+  pthread_mutex_unlock(&lock);
+  return 0;
+}

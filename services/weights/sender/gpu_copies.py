@@ -1,0 +1,31 @@
+"""Versions as they lie on the trainer's GPU for engines that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from penstock.protocols.versions import CudaIpcRoute
+from penstock.services.weights.queues import Queue
+from penstock.services.weights.transports import cuda_ipc
+
+
+class GpuCopies:
+    """Buffers of ``nbytes`` that are shared once and used again: what CUDA has shared with another process it gives
+    back only when that one says so, and one that dies never does."""
+
+    def __init__(self, nbytes: int, device: torch.device, queue: Queue) -> None:
+        self._nbytes, self._device, self._queue = nbytes, device, queue
+        self._routes: list[tuple[torch.Tensor, CudaIpcRoute]] = []
+
+    def take(self, keep: Collection[int]) -> tuple[torch.Tensor, CudaIpcRoute]:
+        """One to fill (uint8 ``[nbytes]``) that is none of ``keep``, which are addresses; and how it is mapped."""
+        for buffer, route in self._routes:
+            if buffer.data_ptr() not in keep:
+                return buffer, route
+        with self._queue.running():  # of its memory: training may still read what it has freed
+            buffer = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
+        self._queue.mark().synchronize()
+        self._routes.append((buffer, cuda_ipc.share(buffer)))
+        return self._routes[-1]
