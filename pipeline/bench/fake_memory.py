@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.resources.model_files import config_file
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, keeps_whole_gradients
+from penstock.pipeline.resources.trainer_memory import GIB, keeps_whole_gradients, of_stage
 from penstock.protocols.digests import Gmac
 from penstock.services.modeling import attention
 from penstock.services.modeling.attention import Segments
@@ -40,6 +40,7 @@ from penstock.services.modeling.parallel.fsdp import clip_gradients, forward, sh
 from penstock.services.modeling.parallel.tensor import sum_partial
 from penstock.services.modeling.parallel.world import Shape as Ranks
 from penstock.services.modeling.parallel.world import World
+from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.weights.parts import runs_of
 from penstock.services.weights.queues import HostQueue
@@ -122,18 +123,18 @@ class Memory(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize
 
 
-def trainer_peak(config: Config, gpu_gib: float | None) -> float:
-    """GiB of one rank in its second step: model, optimizer, gradients, gathered units, activations, logits, and the
+def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
+    """GiB of ``rank`` in its second step: model, optimizer, gradients, gathered units, activations, logits, and the
     version that is being published."""
     trainer, folder = config.trainer, config_file(config).parent
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trainer.ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=trainer.ranks)
     # Ranks that share a sequence have each a part of it, and the same part of everything else.
-    world = World(CPU, size=trainer.ranks, shape=replace(Ranks.of(trainer), sequence=1))
+    world = World(CPU, rank, trainer.ranks, replace(Ranks.of(trainer), sequence=1))
     # Real ones, made before nothing is real.
     _ = world.fsdp_mesh, world.tensor_mesh, world.expert_fsdp_mesh, world.expert_mesh["expert"].get_group()
     shape = shape_of(config)
     assert shape is not None
-    whole = keeps_whole_gradients(trainer, shape, gpu_gib)
+    whole = keeps_whole_gradients(of_stage(trainer), shape.stage(world.stage, trainer.pipeline_parallel), gpu_gib)
     # Decided above, for a GPU: the learner would look at this machine's memory.
     trainer = trainer.model_copy(update={"sum_gradients": "step" if whole else "micro_batch"})
     model = start._empty(str(folder), "language")
@@ -152,14 +153,15 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
         )  # fmt: skip
         mine = [bucket[world.rank] for bucket in runs_of(source.layout, source.cut)]
         stage = DeviceStage(source.layout, source.pieces, mine, CPU, HostQueue(), source.gmac)
+        turns = max(MICRO_BATCHES, trainer.pipeline_parallel + 1)
         for _ in range(2):  # the first makes the optimizer's state, and counts how torch finds out cut shapes
             learner.optimizer.zero_grad(set_to_none=True)
             stage.read(source.putter(), HostQueue().mark())
             memory.peak = memory.now
-            for turn in range(1, MICRO_BATCHES + 1):
-                with memory.host_keeps_saved() if trainer.offload_activations else nullcontext():
-                    loss = forward(model, rows, 1.0).sum()
-                sum_gradients(model, not whole, turn == MICRO_BATCHES)
+            losses = learner.early(_loss(model, rows, memory, trainer) for _ in range(turns))
+            for turn in range(1, turns + 1):
+                loss = next(losses)
+                sum_gradients(model, not whole, turn == turns)
                 loss.backward()
                 del loss
             sum_partial(model, learner.parameters, world)
@@ -167,6 +169,11 @@ def trainer_peak(config: Config, gpu_gib: float | None) -> float:
             learner.optimizer.step()
             learner.gather()
     return memory.peak / GIB
+
+
+def _loss(model: Any, rows: Rows, memory: Memory, trainer: TrainerConfig) -> torch.Tensor:
+    with memory.host_keeps_saved() if trainer.offload_activations else nullcontext():
+        return forward(model, rows, 1.0).sum()
 
 
 def reference_peak(config: Config) -> float:
@@ -201,13 +208,14 @@ def _balanced(chosen: torch.Tensor, experts: int, group: Any) -> tuple[torch.Ten
 
 
 def main() -> None:
-    """``fake_memory trainer|reference FILE GIB``"""
-    what, path, gib = sys.argv[1:4]
+    """``fake_memory trainer|reference FILE GIB RANK``"""
+    what, path, gib, rank = sys.argv[1:5]
     attention._loop = attention._flash  # as on a GPU; its kernel's shapes are known without one
     vars(shard_exporter)["copy_bytes"] = lambda source, target: target.copy_(source)  # there are no bytes
     vars(expert)["_traffic"] = _balanced
+    World.of_stages = lambda world, mine: dict(mine)  # type: ignore[method-assign, assignment]  # nobody is there
     config = load(Path(path))
-    found = trainer_peak(config, float(gib) or None) if what == "trainer" else reference_peak(config)
+    found = trainer_peak(config, float(gib) or None, int(rank)) if what == "trainer" else reference_peak(config)
     sys.stdout.write(json.dumps(found) + "\n")
 
 

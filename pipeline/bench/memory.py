@@ -61,14 +61,17 @@ def compare(path: Path, overrides: Sequence[str]) -> Iterator[Peak]:
         file.write(dump(config))
         file.flush()
         gib = config.run.gpu_gib
-        peak = _measure("trainer", file.name, gib)
+        ranks, stages = config.trainer.ranks, config.trainer.pipeline_parallel
+        ends = {0, ranks - ranks // stages}  # a pipeline's first stage has most micro-batches, its last the head
+        peak = max(_measure("trainer", file.name, gib, rank) for rank in ends)
         yield Peak(f"trainer, {config.trainer.ranks} ranks", trainer_gib(shape, config.trainer, gib), peak)
         if config.with_reference:
             yield Peak("reference", reference_gib(shape, config), _measure("reference", file.name, gib))
 
 
-def _measure(process: str, path: str, gpu_gib: float | None) -> float:
-    command = [sys.executable, "-m", "penstock.pipeline.bench.fake_memory", process, path, str(gpu_gib or 0)]
+def _measure(process: str, path: str, gpu_gib: float | None, rank: int = 0) -> float:
+    program = [sys.executable, "-m", "penstock.pipeline.bench.fake_memory"]
+    command = [*program, process, path, str(gpu_gib or 0), str(rank)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         raise RuntimeError(f"counting the {process}'s memory failed:\n{done.stderr[-2000:]}")

@@ -18,8 +18,8 @@ from penstock.services.runtime.gpus import chosen_gpus
 from penstock.services.trainer.config import TrainerConfig
 
 SEARCHED = (
-    "ranks", "nodes", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "gradient_checkpointing",
-    "offload", "offload_activations",
+    "ranks", "nodes", "replicas", "sequence_parallel", "tensor_parallel", "expert_parallel", "pipeline_parallel",
+    "gradient_checkpointing", "offload", "offload_activations",
 )  # fmt: skip
 """Keys of `trainer` that the search chooses."""
 
@@ -155,7 +155,7 @@ def shape_words(trainer: TrainerConfig) -> str:
     """``R2 TP4``: the degrees that are not 1."""
     degrees = (
         ("R", trainer.replicas), ("SP", trainer.sequence_parallel), ("TP", trainer.tensor_parallel),
-        ("EP", trainer.expert_parallel),
+        ("EP", trainer.expert_parallel), ("PP", trainer.pipeline_parallel),
     )  # fmt: skip
     return " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
 

@@ -36,6 +36,7 @@ def plan(config: Config) -> Plan:
     shape = shape_of(config)
     found = Plan()
     _check_experts(config, shape, found)
+    _check_stages(config, shape, found)
     if shape is None:
         if config.run.gpu_gib:
             found.lines.append("nothing counted (run.gpu_gib): no config.json of a dense decoder at model.path")
@@ -67,6 +68,14 @@ def plan(config: Config) -> Plan:
         _plan_colocated(config, shape, room, found)
     found.lines.append(f"GPUs: {total_gpus(config)}" + (f" of {room:g} GiB" if room else ""))
     return found
+
+
+def _check_stages(config: Config, shape: Shape | None, found: Plan) -> None:
+    """Of the policy; a critic's model may be another."""
+    stages = config.trainer.pipeline_parallel
+    layers = config.model.layers if isinstance(config.model, TinyModel) else shape.layers if shape else stages
+    if stages > layers:
+        found.problems.append(f"trainer.pipeline_parallel={stages}: the model has {layers} layers; take no more stages")
 
 
 def _check_experts(config: Config, shape: Shape | None, found: Plan) -> None:

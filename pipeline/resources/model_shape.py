@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.resources.model_files import read_config
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.modeling.families import MIXTURES, PLAIN
+from penstock.services.modeling.parallel.stage_layers import stage_layers
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class Shape:
     """Its rows may be packed without padding."""
     norms_heads: bool = False
     """Queries and keys are normalised, head by head."""
+    begins: bool = True
+    """It has the embedding; a pipeline's later stages have not."""
+    ends_here: bool = True
+    """It has the head; a pipeline's earlier stages have not."""
+
+    def stage(self, number: int, count: int) -> Shape:
+        """What a pipeline's stage ``number`` of ``count`` has."""
+        first, end = stage_layers(self.layers, count)[number]
+        return replace(self, layers=end - first, begins=number == 0, ends_here=number == count - 1)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -84,12 +94,13 @@ class Shape:
     @property
     def head(self) -> int:
         """Parameters of the head."""
-        return self.vocabulary * self.hidden
+        return self.vocabulary * self.hidden * self.ends_here
 
     @property
     def ends(self) -> int:
         """Parameters of embedding and head."""
-        return self.head * (1 if self.tied else 2)
+        alike = self.tied and self.begins and self.ends_here
+        return self.vocabulary * self.hidden * (self.begins + self.ends_here - alike)
 
     @property
     def parameters(self) -> int:

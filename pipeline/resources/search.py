@@ -171,9 +171,10 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
             if size == 1 or not (shape.kv_heads % size or shape.intermediate % size or plain.lora)
         ],
         [size for size in (*powers, 16, 32, 64) if size == 1 or (shape.experts and not shape.experts % size)],
+        [size for size in powers if size == 1 or (shape.packs and size <= min(shape.layers, machines))],
     )
-    for replicas, sequence, tensor, expert in degrees:
-        shards, left = divmod(plain.ranks, replicas * tensor)
+    for replicas, sequence, tensor, expert, stages in degrees:
+        shards, left = divmod(plain.ranks, replicas * tensor * stages)
         if left or not shards or shards % sequence or shards % expert or sequence * tensor > MACHINE:
             continue
         for checkpointing, offload, offload_activations in product(
@@ -187,6 +188,7 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
                     "sequence_parallel": sequence,
                     "tensor_parallel": tensor,
                     "expert_parallel": expert,
+                    "pipeline_parallel": stages,
                     "gradient_checkpointing": checkpointing,
                     "offload": offload,
                     "offload_activations": offload_activations,
@@ -196,7 +198,10 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
 
 def _apart(trainer: TrainerConfig) -> int:
     """How many keys are not as in the plainest shape of so many ranks."""
-    degrees = (trainer.replicas, trainer.sequence_parallel, trainer.tensor_parallel, trainer.expert_parallel)
+    degrees = (
+        trainer.replicas, trainer.sequence_parallel, trainer.tensor_parallel, trainer.expert_parallel,
+        trainer.pipeline_parallel,
+    )  # fmt: skip
     used = (trainer.gradient_checkpointing, trainer.offload, trainer.offload_activations)
     return sum(degree > 1 for degree in degrees) + sum(map(bool, used))
 

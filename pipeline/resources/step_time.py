@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock.pipeline.resources.devices import MACHINE, Device
 from penstock.pipeline.resources.model_shape import Shape
-from penstock.pipeline.resources.trainer_memory import activations, keeps_whole_gradients
+from penstock.pipeline.resources.trainer_memory import activations, keeps_whole_gradients, of_stage
 from penstock.services.trainer.config import TrainerConfig
 
 FLOPS_SHARE = 0.35
@@ -36,9 +36,27 @@ class Load:
 
 
 def train_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:
-    """Seconds of a step: what is gathered of the model travels beside the arithmetic, all else does not."""
+    """Seconds of a step. A pipeline's stages wait for each other at its begin and at its end, as long as the slowest
+    takes for a micro-batch on each of them; what they hand on does not travel beside the arithmetic."""
+    stages, each = trainer.pipeline_parallel, of_stage(trainer)
+    slowest_s = max(_stage_s(shape.stage(number, stages), each, load, device) for number in range(stages))
+    if stages == 1:
+        return slowest_s
+    passes = _passes(each, load)
+    tokens = trainer.tokens_per_micro_batch / trainer.sequence_parallel
+    handed_s = 2 * 2 * tokens * shape.hidden / _between(trainer.ranks, device)  # forth and back, in bf16
+    return slowest_s * (1 + (stages - 1) / max(1.0, passes)) + passes * handed_s
+
+
+def _passes(trainer: TrainerConfig, load: Load) -> float:
+    """Micro-batches of a rank, in a step."""
     passes = load.tokens * trainer.epochs / trainer.ranks / trainer.tokens_per_micro_batch
-    passes *= trainer.sequence_parallel * trainer.tensor_parallel  # ranks that share a micro-batch
+    return passes * trainer.sequence_parallel * trainer.tensor_parallel  # ranks that share a micro-batch
+
+
+def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:
+    """What is gathered of the model travels beside the arithmetic, all else does not."""
+    passes = _passes(trainer, load)
     tokens = load.tokens * trainer.epochs / trainer.ranks
     arithmetic = tokens * _flops(shape, trainer, load.length) / (device.tflops * 1e12 * FLOPS_SHARE)
     sums = 0.0 if trainer.lora else 1 if keeps_whole_gradients(trainer, shape, device.gib) else passes
@@ -88,7 +106,7 @@ def _cut(shape: Shape, trainer: TrainerConfig) -> float:
 def _gathered(shape: Shape, trainer: TrainerConfig, passes: float, sums: float) -> float:
     """Bytes that a rank sends of the model: in each micro-batch layers in bf16, twice; in each sum gradients in
     fp32."""
-    shards = trainer.ranks / (trainer.replicas * trainer.tensor_parallel)
+    shards = trainer.shards
     experts = shape.layers * shape.experts * shape.expert
     own = experts / trainer.expert_parallel
     model = (shape.parameters - experts) / trainer.tensor_parallel

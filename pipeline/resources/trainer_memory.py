@@ -24,12 +24,24 @@ def trainer_gib(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = No
 
 
 def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None) -> dict[str, float]:
-    """GiB of one rank at its peak, by what they are: where a later micro-batch's backward begins, or where embedding
-    and head are summed, or gathered. Always there, and cut: fp32 weights, their gradient and Adam's two moments; the
-    version that is published, in 16 bits. With an adapter that alone has gradient and moments, and the model is in 16
-    bits."""
-    lora, tensor = trainer.lora, trainer.tensor_parallel
-    shards = trainer.ranks / (trainer.replicas * tensor)
+    """GiB of one rank at its peak, by what they are; of a pipeline, of a rank of the stage that takes most."""
+    stages, each = trainer.pipeline_parallel, of_stage(trainer)
+    every = [_parts(shape.stage(number, stages), each, stages - number, gpu_gib) for number in range(stages)]
+    return max(every, key=lambda parts: sum(parts.values()))
+
+
+def of_stage(trainer: TrainerConfig) -> TrainerConfig:
+    """How the ranks of a pipeline's stage divide its part of the model among them."""
+    ranks = trainer.ranks // trainer.pipeline_parallel
+    return trainer.model_copy(update={"ranks": ranks, "pipeline_parallel": 1})
+
+
+def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float | None) -> dict[str, float]:
+    """Of a stage that has gone forward through ``in_flight`` micro-batches when its first backward begins: at its peak,
+    where a later micro-batch's backward begins, or where embedding and head are summed, or gathered. Always there, and
+    cut: fp32 weights, their gradient and Adam's two moments; the version that is published, in 16 bits. With an adapter
+    that alone has gradient and moments, and the model is in 16 bits."""
+    lora, tensor, shards = trainer.lora, trainer.tensor_parallel, trainer.shards
     # Of a layer, what one rank gathers: experts are not cut by tensor parallelism, but dealt out.
     dealt = shape.experts / trainer.expert_parallel
     layer = shape.shared / tensor + shape.router + dealt * shape.expert
@@ -49,8 +61,8 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
         if trainer.replicas > 1:  # each layer's part is kept beside its gradient until all replicas' are summed
             sums += 4 * (cut - shape.ends / shards)
     turned = sum(math.prod(size) for name, size in shape.matrices.items() if name in ("o_proj", "down_proj"))
-    kept, inner = activations(shape, trainer)
-    acts, logits = inner if trainer.offload_activations else kept + inner, LOGITS_GIB * GIB
+    kept, inner = activations(shape, trainer, in_flight)
+    acts, logits = inner if trainer.offload_activations else kept + inner, LOGITS_GIB * GIB * shape.ends_here
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
     held = {
@@ -70,8 +82,9 @@ def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = 
     return {name: size / GIB for name, size in parts.items() if size} | {"context": OVERHEAD_GIB}
 
 
-def activations(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
-    """Bytes that a backward begins with, in bf16: what all layers keep, and what one of them has beside it."""
+def activations(shape: Shape, trainer: TrainerConfig, in_flight: int = 1) -> tuple[float, float]:
+    """Bytes that a backward begins with, in bf16: what all layers keep, of each micro-batch ``in_flight``, and what one
+    of them has beside it."""
     tokens, tensor = trainer.tokens_per_micro_batch / trainer.sequence_parallel, trainer.tensor_parallel
     kept = 2 * tokens * shape.hidden * shape.layers  # what goes into each layer
     inner = 2 * tokens * (8 * shape.hidden + 4 * shape.hidden / tensor)  # and what it does
@@ -80,10 +93,10 @@ def activations(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
     else:
         inner += 2 * tokens * 5 * shape.intermediate / tensor
     if not trainer.gradient_checkpointing:
-        kept = 2 * tokens * _saved(shape, tensor) * (shape.layers - 1)
+        kept = 2 * tokens * _saved(shape, tensor) * (shape.layers - 1 / in_flight)
     elif trainer.gradient_checkpointing == "selective":  # and what the matrices gave
         kept += 2 * tokens * shape.layers * sum(outputs for _, outputs in shape.matrices.values()) / tensor
-    return kept, inner
+    return kept * in_flight, inner
 
 
 def _saved(shape: Shape, tensor: int) -> float:
@@ -104,7 +117,8 @@ def critic_gib(shape: Shape, critic: CriticConfig, gpu_gib: float | None = None)
 
 
 def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float | None) -> bool:
-    """Each rank keeps the gradient of the whole model over a step's micro-batches, on a GPU of ``gpu_gib``."""
+    """Each rank keeps the gradient of the whole model, or stage, over a step's micro-batches, on a GPU of
+    ``gpu_gib``."""
     if trainer.ranks == 1 or trainer.sum_gradients == "micro_batch":
         return False
     if trainer.sum_gradients == "step":

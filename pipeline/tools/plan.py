@@ -81,7 +81,8 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     console.print(
         f"a step of {groups:,} responses of {response:,} tokens; roofline estimates at {FLOPS_SHARE:.0%} of the peak "
         f"FLOPs, {BANDWIDTH_SHARE:.0%} of the memory's bandwidth and {LINK_SHARE:.0%} of what connects GPUs, for "
-        "comparing layouts: not measured. Shape: replicas (R), sequence (SP), tensor (TP) and expert parallelism (EP). "
+        "comparing layouts: not measured. Shape: replicas (R), sequence (SP), tensor (TP), expert (EP) "
+        "and pipeline parallelism (PP). "
         "Spares: memory, by computing again all or part of what a layer gave (gradient_checkpointing), and by keeping "
         "weights (off) or activations (act) on the host (offload, offload_activations). GiB of a rank. Rollouts: "
         "engines x GPUs; *: on the trainer's own (run.placement=colocated). Seconds of a step: the trainer's, the "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from penstock.protocols.columns import VALUES
 from penstock.services.critic.config import CriticConfig
@@ -16,7 +17,7 @@ from penstock.services.learning import checkpoint
 from penstock.services.learning.config import Penalties
 from penstock.services.modeling.parallel.fsdp import full
 from penstock.services.modeling.parallel.start import load_trainable
-from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.parallel.world import Shape, World
 from tests.trainer.steps import Tokenizer, a_step
 
 CPU = torch.device("cpu")
@@ -46,12 +47,17 @@ def same_step(one: CriticLearner, other: CriticLearner, seed: int) -> None:
 
 
 def main(folder: Path) -> None:
-    world = World.of_torchrun(CPU)
+    for shape in (Shape(), Shape(stages=2)):
+        check(folder, World.of_torchrun(CPU, shape), folder / f"checkpoints-{shape.stages}")
+    dist.destroy_process_group()
+
+
+def check(folder: Path, world: World, checkpoints: Path) -> None:
     for sums in ("micro_batch", "step"):
         cut, plain = critic_of(folder / "policy", world, sums), critic_of(folder / "policy", World(CPU), sums)
         for seed in range(3):
             same_step(cut, plain, seed)
-    saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", 1)
+    saver = checkpoint.Saver(cut, Tokenizer(), checkpoints, 1)
     path = saver.begin().result()
     saver.close()
     world.share()  # rank 0 gives it its name
@@ -59,7 +65,6 @@ def main(folder: Path) -> None:
     for learner in (alone, again):
         checkpoint.restore(learner, path)
     same_step(again, alone, 7)
-    world.close()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tests.trainer.rank_program import a_model
 
 
 def test_two_ranks_give_the_values_and_learn_the_steps_of_one(tmp_path: Path) -> None:
-    """Also from a checkpoint of two, by one and by two."""
+    """As shards, and as a pipeline's stages; also from a checkpoint of two, by one and by two."""
     a_model().save_pretrained(tmp_path / "policy")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=127.0.0.1:0", "-m", "tests.critic.rank_program", str(tmp_path)]

@@ -51,7 +51,8 @@ def test_parameters_are_those_of_the_real_models() -> None:
      *(pytest.param(*case, marks=pytest.mark.chaos) for case in (
          ("8b", "trainer.ranks=8 trainer.gradient_checkpointing=false trainer.tokens_per_micro_batch=4096"),
          ("3b", "trainer.ranks=4 trainer.sum_gradients=step"), ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
-         ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2"), ("30b-a3b", "")))],
+         ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2"), ("30b-a3b", ""),
+         ("8b", "trainer.ranks=8 trainer.pipeline_parallel=4 trainer.gradient_checkpointing=selective")))],
 )  # fmt: skip
 def test_the_plan_is_what_the_code_allocates(name: str, overrides: str, tmp_path: Path) -> None:
     """Within a tenth, by tensors without contents; of large models four layers, since each is as the other."""

@@ -138,6 +138,8 @@ def cut_stages(model: Any, world: World, dtype: torch.dtype) -> None:
             f"pipeline_parallel={count}: it is not known whether {config.model_type} can be cut into stages; set it to "
             f"1 (known are {', '.join(sorted(STAGED))})"
         )
+    if count > len(model.base_model.layers):
+        raise SetupError(f"pipeline_parallel={count}: the model has {len(model.base_model.layers)} layers; take fewer")
     base, names = model.base_model, {name: parameter.numel() for name, parameter in model.named_parameters()}
     embedding, head = base.embed_tokens, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
