@@ -35,6 +35,7 @@ def main(
     from trl import GRPOConfig, GRPOTrainer
 
     config = load(Path(config_path))
+    kl = config.trainer.algorithm.kl  # TRL's estimate is k3, as this is by default
     sampling, groups = config.rollout.sampling, groups or config.gate.groups_per_step
     source = open_source(config.prompts.train)
     data = Dataset.from_list([{"prompt": p.text, "truth": p.truth} for p in source[: steps * groups]])
@@ -73,7 +74,7 @@ def main(
         output_dir=str(Path(out).parent / "trl"), use_cpu=True, bf16=False, max_steps=steps, seed=seed,
         per_device_train_batch_size=groups * sampling.n, num_generations=sampling.n,
         max_completion_length=sampling.max_new_tokens, temperature=1.0, learning_rate=config.trainer.optimizer.lr,
-        lr_scheduler_type="constant", warmup_steps=0, beta=0.0, epsilon=0.2, epsilon_high=0.28, max_grad_norm=1.0,
+        lr_scheduler_type="constant", warmup_steps=0, beta=kl.coefficient, epsilon=0.2, epsilon_high=0.28, max_grad_norm=1.0,
         adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, loss_type="dapo", logging_steps=1, save_strategy="no",
         report_to=[], disable_tqdm=True, gradient_checkpointing=False, model_init_kwargs=None,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import psutil
+import structlog
 import torch
 
 from penstock.protocols.experience import Trajectory
@@ -30,7 +31,11 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
 
+log = structlog.get_logger()
+
 T = TypeVar("T")
+ENOUGH = 3
+"""Micro-batches for each stage of a pipeline, from which on it is not worth a word how long they stand idle."""
 
 
 class ModelLearner:
@@ -74,6 +79,8 @@ class ModelLearner:
             model.gradient_checkpointing_enable({"use_reentrant": False, **how})  # a frozen model's inputs need none
         may_shrink = config.halve_micro_batches and self.world.size == 1
         self.micro_batches = MicroBatches(config.tokens_per_micro_batch, may_shrink, self.SECTION, self.device)
+        self._said = False
+        """That stages stand idle."""
         self.sums_once = self._sums_once(config.sum_gradients)
         """Gradients are summed over the ranks once a step, not after each micro-batch."""
 
@@ -87,7 +94,14 @@ class ModelLearner:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0
         times, since all must take part; of a pipeline's stages those of the last one count."""
         everyone = list(self.passes(trajectories, groups, self.micro_batches.tokens))
-        rounds = -(-len(everyone) // self.world.data_size)
+        rounds, stages = -(-len(everyone) // self.world.data_size), self.world.shape.stages
+        if stages > 1 and rounds < ENOUGH * stages and not self._said and not self.world.rank:
+            self._said = True
+            log.warning(
+                f"{self.SECTION}.tokens_per_micro_batch: a pipeline's stages wait for each other where an update has "
+                "few micro-batches; take fewer tokens",
+                stages=stages, micro_batches=rounds, idle=f"{(stages - 1) / (rounds + stages - 1):.0%}",
+            )  # fmt: skip
         mine = [self.world.data_rank + turn * self.world.data_size for turn in range(rounds)]
         return [(everyone[i % len(everyone)], float(i < len(everyone) and self.world.last_stage)) for i in mine]
 
