@@ -75,8 +75,8 @@ def main(
         per_device_train_batch_size=groups * sampling.n, num_generations=sampling.n,
         max_completion_length=sampling.max_new_tokens, temperature=1.0, learning_rate=config.trainer.optimizer.lr,
         lr_scheduler_type="constant", warmup_steps=0, beta=kl.coefficient, epsilon=0.2, epsilon_high=0.28,
-        max_grad_norm=1.0, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, loss_type="dapo", logging_steps=1, save_strategy="no",
-        report_to=[], disable_tqdm=True, gradient_checkpointing=False, model_init_kwargs=None,
+        max_grad_norm=1.0, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, loss_type="dapo", logging_steps=1,
+        save_strategy="no", report_to=[], disable_tqdm=True, gradient_checkpointing=False, model_init_kwargs=None,
     )  # fmt: skip
 
     def said_by(chosen: list[float], **_: Any) -> list[float]:
