@@ -32,7 +32,7 @@ from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.icepop import icepop
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.truncated import truncated
-from penstock.services.trainer.algorithms.corrections.weights import mean_terms
+from penstock.services.trainer.algorithms.corrections.weights import mean_terms, spread
 from penstock.services.trainer.algorithms.losses.cispo import cispo
 from penstock.services.trainer.algorithms.losses.clip_cov import clip_cov
 from penstock.services.trainer.algorithms.losses.clip_cov import pick as pick_clipped
@@ -104,8 +104,9 @@ def check_remax(given: dict[str, Any], numbers: Numbers) -> None:
     numbers.same("returns", discounted(rewards, mask, 1.0))
 
 
-def loss(function: Callable[..., Any], agg: str | None = None) -> Check:
-    """``agg``: the reduction that the method has, where the file gives none."""
+def loss(function: Callable[..., Any], agg: str | None = None, every_row: bool = False) -> Check:
+    """``agg``: the reduction that the method has, where the file gives none; ``every_row``: its mean is also over rows
+    without a token."""
 
     def check(given: dict[str, Any], numbers: Numbers) -> None:
         log_prob, mask = tensor(given["log_prob"], grad=True), tensor(given["mask"])
@@ -115,10 +116,8 @@ def loss(function: Callable[..., Any], agg: str | None = None) -> Check:
             tensor(given["old_log_prob"]), log_prob, tensor(given["advantages"]), mask,
             optional(given["importance_weights"]), **options,
         )  # fmt: skip
-        if agg == "rows":
-            found = losses.sum() / len(mask)
-        else:
-            found = agg_loss(losses, mask, agg or given["agg"], given.get("length_scale"))
+        rows = len(mask) if every_row else None
+        found = agg_loss(losses, mask, agg or given["agg"], given.get("length_scale"), global_sequences=rows)
         numbers.same("loss", found)
         found.backward()
         numbers.same("grad_log_prob", log_prob.grad)
@@ -165,6 +164,7 @@ def correction(function: Callable[..., Any], level: str) -> Check:
             total, count = mean_terms(weights, mask, level)
             weights = weights / (total / count)
         numbers.same("weights", weights)
+        metrics |= spread(float(metrics["mean"]), float(metrics.pop("square")))
         for name in metrics.keys() & numbers.wanted.keys():
             numbers.same(name, metrics[name])
 
@@ -293,7 +293,7 @@ CHECKS: dict[str, Check] = {
     "entropy_loss": check_entropy_loss,
     "gae": check_gae,
     "gdpo": check_gdpo,
-    "geo_mean": loss(geo_mean, "rows"),
+    "geo_mean": loss(geo_mean, "seq-mean-token-mean", every_row=True),
     "gpg_advantage": advantage(gpg),
     "gpg_loss": loss(reinforce),
     "grpo": advantage(grpo),

@@ -83,7 +83,7 @@ def _judge(state: BrokerState, score: Score, rewards: np.ndarray) -> None:
     if found < min(LEAST_VALUES, len(rewards)):
         why = score.errors[-1] if score.errors else "NaN"
         state.drop(score.number, f"too few trajectories have a reward; {why}", "reward")
-    elif state.settings.replay.filter == "zero_variance" and np.nanstd(rewards) == 0:
+    elif state.settings.replay.filter == "zero_variance" and np.nanmax(rewards) == np.nanmin(rewards):
         state.payloads.forget(("train", score.number))
         state.groups.filter(score.number, "filtered: its rewards are all equal")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -166,7 +166,8 @@ class KLConfig(Section):
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty, e.g. ``0.001``; 0: none, and no reference process."""
     kind: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """How the divergence is estimated from the sampled tokens (Schulman 2020). See docs/algorithms.md."""
+    """How the divergence is estimated from the sampled tokens (Schulman 2020); with ``place: reward`` ``k1`` by
+    default, as PPO has it. See docs/algorithms.md."""
     place: Literal["loss", "reward"] = "loss"
     """``loss``: a term of the loss, with a gradient (GRPO). ``reward``: taken off each token's reward, as PPO does it
     (Ouyang et al. 2022), by the log-probabilities of the policy that sampled."""
@@ -184,6 +185,12 @@ class KLConfig(Section):
     def in_reward(self) -> bool:
         """It is taken off the reward."""
         return self.place == "reward" and self.coefficient > 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_rewards(cls, data: Any) -> Any:
+        """Of the four, k1 alone has, as a part of the reward, the divergence's gradient."""
+        return {"kind": "k1", **data} if isinstance(data, dict) and data.get("place") == "reward" else data
 
     @model_validator(mode="after")
     def _fits(self) -> KLConfig:

@@ -19,7 +19,8 @@ def kl_penalty(
 ) -> torch.Tensor:
     """Per token, with d = log_prob - ref_log_prob: k1 = d, abs = |d|, k2 = d²/2, k3 = exp(-d) + d - 1 with -d clamped
     to ±20 and the result to ±10. ``gradient="k2"`` keeps the value but has the gradient of k2;
-    ``"unbiased"`` multiplies by the ratio to the policy that sampled, ``behaviour``. Any shape.
+    ``"unbiased"`` multiplies by the ratio to the policy that sampled, ``behaviour``, and bounds no result: its mean
+    gradient would point away from a reference that finds a token likely. Any shape.
     """
     d = log_prob - ref_log_prob
     if kind == "k1":
@@ -30,7 +31,8 @@ def kl_penalty(
         value = d.square() / 2
     elif kind == "k3":
         negative = (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        value = (negative.exp() - negative - 1).clamp(-K3_LIMIT, K3_LIMIT)
+        value = negative.exp() - negative - 1
+        value = value if gradient == "unbiased" else value.clamp(-K3_LIMIT, K3_LIMIT)
     else:
         raise ValueError(f"kl kind {kind!r} is not one of k1, abs, k2, k3")
     if gradient == "unbiased":

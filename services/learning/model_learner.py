@@ -241,6 +241,6 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps - 1))
     fall = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.final_lr_share + (1 - config.final_lr_share) * fall)

@@ -25,8 +25,14 @@ def _columns(config: Any) -> list[Column]:
 
 
 def _reward(config: Any) -> list[WeightedSum]:
+    """What has weight 0 is only watched, and costs no reward where it fails; but for what the algorithm reads, which
+    must be there in all that it trains on."""
+    algorithm = config.trainer.algorithm
+    read = {constraint.column for constraint in algorithm.constraints}
+    for choice in (algorithm.advantage, algorithm.loss, algorithm.correction):
+        read |= set(choice.columns)
     terms = {f.column: f.weight for f in config.reward.functions} | config.reward.columns
-    return [WeightedSum(name=REWARD, terms=terms)]
+    return [WeightedSum(name=REWARD, terms={name: w for name, w in terms.items() if w or name in read})]
 
 
 SPEC = ActorSpec(

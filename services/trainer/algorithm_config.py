@@ -30,8 +30,9 @@ class ClippedLoss(Choice):
     """The ratio is kept above 1 - clip_low, e.g. ``0.1``."""
     clip_high: float = Field(0.2, ge=0)
     """The ratio is kept below 1 + clip_high, e.g. ``0.28``."""
-    dual_clip: float = Field(3.0, gt=1)
-    """For negative advantages the token loss is at most this times the advantage's size."""
+    dual_clip: float | None = Field(3.0, gt=1)
+    """For negative advantages the token loss is at most this times the advantage's size; null: not bounded, as in the
+    papers of PPO, GRPO and DAPO, e.g. ``10.0``."""
     lag_exponent: float = Field(0.0, ge=0)
     """The clip's width for a token that is l versions old is multiplied by (1 + l) to the power of minus this, e.g.
     ``0.5``: what is older may move less; 0: all alike."""
@@ -95,7 +96,7 @@ class GeoMeanLoss(Choice):
 
     implementation = "losses.geo_mean:geo_mean"
     paper = "Zhao et al. 2025, arXiv:2507.20673"
-    aggregation = "seq-mean-token-sum"
+    aggregation = "seq-mean-token-mean"
     type: Literal["geo_mean"] = "geo_mean"
     clip_low: float = Field(0.4, ge=0)
     """A token's log-ratio is kept above -clip_low, e.g. ``0.3``."""
@@ -109,9 +110,9 @@ class DppoTvLoss(Choice):
     implementation = "losses.dppo:dppo_tv"
     paper = "DPPO 2026, arXiv:2602.04879"
     type: Literal["dppo_tv"] = "dppo_tv"
-    threshold_low: float = Field(0.1, ge=0)
+    threshold_low: float = Field(0.15, ge=0)
     """By how much the probability may fall where the advantage is not positive, e.g. ``0.2``."""
-    threshold_high: float = Field(0.1, ge=0)
+    threshold_high: float = Field(0.15, ge=0)
     """By how much it may rise where the advantage is positive, e.g. ``0.2``."""
     ratio_cap: float = Field(20.0, gt=0)
     """Largest ratio that weighs a token."""
@@ -122,10 +123,10 @@ class DppoKlLoss(DppoTvLoss):
 
     implementation = "losses.dppo:dppo_kl"
     type: Literal["dppo_kl"] = "dppo_kl"  # type: ignore[assignment]
-    threshold_low: float = Field(0.02, ge=0)
-    """Largest divergence, in nats, where the advantage is not positive, e.g. ``0.05``."""
-    threshold_high: float = Field(0.02, ge=0)
-    """Largest divergence, in nats, where it is positive, e.g. ``0.05``."""
+    threshold_low: float = Field(0.05, ge=0)
+    """Largest divergence, in nats, where the advantage is not positive, e.g. ``0.02``."""
+    threshold_high: float = Field(0.05, ge=0)
+    """Largest divergence, in nats, where it is positive, e.g. ``0.02``."""
 
 
 class DroLoss(Choice):
@@ -292,8 +293,8 @@ CorrectionConfig = Annotated[BuiltInCorrection | CustomFunction, Field(discrimin
 
 
 class AlgorithmConfig(Section):
-    """Three choices that compose: an advantage, a policy loss, a correction for off-policy data. Defaults: GRPO.
-    `penstock algorithms` lists them with their papers."""
+    """Three choices that compose: an advantage, a policy loss, a correction for off-policy data. Defaults: GRPO, with
+    DAPO's mean over all tokens. `penstock algorithms` lists them with their papers."""
 
     preset: PresetName | None = None
     """A published method by its name, e.g. ``dapo``: the choices below that are not given are its own, and another one
@@ -342,6 +343,17 @@ class AlgorithmConfig(Section):
         if taken and (unread or kind == "remax"):
             why = "its greedy baseline would not pay" if kind == "remax" else "it does not read the reward"
             raise ValueError(f"{taken}: it is taken off the reward, and advantage={kind} has no use for that: {why}")
+        if taken and kind == "maxrl":
+            raise ValueError(
+                f"{taken}: it is taken off the reward, and advantage=maxrl divides by a group's mean reward, which "
+                "must not be negative"
+            )
+        tokens = [rule.kind for rule in self.reject if rule.kind.startswith("token")]
+        if tokens and self.loss.type == "geo_mean":
+            raise ValueError(
+                f"reject: {tokens[0]} leaves out tokens, and each token of loss=geo_mean has the whole trajectory's "
+                "loss; take a rule of trajectories, e.g. seq_mean_k3"
+            )
         return self
 
     @property

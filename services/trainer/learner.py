@@ -82,7 +82,7 @@ class Learner(ModelLearner):
             with self.memory.of("memory/backward"):
                 loss, metrics = self.micro_batches.fitting(
                     "forward or backward pass",
-                    partial(self.accumulate, step, rows, advantages, proximal, judgements),
+                    partial(self.accumulate, step, rows, advantages, proximal, judgements, number == 0),
                     self.give_up_update,
                 )
             with self.memory.of("memory/update"):
@@ -104,11 +104,13 @@ class Learner(ModelLearner):
         advantages: torch.Tensor | None = None,
         proximal: list[np.ndarray] | None = None,
         judgements: Judgements | None = None,
+        first: bool = True,
     ) -> tuple[float, dict[str, float]]:
         """Adds the gradient of these ``rows`` of the step (default: all) to the parameters, a micro-batch at a time.
         The result does not depend on how they are cut, up to rounding. ``advantages`` are of all the step's rows;
         ``proximal`` the log-probabilities that the policy had when the step began, ``[tokens]`` each, where it has
-        changed since. Returns the loss and metrics."""
+        changed since; without them only the ``first`` update sees that policy, and says how far it is from those that
+        sampled. Returns the loss and metrics."""
         advantages = self._advantages(step)[0] if advantages is None else advantages
         chosen = np.flatnonzero(step.rewarded)
         chosen = chosen if rows is None else rows[step.rewarded[rows]]
@@ -123,7 +125,7 @@ class Learner(ModelLearner):
             return 0.0, {}
         if self.algorithm.picks:
             token_values[PICKED] = self._picked(step, chosen, advantages, before)
-        lags = [np.where(t.loss_mask == 1, self.version - t.versions, 0).astype(np.float32) for t in trajectories]
+        lags = [self._lags(trajectory) for trajectory in trajectories]
         if LAGS in self.algorithm.columns:
             token_values[LAGS] = lags
         plan = self.plan(trajectories, step.groups[chosen])
@@ -151,7 +153,7 @@ class Learner(ModelLearner):
             if judgements:
                 judgements.note(chosen[list(rows.index)], part)
 
-        return self._backward(plan, parts, totals, lags, judged)
+        return self._backward(plan, parts, totals, lags, judged, first or before is not None)
 
     def _backward(
         self,
@@ -160,6 +162,7 @@ class Learner(ModelLearner):
         totals: Totals,
         lags: list[np.ndarray],
         judged: Callable[[Rows, Part], None],
+        compared: bool,
     ) -> tuple[float, dict[str, float]]:
         counts = [count for _, count in plan]
         mean_weight = self._mean_weight(parts(), counts) if self.algorithm.needs_first_pass else 1.0
@@ -175,6 +178,7 @@ class Learner(ModelLearner):
             share: float = counts_once * _share(rows, totals)
             if counts_once:
                 judged(rows, part)
+            if counts_once and compared:
                 age = rows.column(lags)
                 mismatch.add(part.policy, part.behaviour, part.mask, age == 0)
                 by_lag.add(part.policy, part.behaviour, age, part.mask, self.algorithm.clipped(part))
@@ -183,7 +187,8 @@ class Learner(ModelLearner):
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + share * float(mean)
         total, *means = self.world.sum([total, *sums.values()])
-        return total, dict(zip(sums, means, strict=True)) | mismatch.metrics(self.world) | by_lag.metrics(self.world)
+        found = self.algorithm.finished(dict(zip(sums, means, strict=True)))
+        return total, found | (mismatch.metrics(self.world) | by_lag.metrics(self.world) if compared else {})
 
     def _held(self) -> Iterator[torch.Tensor]:
         """See `ModelLearner._held`."""
@@ -274,12 +279,28 @@ class Learner(ModelLearner):
         found = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
         now = [found[i] for i in chosen]
         behaviour = [step.trajectories[i].logprobs for i in chosen]
-        old = behaviour if self._config.algorithm.ratio == "behaviour" else before or now
+        old = self._denominators([step.trajectories[i] for i in chosen], before, now)
         mask = step.padded([t.loss_mask for t in step.trajectories], chosen).bool()
         every, width = range(len(chosen)), mask.shape[1]
         log_prob, before_it, seed = step.padded(now, every), step.padded(old, every), int(step.groups[chosen[0]])
         picked = self.algorithm.pick(log_prob, before_it, advantages[chosen, :width], mask, seed)
         return [picked[row, : len(values)].numpy().astype(np.float32) for row, values in enumerate(now)]
+
+    def _denominators(
+        self, trajectories: list[Trajectory], before: list[np.ndarray] | None, now: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        """What the loss's ratio divides by, float32 ``[tokens]`` of each: see `Algorithm.denominator`."""
+        ratio, behaviour = self._config.algorithm.ratio, [t.logprobs for t in trajectories]
+        if ratio == "behaviour":
+            return behaviour
+        if ratio == "proximal":
+            return before or now
+        shares = [lags / (lags + 1) for lags in map(self._lags, trajectories)]
+        return [b + s * (n - b) for b, s, n in zip(behaviour, shares, now, strict=True)]
+
+    def _lags(self, trajectory: Trajectory) -> np.ndarray:
+        """float32 ``[tokens]``: how many versions ago each was sampled, 0 where it was not."""
+        return np.where(trajectory.loss_mask == 1, self.version - trajectory.versions, 0).astype(np.float32)
 
     @torch.no_grad()
     def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:
@@ -302,7 +323,9 @@ class Learner(ModelLearner):
             "reward": float(rewards.mean()) if rewards.size else float("nan"),
             "reward_std": float(rewards.std()) if rewards.size else float("nan"),
             "reward_missing": float((~step.rewarded).sum()),
-            "groups_without_variance": float(sum(float(np.nanstd(group)) == 0 for group in compared)),
+            "groups_without_variance": float(
+                sum(np.nanmax(g) == np.nanmin(g) for g in compared if np.isfinite(g).any())
+            ),
             "tokens": float(lags.size),
             "tokens_lagging": float((lags >= 1).sum()),
             "lag_mean": float(lags.mean()) if lags.size else 0.0,

@@ -11,7 +11,7 @@ PresetName = Literal[
 
 PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": {"type": "gae"}},
-    "grpo": {},
+    "grpo": {"aggregation": "seq-mean-token-mean"},
     "dr_grpo": {"advantage": {"type": "grpo", "std": False}, "aggregation": "seq-mean-token-sum-norm"},
     "dapo": {"loss": {"type": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28}, "aggregation": "token-mean"},
     "rloo": {"advantage": {"type": "rloo"}},

@@ -349,14 +349,15 @@ def test_nothing_is_leased_beyond_the_last_step(tmp_path: Path, redis_url: str) 
     stage.close()
 
 
-def test_too_many_filtered_groups_in_a_row_end_the_run(tmp_path: Path, redis_url: str) -> None:
+@pytest.mark.parametrize("value", [[1.0, 1.0], [0.1, 0.1]])
+def test_too_many_filtered_groups_in_a_row_end_the_run(tmp_path: Path, redis_url: str, value: list[float]) -> None:
     replay = ReplayConfig(filter="zero_variance", max_consecutive_filtered=4)
     stage = Stage(tmp_path, redis_url, replay=replay)
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
     reward.box.tell(m.Credit(total=100))
     for lease in rollout.leases(2 * B):
         rollout.finish(lease)
-    reward.score(4, rewards=[1.0, 1.0])
+    reward.score(4, rewards=value)
     assert rollout.next(m.Stop)
     stage.close()
     assert stage.error and "nothing left to learn" in stage.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from penstock.pipeline.tools.algorithms import choices
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
+from penstock.services.trainer.algorithms.advantages.gpg import gpg
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 from penstock.services.trainer.presets import PRESETS
@@ -221,3 +223,43 @@ def test_the_interpolated_start_lies_between_and_is_exact_where_policies_move_ev
     totals = Totals(float(mask.sum()), float(len(mask)))
     wanted, _ = algorithm(ratio="proximal", loss="ppo_clip", correction="truncated").loss(same, totals)
     torch.testing.assert_close(one.loss(part, totals)[0], wanted)
+
+
+@quick
+@given(rows=st.integers(3, 31), value=st.sampled_from([0.1, 0.2, 0.3, 0.7]))
+def test_gpg_counts_answers_of_groups_that_teach_something(rows: int, value: float) -> None:
+    """Chu et al. 2025: α = B / (B − M), M of B answers being in groups whose rewards are all equal."""
+    scores = torch.cat([torch.full((rows,), value), torch.tensor([0.0, 1.0, 1.0])])  # float32, as rewards come
+    found = gpg(scores, torch.ones(rows + 3, 1), torch.tensor([0] * rows + [1] * 3))[:, 0]
+    torch.testing.assert_close(found[-3:], (rows + 3) / 3 * torch.tensor([-2.0, 1.0, 1.0]) / 3)
+    assert found[:rows].abs().max() < 1e-4
+
+
+@quick
+@given(seed=seeds)
+def test_the_penalty_is_no_larger_where_an_answer_is_longer(seed: int) -> None:
+    """GMPO's loss is of the whole answer, the penalty of its tokens: their mean, whatever the length."""
+    _, mask, _, log_prob, behaviour, advantages = a_step(seed)
+    part = Part(log_prob, behaviour, advantages, mask, {"reference": log_prob - 0.5})
+    totals = Totals(float(mask.sum()), float(len(mask)))
+    kl = {"coefficient": 1.0}
+    with_it, without = (algorithm(loss="geo_mean", **more).loss(part, totals)[0] for more in ({"kl": kl}, {}))
+    assert float(with_it - without) == pytest.approx(math.exp(-0.5) + 0.5 - 1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [({"advantage": {"type": "maxrl"}, "kl": {"place": "reward", "coefficient": 0.1}}, "must not be negative"),
+     ({"advantage": {"type": "maxrl"}, "constraints": [{"column": "reward/length", "limit": 5}]}, "not be negative"),
+     ({"preset": "gmpo", "reject": [{"kind": "token_k1", "upper": 2.0}]}, "take a rule of trajectories")],
+)  # fmt: skip
+def test_what_would_train_something_else_is_refused(chosen: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        AlgorithmConfig.model_validate(chosen)
+
+
+def test_a_penalty_in_the_reward_is_ppos_and_grpo_has_its_own_mean() -> None:
+    in_reward, in_loss = ({"kl": {"coefficient": 0.1, **where}} for where in ({"place": "reward"}, {}))
+    assert AlgorithmConfig.model_validate(in_reward).kl.kind == "k1"
+    assert AlgorithmConfig.model_validate(in_loss).kl.kind == "k3"
+    assert AlgorithmConfig.model_validate({"preset": "grpo"}).aggregated == "seq-mean-token-mean"

@@ -120,6 +120,37 @@ def test_normalized_weights_do_not_depend_on_the_micro_batches() -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_metrics_of_a_correction_do_not_depend_on_the_micro_batches(level: str) -> None:
+    model = make_model()
+    step = make_step(model)
+    reject = [{"kind": "seq_mean_k3", "upper": 0.02}]
+    correction = {"type": "icepop", "level": level, "lower": 0.9, "upper": 1.1}
+    algorithm = AlgorithmConfig.model_validate({"ratio": "proximal", "correction": correction, "reject": reject})
+    found = []
+    for budget in (40, 4096):
+        learner = Learner(model, TrainerConfig(algorithm=algorithm, tokens_per_micro_batch=budget), 1.0)
+        learner.version = 7
+        learner.optimizer.zero_grad()
+        _, metrics = learner.accumulate(step)
+        found.append({name: metrics[name] for name in metrics if name.startswith(("is_weight", "rejected"))})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert 0 < found[0]["is_weight_effective_sample_fraction"] < 1 and 0 < found[0]["rejected_rows"] < 1
+    assert "is_weight_square" not in found[0]
+
+
+def test_the_clip_that_follows_age_is_counted_as_it_is() -> None:
+    model = make_model()
+    algorithm = AlgorithmConfig.model_validate({"loss": {"type": "ppo_clip", "lag_exponent": 3.0}})
+    learner = Learner(model, TrainerConfig(algorithm=algorithm), 1.0)
+    learner.version = 7
+    learner.optimizer.zero_grad()
+    _, metrics = learner.accumulate(make_step(model))
+    lags = [name.split("/")[1] for name in metrics if name.endswith("/share")]
+    beyond = sum(metrics[f"lag/{lag}/clipped"] * metrics[f"lag/{lag}/share"] for lag in lags)
+    assert beyond >= metrics["clip_fraction"] > 0, "of those beyond the clip some are on the side that is not clipped"
+
+
 def test_what_age_does_is_told_for_each_lag_whatever_the_micro_batches() -> None:
     model = make_model()
     step = make_step(model)
@@ -147,4 +178,4 @@ def test_learning_rate_warms_up_and_falls() -> None:
     ).optimizer
     rates = [learning_rate(config, step, 10) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates[-1] == pytest.approx(0.5 + 0.5 / 8)
+    assert rates[-1] == pytest.approx(0.5) and rates[-2] == pytest.approx(0.5 + 0.5 / 7)

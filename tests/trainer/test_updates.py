@@ -78,6 +78,16 @@ def test_a_correction_weighs_the_policy_that_the_step_began_with() -> None:
     assert often["approx_kl"] != pytest.approx(once["approx_kl"], abs=1e-6)
 
 
+@pytest.mark.parametrize("ratio", ["behaviour", "interpolated"])
+def test_engine_and_trainer_are_compared_before_the_first_update(ratio: str) -> None:
+    """Nothing keeps what the policy said then: what later updates see is how far the step has moved."""
+    given = {"ratio": ratio, "correction": {"type": "truncated" if ratio == "interpolated" else "none"}}
+    once, often = (learner(algorithm=given, epochs=epochs).train(a_step(2)) for epochs in (1, 4))
+    compared = [name for name in once if name.startswith(("mismatch", "lag/")) and not name.endswith("clipped")]
+    assert len(compared) > 10
+    assert {name: often[name] for name in compared} == pytest.approx({name: once[name] for name in compared}, rel=1e-5)
+
+
 def test_more_mini_batches_than_groups_are_refused() -> None:
     given = {"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}, "gate": {"groups_per_step": 4}}
     with pytest.raises(ValidationError, match=r"trainer\.mini_batches=8 is more than gate\.groups_per_step=4"):

@@ -19,9 +19,13 @@ from penstock.services.trainer.algorithm_config import AlgorithmConfig, CustomFu
 from penstock.services.trainer.algorithms.advantages.branches import by_session
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
-from penstock.services.trainer.algorithms.corrections.weights import mean_terms
+from penstock.services.trainer.algorithms.corrections.weights import SHARES, mean_terms, spread
 from penstock.services.trainer.algorithms.custom import CustomChoice, Place
 from penstock.services.trainer.choice import Choice
+
+
+WEIGHT = "is_weight_"
+"""What the names of a correction's metrics begin with."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Algorithm:
         if not loss.clips_tokens:
             return None
         ratio = (part.log_prob.detach() - self.denominator(part)).exp()
-        return (ratio < 1 - loss.clip_low) | (ratio > 1 + loss.clip_high)  # type: ignore[union-attr]
+        width = (1 + part.columns[LAGS]) ** -loss.lag_exponent if loss.reads_lags else 1.0  # type: ignore[union-attr]
+        return (ratio < 1 - loss.clip_low * width) | (ratio > 1 + loss.clip_high * width)  # type: ignore[union-attr]
 
     def advantages(
         self,
@@ -159,7 +164,9 @@ class Algorithm:
         """The part's share of the step's loss; all parts' shares add up to it. Metrics are means over the part."""
         config = self._config
         weights, metrics = self.weights(part)
-        metrics = {f"is_weight_{name}": value for name, value in metrics.items()}
+        if getattr(config.correction, "level", "token") == "sequence":
+            metrics |= {name: _over_rows(metrics[name], part, totals) for name in SHARES if name in metrics}
+        metrics = {f"{WEIGHT}{name}": value for name, value in metrics.items()}
         if weights is not None:
             weights = weights / mean_weight
         old = self.denominator(part)
@@ -168,7 +175,7 @@ class Algorithm:
         if config.reject:
             kept, found = rejection(self.start(part), part.behaviour, part.mask, config.reject, part.advantages)
             losses = losses * kept
-            metrics |= found
+            metrics |= found | {"rejected_rows": _over_rows(found["rejected_rows"], part, totals)}
         if self._in_loss:
             reference, how = part.columns[REFERENCE], config.kl
             kl = kl_penalty(part.log_prob, reference, how.kind, how.gradient, part.behaviour)
@@ -179,6 +186,15 @@ class Algorithm:
             metrics["entropy"] = masked_mean(part.entropy.detach(), part.mask)
         loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, totals.tokens, totals.sequences)
         return loss, metrics
+
+    @staticmethod
+    def finished(metrics: dict[str, float]) -> dict[str, float]:
+        """``metrics`` of a whole step, from the means over its parts: with what is no mean itself."""
+        found = dict(metrics)
+        square = found.pop(f"{WEIGHT}square", None)
+        if square is None:
+            return found
+        return found | {f"{WEIGHT}{name}": value for name, value in spread(found[f"{WEIGHT}mean"], square).items()}
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the gradient of ``loss``. Raises `UserCodeError` where a loss of the user's own does not allow it."""
@@ -191,6 +207,12 @@ class Algorithm:
             raise UserCodeError(
                 f"trainer.algorithm.loss.function: {own.function}: its gradient cannot be computed: {error}"
             ) from error
+
+
+def _over_rows(share: torch.Tensor, part: Part, totals: Totals) -> torch.Tensor:
+    """``share`` of a part's rows, so that the mean over parts, weighed by their tokens, is that of the step's rows."""
+    rows, tokens = part.mask.any(-1).sum(), part.mask.sum().clamp(min=1)
+    return share * rows / tokens * (totals.tokens / totals.sequences)
 
 
 def _resolve(config: Choice | CustomFunction, place: Place) -> Callable[..., Any]:

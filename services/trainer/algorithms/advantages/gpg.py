@@ -6,9 +6,15 @@ import torch
 
 from penstock.services.trainer.algorithms.advantages.group_stats import Groups
 
+EQUAL = 1e-6
+"""Rewards of a group that differ by less, of the step's largest, are equal."""
+
 
 def gpg(scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, f_norm: float = 1.0) -> torch.Tensor:
-    """(reward - the group's mean) * rows / max(1, rows with a reward that is not 0) / ``f_norm``, the counts being over
-    the step. Shapes as for `grpo`."""
-    scale = len(scores) / scores.count_nonzero().clamp(min=1) / f_norm
-    return (Groups.of(groups, scores.dtype).centred(scores) * scale)[:, None] * mask
+    """(reward - the group's mean) * α / ``f_norm``, where α is rows / rows of groups that teach something: whose rewards
+    are not all equal, up to rounding. The counts are over the step. Shapes as for `grpo`."""
+    among = Groups.of(groups, scores.dtype)
+    centred = among.centred(scores)
+    unlike = centred.abs() > EQUAL * scores.abs().max().clamp(min=1)
+    teaching = (among.sum(unlike.to(scores.dtype)) > 0)[among.member].sum()
+    return (centred * (len(scores) / teaching.clamp(min=1)) / f_norm)[:, None] * mask

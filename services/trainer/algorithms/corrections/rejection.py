@@ -22,7 +22,7 @@ def rejection(
     """The mask of what passes all ``rules``; all tensors ``[rows, length]``. With d = train - rollout within ±20, k1 is
     -d, k2 d²/2, k3 exp(d) - 1 - d; a rule of rows compares their sum, mean or maximum over valid tokens, and drops the
     whole row; one for negative advantages only where the advantage is. Metrics: the shares of valid tokens that are
-    dropped, and of rows that lose one."""
+    dropped, and of rows with any that lose one."""
     valid = mask.bool()
     kept = valid.clone()
     d = ((train_log_prob - rollout_log_prob).detach() * valid).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -42,6 +42,6 @@ def rejection(
     dropped = valid & ~kept
     metrics = {
         "rejected_tokens": masked_mean(dropped.to(d.dtype), mask),
-        "rejected_rows": dropped.any(-1).to(d.dtype).mean(),
+        "rejected_rows": masked_mean(dropped.any(-1).to(d.dtype), valid.any(-1)),
     }
     return kept, metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from penstock.services.learning.masked_mean import LOG_RATIO_LIMIT, masked_mean
@@ -23,19 +25,28 @@ def mean_terms(weights: torch.Tensor, mask: torch.Tensor, level: str) -> tuple[t
     return (weights * mask).amax(-1).sum(), mask.any(-1).sum()
 
 
+SHARES = ("fraction_high", "fraction_low")
+"""Of `describe`: of tokens, or of rows."""
+
+
+def spread(mean: float, square: float) -> dict[str, float]:
+    """Standard deviation, and effective sample size as a share, of weights whose mean and mean square these are."""
+    return {
+        "std": math.sqrt(max(0.0, square - mean**2)),
+        "effective_sample_fraction": mean**2 / max(square, 1e-30),
+    }
+
+
 def describe(
     weights: torch.Tensor, ratio: torch.Tensor, mask: torch.Tensor, level: str, lower: float, upper: float
 ) -> dict[str, torch.Tensor]:
-    """Mean, standard deviation and effective sample share over valid tokens; the shares of tokens, or of rows, whose
-    ratio is outside [``lower``, ``upper``]."""
-    mean = masked_mean(weights, mask)
-    squares = masked_mean(weights**2, mask)
+    """Means of the weights and of their squares over valid tokens, of which `spread` makes the rest; the shares of
+    tokens, or of rows, whose ratio is outside [``lower``, ``upper``]."""
     one = mask if level == "token" else mask.any(-1)
     ratio = ratio if level == "token" else ratio[:, 0]
     return {
-        "mean": mean,
-        "std": masked_mean((weights - mean) ** 2, mask).sqrt(),
-        "effective_sample_fraction": mean**2 / squares.clamp(min=1e-30),
+        "mean": masked_mean(weights, mask),
+        "square": masked_mean(weights**2, mask),
         "fraction_high": masked_mean((ratio > upper).to(weights.dtype), one),
         "fraction_low": masked_mean((ratio < lower).to(weights.dtype), one),
     }

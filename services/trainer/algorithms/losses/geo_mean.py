@@ -18,9 +18,8 @@ def geo_mean(
     clip_high: float = 0.4,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A row's loss is -A exp(mean log-ratio), each log-ratio kept within [-clip_low, clip_high] on the side that the
-    advantage's sign makes pessimistic; the importance weights enter by their geometric mean. It is spread evenly over
-    the row's valid tokens, so that their sum is it. Advantages are constant along a row. All tensors
-    ``[rows, length]``."""
+    advantage's sign makes pessimistic; the importance weights enter by their geometric mean. Each valid token of the
+    row has it, so that their mean is it. Advantages are constant along a row. All tensors ``[rows, length]``."""
     raw = log_prob - old_log_prob
     sign, bounded = advantages.sign(), raw.clamp(-clip_low, clip_high)
     kept = sign * torch.minimum(sign * raw, sign * bounded)
@@ -38,4 +37,4 @@ def geo_mean(
         "clip_fraction_negative": share(outside & (advantages < 0), mask),
         "approx_kl": masked_mean(-raw.detach(), mask),
     }
-    return losses * valid / valid.sum(-1, keepdim=True).clamp(min=1), metrics
+    return losses * valid, metrics

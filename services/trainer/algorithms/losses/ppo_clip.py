@@ -18,11 +18,11 @@ def ppo_clip(
     lags: torch.Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    dual_clip: float = 3.0,
+    dual_clip: float | None = 3.0,
     lag_exponent: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Token losses max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_prob - old_log_prob), capped at
-    -A dual_clip for negative A, times the importance weights. All tensors ``[rows, length]``; the losses too. With
+    -A dual_clip for negative A (None: not), times the importance weights. All tensors ``[rows, length]``; the losses too. With
     ``lags``, in versions, the clip's width of each token is (1 + lag)^-lag_exponent of what it is.
     """
     log_ratio = clamped_log_ratio(log_prob, old_log_prob)
@@ -32,7 +32,7 @@ def ppo_clip(
     low, high = 1 - clip_low * width, 1 + clip_high * width
     clipped = -advantages * torch.minimum(torch.maximum(ratio, ratio.new_tensor(low)), ratio.new_tensor(high))
     worse = torch.maximum(plain, clipped)
-    cap = -advantages * dual_clip
+    cap = -advantages * (torch.inf if dual_clip is None else dual_clip)
     negative = advantages < 0
     losses = torch.where(negative, torch.minimum(worse, cap), worse)
     metrics = {
