@@ -123,6 +123,12 @@ class PublishState:
             peer.loading, peer.since = (self._epoch.number, version), now
         return self._epoch
 
+    def met(self, now: float) -> None:
+        """The epoch's members have a group, or have none: their time to load begins, however long it took to meet."""
+        for peer in self.peers.values():
+            if peer.loading and peer.loading[0] == self._epoch.number:
+                peer.since = now
+
     def committed(self, version: int, digest: str) -> None:
         """``version`` is the one to serve from now on."""
         self.latest = version, digest

@@ -80,7 +80,8 @@ class CriticLearner(ModelLearner):
             for rows, _ in plan:
                 health.beat()
                 with self.keeping():
-                    yield forward_values(self.model, rows)
+                    values = forward_values(self.model, rows)
+                yield values
 
         for turn, ((rows, counts_once), values) in enumerate(zip(plan, self.early(passes()), strict=True), 1):
             index, width = list(rows.index), values.shape[1]

@@ -123,6 +123,7 @@ class ModelLearner:
         reshard(self.model)
         if self.stage:
             self.stage.settle()
+        if self.stage and found:
             sizes = [values.size for values in found]
             every = self.world.of_last_stage(np.concatenate([values.reshape(-1) for values in found]))
             parts = np.split(every, np.cumsum(sizes)[:-1])

@@ -174,9 +174,8 @@ class Learner(ModelLearner):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
             sum_gradients(self.model, not self.sums_once, turn == len(plan))
             self.algorithm.backward(loss * counts_once)
-            total += counts_once * float(loss.detach())
-            share: float = counts_once * _share(rows, totals)
             if counts_once:
+                total += float(loss.detach())
                 judged(rows, part)
             if counts_once and compared:
                 age = rows.column(lags)
@@ -184,8 +183,8 @@ class Learner(ModelLearner):
                 by_lag.add(part.policy, part.behaviour, age, part.mask, self.algorithm.clipped(part))
             if part.entropy is None:  # an estimate, from the sampled tokens alone
                 found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
-            for name, mean in found.items():
-                sums[name] = sums.get(name, 0.0) + share * float(mean)
+            for name, mean in found.items():  # what does not count may be NaN
+                sums[name] = sums.get(name, 0.0) + (_share(rows, totals) * float(mean) if counts_once else 0.0)
         total, *means = self.world.sum([total, *sums.values()])
         found = self.algorithm.finished(dict(zip(sums, means, strict=True)))
         return total, found | (mismatch.metrics(self.world) | by_lag.metrics(self.world) if compared else {})
@@ -278,7 +277,6 @@ class Learner(ModelLearner):
         """float32 ``[tokens]`` for each ``chosen`` trajectory: 1 where the loss picks a token, out of all of them."""
         found = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
         now = [found[i] for i in chosen]
-        behaviour = [step.trajectories[i].logprobs for i in chosen]
         old = self._denominators([step.trajectories[i] for i in chosen], before, now)
         mask = step.padded([t.loss_mask for t in step.trajectories], chosen).bool()
         every, width = range(len(chosen)), mask.shape[1]
@@ -307,8 +305,9 @@ class Learner(ModelLearner):
         total = count = 0.0
         for part, counts_once in zip(parts, counts, strict=True):
             of_weights, of_count = self.algorithm.mean_terms(part)
-            total += counts_once * float(of_weights)
-            count += counts_once * float(of_count)
+            if counts_once:
+                total += float(of_weights)
+                count += float(of_count)
         total, count = self.world.sum([total, count])
         return total / count if count else 1.0
 

@@ -38,7 +38,9 @@ class HostBuffer:
     ``shared``, other processes can map them, by `path`; with a ``name`` they are a segment, which `unlink` removes."""
 
     def __init__(self, nbytes: int, shared: bool = False, name: str = "") -> None:
-        self.name, self.path, self._file, self._pinned = name, "", -1, False
+        self.name, self.path, self._file = name, "", -1
+        self._pinned: bool | None = None
+        """False: CUDA would not."""
         self.offset = HEADER_BYTES if name else 0
         """Where in the file the flat buffer begins."""
         if not shared and not name:
@@ -71,7 +73,7 @@ class HostBuffer:
 
     def pin(self) -> None:
         """Registers it with CUDA, where there is one."""
-        self._pinned = self._pinned or pin(self.tensor)
+        self._pinned = pin(self.tensor) if self._pinned is None else self._pinned
 
     def unlink(self) -> None:
         """Removes a segment's name; the memory goes when the last mapping does."""

@@ -78,6 +78,8 @@ class GpuGmac:
             padded = torch.cat((rows, rows.new_zeros((missing, rows.shape[1])))) if missing else rows
             try:
                 return torch._int_mm(padded, matrix.t())[: len(rows)]
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 log.warning("no int8 products on this GPU: digests take twice as long", error=str(error)[:200])
                 self._int8 = False

@@ -48,6 +48,21 @@ class Stage:
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._most = world.shape.stages
+        if world.device.type == "cuda":
+            self._meet()
+
+    def _meet(self) -> None:
+        """Makes the connections of both groups: NCCL would make those of gradients while a state is on its way, whose
+        kernel ends only once the next stage, which makes them too, has taken it."""
+        one = torch.zeros(1, device=self._device)
+        ways = ((self._states, self._before, self._behind), (self._gradients, self._behind, self._before))
+        for number, (group, of, to) in enumerate(ways):
+            first, last = (self.first, self.last) if number == 0 else (self.last, self.first)
+            if not first:
+                dist.recv(one, of, group=group)
+            if not last:
+                dist.send(one, to, group=group)
+        torch.cuda.synchronize(self._device)
 
     def take_up(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the base model is called with: of ``inputs``, with what the stage before has sent for their tokens."""

@@ -23,7 +23,6 @@ from penstock.services.trainer.algorithms.corrections.weights import SHARES, mea
 from penstock.services.trainer.algorithms.custom import CustomChoice, Place
 from penstock.services.trainer.choice import Choice
 
-
 WEIGHT = "is_weight_"
 """What the names of a correction's metrics begin with."""
 

@@ -302,6 +302,11 @@ class Receiver:
         except CollectiveError as error:
             self._group = None
             log.warning("broadcast broke", version=proposal.version, error=str(error))
+        except BaseException:  # of ours, with others' broadcasts in line: nobody would finish them
+            if self._group:
+                self._group.abort()
+            self._group = None
+            raise
 
     def _given_up(self, proposal: Propose) -> bool:
         """The sender has proposed something newer, or this rollout leaves."""

@@ -138,7 +138,7 @@ class Publisher:
         """Ends the thread, and lets go of connections, buffers and segments."""
         self._closed = True
         self._events.put(None)
-        self._thread.join(self._config.stall_s + 5)
+        self._thread.join(max(self._config.stall_s, self._config.meet_s) + 5)
         self._snapshots.close()
         self.latest = self._pinned = None
         self._broadcast.close()
@@ -225,7 +225,7 @@ class Publisher:
         for identity, epoch, transport in self._sender.seeds(now):
             log.info("seeding", receiver=identity, epoch=epoch, version=self.latest.version, transport=transport)
             self._propose([identity], epoch, self.latest, self._route_alone(transport, self.latest))
-            self._say(self._commit_version([identity], epoch, self.latest))
+            self._say(self.latest.commit([identity], epoch))
 
     def _publish(self, publication: Publication) -> None:
         started = time.monotonic()
@@ -243,7 +243,7 @@ class Publisher:
         whole = self._source.gmac.whole(layout.digest, found) if self._verify else f"unverified-{publication.version}"
         snapshot.digests = Digests(buckets=tuple(found), whole=whole)
         snapshot.cost.gather_s = gathered - started - snapshot.cost.digest_s
-        version = None if publication.quiet else self._commit_version(list(epoch.members), epoch.number, snapshot)
+        version = None if publication.quiet else snapshot.commit(list(epoch.members), epoch.number)
         committing = publication.commit(snapshot, version) if publication.commit else None
         self._finish(snapshot)
         if version:
@@ -315,7 +315,10 @@ class Publisher:
         def propose(targets: list[str], route: Route) -> None:
             self._propose(targets, epoch.number, snapshot, route)
 
-        return self._broadcast.meet(epoch, routes, snapshot.version, propose)
+        found = self._broadcast.meet(epoch, routes, snapshot.version, propose)
+        if routes:
+            self._sender.met(self._clock())
+        return found
 
     def _loads(self, snapshot: Snapshot) -> bool:
         """Somebody is not done with it."""
@@ -355,17 +358,6 @@ class Publisher:
                 route=route,
                 snapshots=self._snapshots.address,
             )
-        )
-
-    @staticmethod
-    def _commit_version(targets: list[str], epoch: int, snapshot: Snapshot) -> m.CommitVersion:
-        assert snapshot.digests
-        return m.CommitVersion(
-            targets=targets,
-            epoch=epoch,
-            version=snapshot.version,
-            digests=snapshot.digests,
-            canary=snapshot.canary,
         )
 
     def _say(self, message: m.Invite | m.Propose | m.CommitVersion) -> None:

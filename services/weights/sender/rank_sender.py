@@ -273,9 +273,7 @@ class RankSender:
         if self._own is None:
             self._own = torch.zeros(
                 self._source.layout.nbytes, dtype=torch.uint8
-            )  # pages of others' rows stay untouched
-            if self.stage:
-                pin(self._own)
+            )  # pages of others' rows stay untouched, and so are not registered with CUDA
         return self._own
 
     def _forget(self, key: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.protocols.messages import Canary, Fetch, Message, PublishCost, Refused
+from penstock.protocols.messages import Canary, CommitVersion, Fetch, Message, PublishCost, Refused
 from penstock.protocols.versions import CudaIpcRoute, Digests, Layout
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.byte_views import as_memory
@@ -37,6 +37,13 @@ class Snapshot:
         """Of the whole version."""
         assert self.digests
         return self.digests.whole
+
+    def commit(self, targets: list[str], epoch: int) -> CommitVersion:
+        """What ``targets`` are told of it once it is complete."""
+        assert self.digests
+        return CommitVersion(
+            targets=targets, epoch=epoch, version=self.version, digests=self.digests, canary=self.canary
+        )
 
     def bucket(self, index: int) -> memoryview:
         """The bytes of one bucket."""

@@ -257,8 +257,8 @@ class BroadcastGroup:
     def close(self) -> None:
         """Lets go of connections in good order; nothing is under way."""
         for lane in self._lanes:
-            if isinstance(lane, NcclLane) and lane.close():
-                queues.give_back(self._device, self._queue)
+            if isinstance(lane, NcclLane):
+                lane.close(lambda: queues.give_back(self._device, self._queue))
 
     def abort(self) -> None:
         """Ends it, whatever is under way: what NCCL still has in line is given up."""

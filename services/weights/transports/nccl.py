@@ -138,6 +138,8 @@ class NcclLane:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._communicator: c_void_p | None = None
         self._left = False
+        self._asking = threading.Lock()
+        """The communicator is there: nobody asks it once it is being ended."""
         threading.Thread(target=self._run, name=f"nccl-{rank}", daemon=True).start()
         try:
             made = name(self._nccl.unique_id)
@@ -167,9 +169,10 @@ class NcclLane:
 
     def abort(self) -> None:
         """Ends the group. Waits for NCCL no longer than `ABORT_S`, and leaves it to itself then."""
-        if self._left:
-            return
-        self._left = True
+        with self._asking:
+            if self._left:
+                return
+            self._left = True
         self._calls.put(None)
         if self._communicator:
             communicator = self._communicator
@@ -184,19 +187,27 @@ class NcclLane:
             if ending.is_alive():
                 log.warning("NCCL does not end its group: left behind", after_s=ABORT_S)
 
-    def close(self) -> bool:
-        """Lets go of a group in good order; False where it was ended before."""
-        if self._left or not self._communicator:
-            return False
-        self._left = True
-        communicator = self._communicator
-        self._calls.put((lambda: self._nccl.destroy(communicator), Future()))
+    def close(self, gone: Callable[[], None]) -> None:
+        """Lets go of a group in good order, where it was not ended before; ``gone`` is called once it has nothing to do
+        any more, in a thread of its own."""
+        with self._asking:
+            if self._left or not self._communicator:
+                return
+            self._left = True
+            communicator = self._communicator
+
+        def end() -> None:
+            self._nccl.destroy(communicator)
+            gone()
+
+        self._calls.put((end, Future()))
         self._calls.put(None)
-        return True
 
     def _state(self) -> int:
-        assert self._communicator
-        state = self._nccl.state(self._communicator)
+        with self._asking:
+            if self._left or not self._communicator:
+                raise NcclError("the group was ended")
+            state = self._nccl.state(self._communicator)
         if state not in (SUCCESS, IN_PROGRESS):
             raise NcclError(self._nccl.say(state))
         return state

@@ -11,8 +11,8 @@ EQUAL = 1e-6
 
 
 def gpg(scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, f_norm: float = 1.0) -> torch.Tensor:
-    """(reward - the group's mean) * α / ``f_norm``, where α is rows / rows of groups that teach something: whose rewards
-    are not all equal, up to rounding. The counts are over the step. Shapes as for `grpo`."""
+    """(reward - the group's mean) * α / ``f_norm``, where α is rows / rows of groups whose rewards are not all equal,
+    up to rounding. The counts are over the step. Shapes as for `grpo`."""
     among = Groups.of(groups, scores.dtype)
     centred = among.centred(scores)
     unlike = centred.abs() > EQUAL * scores.abs().max().clamp(min=1)

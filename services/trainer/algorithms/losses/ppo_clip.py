@@ -22,8 +22,8 @@ def ppo_clip(
     lag_exponent: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Token losses max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(log_prob - old_log_prob), capped at
-    -A dual_clip for negative A (None: not), times the importance weights. All tensors ``[rows, length]``; the losses too. With
-    ``lags``, in versions, the clip's width of each token is (1 + lag)^-lag_exponent of what it is.
+    -A dual_clip for negative A (None: not), times the importance weights. All tensors ``[rows, length]``; the losses
+    too. With ``lags``, in versions, the clip's width of each token is (1 + lag)^-lag_exponent of what it is.
     """
     log_ratio = clamped_log_ratio(log_prob, old_log_prob)
     ratio = log_ratio.exp()
