@@ -13,12 +13,15 @@ from penstock.protocols.experience import ExperienceError, as_bytes
 from penstock.services.broker.granting import Room
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Leases
-from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.turns import Turn
 from penstock.services.broker.scheduler import Scheduler
 from penstock.services.broker.state import BrokerState
 
 log = structlog.get_logger()
+
+
+class NotHeldError(RuntimeError):
+    """What a gateway says is about a group that it does not hold (any more)."""
 
 
 class AgentDesk:
@@ -86,13 +89,16 @@ class AgentDesk:
         state, key = self._state, asked.key
         group = key.purpose, key.number
         self._held(member, *group)
-        known = state.records.of(group).get(key.answer_record)
-        if known is not None:
-            state.router.send(member.identity, m.TurnAnswer(answer=as_bytes(known)), request)
+        kept, note = state.records.of(group), asked.note.tobytes()
+        if kept.get(key.note_record) == note:
+            state.router.send(member.identity, m.TurnAnswer(answer=as_bytes(kept[key.answer_record])), request)
             return
+        # An answer to another gateway's question, which came after this one was given the group.
+        state.records.discard(group, key.note_record)
+        state.records.discard(group, key.answer_record)
         wanted = asked.prompt.tobytes(), asked.sampling, asked.stream, asked.known
         turn = state.turns.ask(group, key, (*group, key.place), wanted, (member.identity, request))
-        turn.note = asked.note.tobytes()
+        turn.note = note
 
     def on_generated(self, member: Member, request: int, said: m.Generated) -> None:
         """What a rollout answers; durable with this turn of the broker."""
@@ -135,10 +141,10 @@ class AgentDesk:
         self._state.router.send(member.identity, m.Ack(), request)
 
     def _held(self, member: Member, purpose: str, number: int) -> Leases:
-        """Where this gateway holds it. Raises `LedgerError` unless this gateway holds the group."""
+        """Where this gateway holds it. Raises `NotHeldError` unless this gateway holds the group."""
         leases = self._state.groups.leases if purpose == "train" else self._state.evaluation.leases
         if leases.holder(number) != member.identity:
-            raise LedgerError(f"{purpose} group {number} is not leased to {member.identity} (any more)")
+            raise NotHeldError(f"{purpose} group {number} is not leased to {member.identity} (any more)")
         return leases
 
     def _answer(self, turn: Turn, answer: bytes, error: str = "") -> None:

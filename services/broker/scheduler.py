@@ -101,7 +101,7 @@ class Scheduler:
             reason = f"its prompt cannot be used: {error}"
             state.drop_any(purpose, lease.number, reason, "prompt")
             return
-        if purpose == "train" and lease.attempt == 0:
+        if purpose == "train" and not lease.granted:
             state.progress.totals["leased"] += 1
         records = state.kept_of(purpose, lease)
         book = state.groups.leases if purpose == "train" else state.evaluation.leases
