@@ -10,7 +10,7 @@ import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.experience import ExperienceError, as_bytes
-from penstock.services.broker.granting import Room
+from penstock.services.broker.granting import SUSPECT_AFTER, Room
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Leases
 from penstock.services.broker.rules.turns import Turn
@@ -52,6 +52,8 @@ class AgentDesk:
 
     def _grant_turns(self, rollouts: list[Member], now: float) -> None:
         state = self._state
+        alone = state.turns.alone(SUSPECT_AFTER)
+        rollouts = [r for r in rollouts if r.identity not in alone]
         for turn in state.turns.waiting():
             if turn.attempt >= state.settings.broker.max_attempts:
                 state.turns.answered(turn.id)
@@ -61,8 +63,14 @@ class AgentDesk:
             able = [r for r in rollouts if r.room > 0 and r.version >= oldest and exact in (None, r.version)]
             if not able:
                 continue
-            last = state.turns.last_holder(turn)
-            chosen = next((r for r in able if r.identity == last), None) or max(able, key=lambda r: (r.room, r.name))
+            last, roomiest = state.turns.last_holder(turn), max(able, key=lambda r: (r.room, r.name))
+            chosen = next((r for r in able if r.identity == last), roomiest)
+            if turn.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes no other turn with it
+                busy = state.turns.holds.holders()
+                chosen = next((r for r in able if r.identity not in busy), roomiest)
+                rollouts.remove(chosen)
+                if chosen.identity in busy:  # which is given nothing more until it is idle
+                    continue
             state.turns.grant(turn, chosen.identity, now + state.settings.broker.lease_s)
             chosen.given += 1
             prompt, sampling, stream, known = turn.request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,48 @@ def test_a_group_that_a_gateway_does_not_hold_is_refused_by_name(gateways: Gatew
     with pytest.raises(RefusedError) as refused:
         asked(gateway, lease, "what is 1+1?").result(5)
     assert refused.value.code == "not_held"
+
+
+def test_a_turn_that_may_kill_its_rollouts_is_given_alone(gateways: Gateways) -> None:
+    gateway = gateways.open("gateway-0", room=3)
+    leases = gateway.leases(3)
+    said = [asked(gateway, lease, f"{lease.number}") for lease in leases[:2]]
+    first = {gateways.rollout.next(m.Generate).id for _ in range(2)}
+    second = gateways.stage.rollout(incarnation="2")
+    assert {second.next(m.Generate).id for _ in range(2)} == first
+    third = gateways.stage.rollout(incarnation="3")
+    suspect = third.next(m.Generate)
+    other = asked(gateway, leases[2], "another")
+    time.sleep(0.2)
+    assert third.box.inbox.empty(), "it holds a suspect"
+    beside = gateways.stage.rollout("rollout-1")
+    assert {beside.next(m.Generate).id} == first - {suspect.id}
+    time.sleep(0.2)
+    assert beside.box.inbox.empty()
+    third.box.ask(m.Generated(id=suspect.id, answer=as_bytes(b"2"), oldest=0, newest=0), 5)
+    answer(third, b"4")
+    assert text(other.result(5).answer) == "4" and sum(each.done() for each in said) == 1
+
+
+def test_a_suspected_turn_waits_for_an_idle_rollout_which_is_given_nothing_more(gateways: Gateways) -> None:
+    gateway = gateways.open("gateway-0", room=3)
+    leases = gateway.leases(3)
+    asked(gateway, leases[0], "the suspect")
+    suspect = gateways.rollout.next(m.Generate)
+    second = gateways.stage.rollout(incarnation="2")
+    second.next(m.Generate)
+    busy = gateways.stage.rollout("rollout-1")
+    asked(gateway, leases[1], "one before")
+    before = busy.next(m.Generate)
+    second.box.tell(m.Bye(reason="killed"))
+    time.sleep(0.2)
+    asked(gateway, leases[2], "one after")
+    time.sleep(0.3)
+    assert before.id != suspect.id and busy.box.inbox.empty(), "it is to be idle"
+    busy.box.ask(m.Generated(id=before.id, answer=as_bytes(b"2"), oldest=0, newest=0), 5)
+    assert busy.next(m.Generate).id == suspect.id
+    time.sleep(0.2)
+    assert busy.box.inbox.empty(), "it holds a suspect"
 
 
 class Machine(RuleBasedStateMachine):
