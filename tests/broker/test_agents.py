@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.protocols import messages as m
+from penstock.protocols import wire
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.mailbox import RefusedError
 from penstock.services.broker.rules.leases import Leases
@@ -25,7 +26,7 @@ class Gateways:
     """A broker of a run with gateways, which may be started again."""
 
     def __init__(self, folder: Path, url: str) -> None:
-        self._folder, self._url = folder, url
+        self.folder, self._url = folder, url
         self.stage = Stage(folder, url, agents=True)
         self.rollout = self.stage.rollout()
 
@@ -36,7 +37,7 @@ class Gateways:
 
     def restart(self) -> None:
         self.stage.close()
-        self.stage = Stage(self._folder, self._url, agents=True)
+        self.stage = Stage(self.folder, self._url, agents=True)
         self.rollout = self.stage.rollout(incarnation="2")
 
 
@@ -138,6 +139,30 @@ def test_a_group_that_a_gateway_does_not_hold_is_refused_by_name(gateways: Gatew
     with pytest.raises(RefusedError) as refused:
         asked(gateway, lease, "what is 1+1?").result(5)
     assert refused.value.code == "not_held"
+
+
+def test_a_group_is_taken_over_however_much_was_kept_of_it(gateways: Gateways) -> None:
+    first = gateways.open("gateway-0")
+    first.leases(1)
+    kept = {f"note.0.{turn}": bytes([turn % 256]) * (wire.INLINE_BYTES + turn) for turn in range(wire.MAX_FRAMES + 1)}
+    for said in [first.box.ask_later(note(name, data), 20) for name, data in kept.items()]:
+        said.result(20)
+    first.box.tell(m.Bye(reason="killed"))
+    (lease,) = gateways.open("gateway-1").leases(1)
+    assert {name: data.tobytes() for name, data in lease.records.items()} == kept
+
+
+def test_sessions_that_no_message_has_room_for_cost_their_group_alone(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = gateways.open("gateway-0")
+    first.leases(1)
+    first.box.ask(note("session.0", bytes(wire.INLINE_BYTES)), 5)
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", wire.INLINE_BYTES)
+    first.box.tell(m.Bye(reason="killed"))
+    (lease,) = gateways.open("gateway-1").leases(1)
+    assert lease.number == 1
+    assert "what is kept of its sessions cannot be sent: Lease" in (gateways.folder / "dropped.jsonl").read_text()
 
 
 def test_a_turn_that_may_kill_its_rollouts_is_given_alone(gateways: Gateways) -> None:
