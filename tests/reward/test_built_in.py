@@ -172,6 +172,50 @@ def test_a_judge_is_asked_again_while_it_is_busy_and_never_twice_the_same(url: s
     assert ask(url, "3", (200, "1")) == 0.1
 
 
+def test_the_same_question_is_asked_once_also_while_it_is_asked(url: str) -> None:
+    Server.script[:] = [(200, "grade: 8"), (200, "grade: 2")]
+
+    async def several() -> list[float]:
+        first = asyncio.ensure_future(judge("2", "1 + 1?", "2", url=url, model="m"))
+        others = [asyncio.ensure_future(judge("2", "1 + 1?", "2", url=url, model="m")) for _ in range(8)]
+        different = asyncio.ensure_future(judge("3", "1 + 1?", "2", url=url, model="m"))
+        return await asyncio.gather(first, *others, different)
+
+    *same, different = asyncio.run(several())
+    assert len(Server.asked) == 2 and len(set(same)) == 1 and {same[0], different} == {0.8, 0.2}
+
+
+def test_who_waits_for_anothers_question_asks_itself_where_that_one_gives_up(url: str) -> None:
+    Server.script[:] = [(429, "later"), (200, "grade: 8")]
+
+    async def two() -> float:
+        first = asyncio.ensure_future(judge("2", "1 + 1?", "2", url=url, model="m"))
+        second = asyncio.ensure_future(judge("2", "1 + 1?", "2", url=url, model="m"))
+        while len(Server.asked) < 1:
+            await asyncio.sleep(0.01)
+        first.cancel()  # at its deadline
+        return await second
+
+    assert asyncio.run(two()) == 0.8
+
+
+def test_who_waits_for_anothers_question_has_its_error_too(url: str) -> None:
+    Server.script[:] = [(401, "who are you")]
+
+    async def two() -> list[Any]:
+        calls = [judge("2", "1 + 1?", "2", url=url, model="m") for _ in range(2)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert all(isinstance(error, JudgeError) for error in asyncio.run(two()))
+
+
+def test_a_judge_says_how_long_to_wait_and_keeps_few_connections(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "LONGEST_WAIT_S", 0.1)
+    assert ask(url, "2", (429, "later"), (200, "grade: 8")) == 0.8
+    assert Server.asked[1] - Server.asked[0] >= 0.9, "it asked for a second"
+    assert judging._client()._transport._pool._max_keepalive_connections == judging.KEPT_CONNECTIONS
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [
