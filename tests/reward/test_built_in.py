@@ -21,6 +21,7 @@ import pytest
 
 from penstock.services.reward.functions import judge as judging
 from penstock.services.reward.functions.code_tests import code_tests
+from penstock.services.reward.functions.exact_match import exact_match
 from penstock.services.reward.functions.judge import JudgeError, judge
 from penstock.services.reward.functions.math_verify import math_verify
 from penstock.services.reward.functions.overlong import overlong
@@ -44,6 +45,11 @@ ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 )
 def test_mathematics_is_compared_by_what_it_is_worth(answer: str, truth: Any, reward: float) -> None:
     assert math_verify(answer, truth) == reward
+
+
+def test_a_prompt_without_a_truth_is_not_compared_with_the_word_none() -> None:
+    with pytest.raises(TypeError, match="this prompt has none"):
+        exact_match("None", None, "1 + 1?")
 
 
 def test_overlong_answers_lose_evenly() -> None:

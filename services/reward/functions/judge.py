@@ -69,7 +69,8 @@ async def judge(
     connection) is asked again up to ``attempts`` times, each after twice as long, or after what it asks for. The same
     question has the same grade, and is asked once.
     """
-    text = question.replace("{prompt}", prompt).replace("{truth}", str(truth)).replace("{response}", response)
+    reference = "none" if truth is None else str(truth)
+    text = question.replace("{prompt}", prompt).replace("{truth}", reference).replace("{response}", response)
     key = (url, model, text)
     while key not in _grades:
         if asked := _under_way.get(key):
