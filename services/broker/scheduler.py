@@ -114,7 +114,7 @@ class Scheduler:
         try:
             state.router.send(rollout.identity, message)
         except wire.WireError as error:
-            state.drop_any(purpose, lease.number, f"what is kept of its sessions cannot be sent: {error}", "unusable")
+            state.drop_any(purpose, lease.number, f"its lease cannot be sent: {error}", "unusable")
             return
         book = state.groups.leases if purpose == "train" else state.evaluation.leases
         if purpose == "train" and not lease.granted:

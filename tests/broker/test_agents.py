@@ -162,7 +162,7 @@ def test_sessions_that_no_message_has_room_for_cost_their_group_alone(
     first.box.tell(m.Bye(reason="killed"))
     (lease,) = gateways.open("gateway-1").leases(1)
     assert lease.number == 1
-    assert "what is kept of its sessions cannot be sent: Lease" in (gateways.folder / "dropped.jsonl").read_text()
+    assert "its lease cannot be sent: Lease: a frame exceeds" in (gateways.folder / "dropped.jsonl").read_text()
 
 
 def test_a_turn_that_may_kill_its_rollouts_is_given_alone(gateways: Gateways) -> None:
