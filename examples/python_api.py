@@ -1,6 +1,6 @@
 """A run from Python, with a reward that is defined right here.
 
-python examples/python_api.py          (the same cells run in a notebook; pip install 'penstock[data]' pandas)
+python examples/python_api.py          (the same cells run in a notebook; pip install pandas)
 """
 
 import random
@@ -11,10 +11,10 @@ import penstock
 LETTERS = "abcdefgh"
 
 
-def task(random_: random.Random) -> dict[str, str]:
+def task(number: int, random_: random.Random) -> penstock.Prompt:
     """Letters to be sorted."""
     letters = random_.sample(LETTERS, random_.randint(3, 6))
-    return {"prompt": f"sort {''.join(letters)}=", "truth": "".join(sorted(letters))}
+    return penstock.Prompt(index=number, text=f"sort {''.join(letters)}=", truth="".join(sorted(letters)))
 
 
 def right_places(response: str, truth: str) -> float:
@@ -25,14 +25,14 @@ def right_places(response: str, truth: str) -> float:
 
 def main(name: str, steps: int = 60) -> None:
     seeded = random.Random(0)
-    rows = [task(seeded) for _ in range(5000)]
+    rows = [task(number, seeded) for number in range(5000)]
     trainer = penstock.Trainer(
         "configs/quickstart.yaml",
         name=name,
         reward=right_places,
         prompts=rows[:-64],
         evaluation=rows[-64:],
-        overrides={"trainer.steps": steps, "prompts.train.chat": False, "replay.archive": 2},
+        overrides={"trainer.steps": steps, "replay.archive": 2},
     )
     run = trainer.train()
     summary = run.summary

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of the wire format. Peers that differ refuse each other by name."""
 
 INLINE_BYTES = 16 * 1024
@@ -67,6 +67,8 @@ def encode(envelope: Envelope, protocol: int = PROTOCOL) -> list[bytes | memoryv
     header = _pack([protocol, envelope.type, envelope.id, envelope.reply_to, envelope.body], frames)
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(f"{envelope.type}: header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
+    if any(len(frame) > MAX_FRAME_BYTES for frame in frames):
+        raise WireError(f"{envelope.type}: a frame exceeds {MAX_FRAME_BYTES} bytes")
     return [header, *frames]
 
 

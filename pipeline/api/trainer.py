@@ -18,6 +18,7 @@ from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import read_sections
 from penstock.pipeline.run.command import penstock
 from penstock.protocols.experience import Prompt
+from penstock.services.data.written import Written, line
 
 Choice = str | Mapping[str, Any] | Defined
 """A built-in by its name, a section of the config, or a function of your own."""
@@ -29,8 +30,8 @@ class Trainer:
     what the config says:
 
     ``reward``: a function, or several, each with a weight of 1 (or ``{"function": …, "weight": …}``).
-    ``prompts``, ``evaluation``: rows with ``prompt`` (text or messages) and ``truth``, a `datasets.Dataset` for
-    instance; or a function that returns a sequence of `penstock.Prompt`.
+    ``prompts``, ``evaluation``: rows with ``prompt`` (a user's text, or messages) and ``truth``, a `datasets.Dataset`
+    for instance, or `penstock.Prompt`; or a function that returns a sequence of the latter.
     ``advantage``, ``loss``, ``correction``: an algorithm's parts. ``environment``: a class with ``step(answer)``.
     ``overrides``: any other keys, e.g. ``{"trainer.steps": 50}``.
 
@@ -143,19 +144,18 @@ class Trainer:
             return dict(given)
         lines = []
         for number, row in enumerate(given):
-            found = {"prompt": row.messages or row.text, "truth": row.truth} if isinstance(row, Prompt) else dict(row)
-            if "prompt" not in found:
-                raise ConfigError(
-                    f"{key}: row {number} has no prompt; it has {', '.join(map(str, found)) or 'nothing'}"
-                )
             try:
-                lines.append(json.dumps({"prompt": found["prompt"], "truth": found.get("truth")}) + "\n")
+                lines.append(line(row))
+            except KeyError:
+                has = ", ".join(map(str, row)) or "nothing"
+                raise ConfigError(f"{key}: row {number} has no prompt; it has {has}") from None
             except TypeError as error:
                 raise ConfigError(
                     f"{key}: row {number}: {error}; a prompt is text or messages, a truth is JSON"
                 ) from None
         self._rows[f"{key}.jsonl"] = lines
-        return {"type": "hub", "path": "json", "files": [str(self._own / f"{key}.jsonl")], "truth_key": "truth"}
+        file = str(self._own / f"{key}.jsonl")
+        return {"type": "custom", "function": f"{Written.__module__}:{Written.__name__}", "options": {"file": file}}
 
 
 def _section(data: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
-from penstock.protocols.experience import Bytes, GroupSummary, Prompt, Purpose, Sampling
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BeforeValidator, PlainSerializer
+
+from penstock.protocols import wire
+from penstock.protocols.experience import Bytes, GroupSummary, Prompt, Purpose, Sampling, as_bytes
 from penstock.protocols.messages.base import Message
+
+
+def _packed(records: dict[str, np.ndarray]) -> np.ndarray:
+    return as_bytes(wire.pack({name: data.tobytes() for name, data in records.items()}))
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    found = wire.unpack(value.data)
+    if not isinstance(found, dict) or not all(isinstance(data, bytes) for data in found.values()):
+        raise ValueError("what was packed is no map of bytes")
+    return {name: as_bytes(data) for name, data in found.items()}
+
+
+Records = Annotated[dict[str, Bytes], BeforeValidator(_unpacked), PlainSerializer(_packed)]
+"""Payloads by name. They travel as one, since there may be more of them than a message may have frames."""
 
 
 class Lease(Message):
@@ -16,7 +39,7 @@ class Lease(Message):
     seed: int
     prompt: Prompt
     sampling: Sampling
-    records: dict[str, Bytes] = {}
+    records: Records = {}
     """What gateways have had kept of it: `agents.Note`, and of each turn its note and its answer."""
 
 

@@ -67,7 +67,7 @@ class Fenced(Message):
 class Refused(Message):
     """Any answer that is not the one hoped for: ``code`` for programs, ``reason`` for people."""
 
-    code: Literal["bad_message", "not_allowed", "not_ready", "failed"]
+    code: Literal["bad_message", "not_allowed", "not_ready", "not_held", "failed"]
     reason: str
 
 

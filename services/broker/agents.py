@@ -10,15 +10,18 @@ import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.experience import ExperienceError, as_bytes
-from penstock.services.broker.granting import Room
+from penstock.services.broker.granting import SUSPECT_AFTER, Room
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Leases
-from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.turns import Turn
 from penstock.services.broker.scheduler import Scheduler
 from penstock.services.broker.state import BrokerState
 
 log = structlog.get_logger()
+
+
+class NotHeldError(RuntimeError):
+    """What a gateway says is about a group that it does not hold (any more)."""
 
 
 class AgentDesk:
@@ -49,6 +52,8 @@ class AgentDesk:
 
     def _grant_turns(self, rollouts: list[Member], now: float) -> None:
         state = self._state
+        alone = state.turns.alone(SUSPECT_AFTER)
+        rollouts = [r for r in rollouts if r.identity not in alone]
         for turn in state.turns.waiting():
             if turn.attempt >= state.settings.broker.max_attempts:
                 state.turns.answered(turn.id)
@@ -58,8 +63,14 @@ class AgentDesk:
             able = [r for r in rollouts if r.room > 0 and r.version >= oldest and exact in (None, r.version)]
             if not able:
                 continue
-            last = state.turns.last_holder(turn)
-            chosen = next((r for r in able if r.identity == last), None) or max(able, key=lambda r: (r.room, r.name))
+            last, roomiest = state.turns.last_holder(turn), max(able, key=lambda r: (r.room, r.name))
+            chosen = next((r for r in able if r.identity == last), roomiest)
+            if turn.attempt >= SUSPECT_AFTER:  # it may be what kills its rollouts: now it takes no other turn with it
+                busy = state.turns.holds.holders()
+                chosen = next((r for r in able if r.identity not in busy), roomiest)
+                rollouts.remove(chosen)
+                if chosen.identity in busy:  # which is given nothing more until it is idle
+                    continue
             state.turns.grant(turn, chosen.identity, now + state.settings.broker.lease_s)
             chosen.given += 1
             prompt, sampling, stream, known = turn.request
@@ -86,13 +97,16 @@ class AgentDesk:
         state, key = self._state, asked.key
         group = key.purpose, key.number
         self._held(member, *group)
-        known = state.records.of(group).get(key.answer_record)
-        if known is not None:
-            state.router.send(member.identity, m.TurnAnswer(answer=as_bytes(known)), request)
+        kept, note = state.records.of(group), asked.note.tobytes()
+        if kept.get(key.note_record) == note:
+            state.router.send(member.identity, m.TurnAnswer(answer=as_bytes(kept[key.answer_record])), request)
             return
+        # An answer to another gateway's question, which came after this one was given the group.
+        state.records.discard(group, key.note_record)
+        state.records.discard(group, key.answer_record)
         wanted = asked.prompt.tobytes(), asked.sampling, asked.stream, asked.known
         turn = state.turns.ask(group, key, (*group, key.place), wanted, (member.identity, request))
-        turn.note = asked.note.tobytes()
+        turn.note = note
 
     def on_generated(self, member: Member, request: int, said: m.Generated) -> None:
         """What a rollout answers; durable with this turn of the broker."""
@@ -135,10 +149,10 @@ class AgentDesk:
         self._state.router.send(member.identity, m.Ack(), request)
 
     def _held(self, member: Member, purpose: str, number: int) -> Leases:
-        """Where this gateway holds it. Raises `LedgerError` unless this gateway holds the group."""
+        """Where this gateway holds it. Raises `NotHeldError` unless this gateway holds the group."""
         leases = self._state.groups.leases if purpose == "train" else self._state.evaluation.leases
         if leases.holder(number) != member.identity:
-            raise LedgerError(f"{purpose} group {number} is not leased to {member.identity} (any more)")
+            raise NotHeldError(f"{purpose} group {number} is not leased to {member.identity} (any more)")
         return leases
 
     def _answer(self, turn: Turn, answer: bytes, error: str = "") -> None:

@@ -10,7 +10,7 @@ from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.rules.leases import Lease
 
 SUSPECT_AFTER = 2
-"""A group that was leased this often without an answer is given to a rollout that holds nothing else."""
+"""A group or a turn that was given this often without an answer is given to a rollout that holds nothing else."""
 
 
 class Room:

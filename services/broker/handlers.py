@@ -13,7 +13,7 @@ from penstock.protocols import wire
 from penstock.protocols.columns import ColumnError
 from penstock.protocols.experience import ExperienceError
 from penstock.services.broker import scoring
-from penstock.services.broker.agents import AgentDesk
+from penstock.services.broker.agents import AgentDesk, NotHeldError
 from penstock.services.broker.membership import Member, MembershipError
 from penstock.services.broker.rules.ledger import LedgerError, Step
 from penstock.services.broker.scheduler import Scheduler, Waiting
@@ -85,6 +85,9 @@ class Handlers:
         except (wire.WireError, ExperienceError, ColumnError, LedgerError) as error:
             log.warning("a message was refused", sender=identity, type=type(message).__name__, error=str(error))
             state.router.send(identity, m.Refused(code="bad_message", reason=str(error)), request)
+        except NotHeldError as error:
+            log.warning("a group is another's", sender=identity, type=type(message).__name__, error=str(error))
+            state.router.send(identity, m.Refused(code="not_held", reason=str(error)), request)
         except StoreError:
             raise
         except Exception as error:  # no message, however odd, may end the broker

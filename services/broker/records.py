@@ -29,6 +29,11 @@ class Records:
         if key[0] == "train":
             self._store.put_payload(key[1], name, data, TABLE)
 
+    def discard(self, key: Key, name: str) -> None:
+        """It is not wanted any more, if it is there."""
+        if self.of(key).pop(name, None) is not None and key[0] == "train":
+            self._store.delete(f"{TABLE}:{key[1]}", name)
+
     def begin(self, key: Key) -> None:
         """A group of which nothing can be kept yet."""
         self._held[key] = {}

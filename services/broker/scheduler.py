@@ -92,7 +92,8 @@ class Scheduler:
         )
 
     def lease(self, purpose: Purpose, lease: Lease, rollout: Member, now: float) -> None:
-        """Gives it to ``rollout``; a prompt that cannot be used costs its group alone."""
+        """Gives it to ``rollout``; a prompt that cannot be used, or sessions that cannot be sent, cost their group
+        alone."""
         state = self._state
         try:
             drawn = state.prompts.draw(lease.draw) if purpose == "train" else state.held_out.draw(lease.draw)
@@ -101,24 +102,27 @@ class Scheduler:
             reason = f"its prompt cannot be used: {error}"
             state.drop_any(purpose, lease.number, reason, "prompt")
             return
-        if purpose == "train" and lease.attempt == 0:
-            state.progress.totals["leased"] += 1
-        records = state.kept_of(purpose, lease)
+        message = m.Lease(
+            purpose=purpose,
+            number=lease.number,
+            attempt=lease.attempt + 1,
+            seed=state.settings.seed if purpose == "train" else 0,
+            prompt=prompt,
+            sampling=state.sampling(purpose, lease.draw),
+            records=state.kept_of(purpose, lease),
+        )
+        try:
+            state.router.send(rollout.identity, message)
+        except wire.WireError as error:
+            state.drop_any(purpose, lease.number, f"its lease cannot be sent: {error}", "unusable")
+            return
         book = state.groups.leases if purpose == "train" else state.evaluation.leases
+        if purpose == "train" and not lease.granted:
+            state.progress.totals["leased"] += 1
         book.grant(lease, rollout.identity, now + state.settings.broker.lease_s)
         rollout.given += 1
         if purpose == "train":
             state.traces.leased(lease.number, rollout.name)
-        message = m.Lease(
-            purpose=purpose,
-            number=lease.number,
-            attempt=lease.attempt,
-            seed=state.settings.seed if purpose == "train" else 0,
-            prompt=prompt,
-            sampling=state.sampling(purpose, lease.draw),
-            records=records,
-        )
-        state.router.send(rollout.identity, message)
 
     # --- offers ------------------------------------------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ class BrokerState:
         """What gateways have had kept of the sessions of a group that is leased now."""
         if not self.settings.agents:
             return {}
-        if lease.attempt == 0:
+        if not lease.granted:
             self.records.begin((purpose, lease.number))
         return {name: as_bytes(data) for name, data in self.records.of((purpose, lease.number)).items()}
 

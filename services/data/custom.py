@@ -42,6 +42,8 @@ class CustomSource(PromptSource):
         """See `PromptSource`."""
         try:
             row = self._rows[index]
+        except DataError:
+            raise
         except Exception as error:  # the user's own code
             raise DataError(f"row {index}: {self._name} raised {describe(error)}") from error
         if not isinstance(row, Prompt):

@@ -37,6 +37,8 @@ class HubSource(PromptSource):
                 raise DataError(f"{key}.{option}: no column {column!r} in {_what(config)}; it has {there}")
         if not len(rows):
             raise DataError(f"{key}: {_what(config)} has no rows")
+        if config.truth_key:  # what else there is, pictures say, need not be decoded
+            rows = rows.select_columns(list(dict.fromkeys((config.prompt_key, config.truth_key))))
         self._rows = rows.select(range(min(config.limit, len(rows)))) if config.limit else rows
 
     def __len__(self) -> int:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import overload
 
 from penstock.protocols.experience import Prompt
+from penstock.services.data import DataError
 
 
 class PromptSource(Sequence[Prompt]):
-    """A source says how many prompts there are, and makes one."""
+    """A source says how many prompts there are, and makes one. Whatever a row has it raise is a `DataError`."""
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
@@ -22,7 +23,12 @@ class PromptSource(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
     def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
         if isinstance(index, slice):
-            return [self.prompt(i) for i in range(*index.indices(len(self)))]
+            return [self[i] for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.prompt(index)
+        try:
+            return self.prompt(index)
+        except DataError:
+            raise
+        except Exception as error:  # a library's decoder or generator may raise anything; it costs this row alone
+            raise DataError(f"row {index}: {type(error).__name__}: {error}") from error

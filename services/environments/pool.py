@@ -17,6 +17,8 @@ before: the session is to begin again. Called from another thread."""
 
 AT_ONCE = 1024
 """Calls that an async environment is given at once."""
+MOST_LOST = 20
+"""A session whose worker died under it so often, always by another's doing, is given up."""
 
 
 class EnvironmentPool:

@@ -302,8 +302,7 @@ class Desk:
                 self._check_over()
             raise
         except RefusedError as error:
-            self.forget(held.work.key)
-            raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error
+            raise self._refused(held.work.key, error) from error
 
     async def abandon(self, held: Held, reason: str) -> None:
         """The agent gives up, or is gone: another gets it, or it has failed."""
@@ -356,8 +355,14 @@ class Desk:
         except DeadlineError:
             raise AgentError(503, "broker_away", "the broker does not answer; ask again", 5.0) from None
         except RefusedError as error:
-            self.forget(work.key)
-            raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error
+            raise self._refused(work.key, error) from error
+
+    def _refused(self, key: Key, error: RefusedError) -> AgentError:
+        """What an agent is told where the broker has refused what was said of its group."""
+        if error.code != "not_held":
+            return AgentError(503, "broker_away", f"the broker has refused it: {error}; ask again", 5.0)
+        self.forget(key)
+        return AgentError(410, LOST, f"the session is not this gateway's any more: {error}")
 
     def _give_back(self) -> None:
         """Groups that no agent is at are for gateways that have agents."""

@@ -7,12 +7,15 @@ import importlib
 import json
 from typing import Any
 
+import structlog
 from pydantic import Field
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentSession
 from penstock.services.data import need
 from penstock.services.players.base import Played, PlayError, as_messages, said_to
 from penstock.services.runtime.settings import Section
+
+log = structlog.get_logger()
 
 CLOSE_S = 10.0
 
@@ -58,7 +61,12 @@ class OpenEnvPlayer:
         except (OSError, RuntimeError, TimeoutError) as error:
             raise PlayError(f"{self._config.url}: {type(error).__name__}: {error}") from error
         finally:
-            await asyncio.wait_for(client.close(), CLOSE_S)
+            try:
+                await asyncio.wait_for(client.close(), CLOSE_S)
+            except Exception as error:  # the session has been played, or has another error to tell of
+                log.warning(
+                    "a connection was not closed", url=self._config.url, error=f"{type(error).__name__}: {error}"
+                )
 
     async def _play(self, session: AsyncAgentSession, client: Any) -> Played:
         begun = await client.reset(seed=session.task.index)

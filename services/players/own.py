@@ -8,10 +8,19 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import structlog
+
 from penstock.protocols.agent_client import AsyncAgentSession, Reply
 from penstock.services.environments.config import EnvironmentConfig
-from penstock.services.environments.pool import EnvironmentPool
+from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
+from penstock.services.environments.sessions import LOST
 from penstock.services.players.base import Played, PlayError, as_messages, said_to
+
+log = structlog.get_logger()
+
+
+class LostError(PlayError):
+    """Its worker died by another session's doing."""
 
 
 class OwnPlayer:
@@ -25,15 +34,20 @@ class OwnPlayer:
         """See `Player.open`."""
 
     async def play(self, session: AsyncAgentSession) -> Played:
-        """See `Player.play`. The reward is the sum of what the turns gave."""
-        number = next(self._numbers)
-        begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
-        try:
-            return await self._play(session, number, begun)
-        finally:
-            self._pool.end(number)
+        """See `Player.play`. The reward is the sum of what the turns gave. Where its worker died by another's doing, it
+        begins again, in a conversation of its own."""
+        for _ in range(MOST_LOST):
+            number = next(self._numbers)
+            try:
+                return await self._play(session, number)
+            except LostError:
+                log.info("a session begins again: its worker died", session=session.id)
+            finally:
+                self._pool.end(number)
+        raise PlayError("its worker died too often")
 
-    async def _play(self, session: AsyncAgentSession, number: int, begun: dict[str, Any]) -> Played:
+    async def _play(self, session: AsyncAgentSession, number: int) -> Played:
+        begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
         first, tools, rewards = begun["prompt"], begun["tools"], 0.0
         messages = as_messages(session.task) if first is None else _messages(first)
         for turn in range(1, self._config.max_turns + 1):
@@ -67,7 +81,7 @@ def _messages(observation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def _asked(call: Callable[[Callable[[dict[str, Any] | None, str], None]], None]) -> dict[str, Any]:
-    """What a worker answers. Raises `PlayError`."""
+    """What a worker answers. Raises `PlayError`, `LostError` among it."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[tuple[dict[str, Any] | None, str]] = loop.create_future()
 
@@ -81,5 +95,5 @@ async def _asked(call: Callable[[Callable[[dict[str, Any] | None, str], None]], 
     call(heard)
     found, error = await answer
     if found is None:
-        raise PlayError(error)
+        raise LostError() if error == LOST else PlayError(error)
     return found

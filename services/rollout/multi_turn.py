@@ -17,7 +17,7 @@ import structlog
 from penstock.protocols.experience import Group, Prompt, Trajectory
 from penstock.protocols.messages import Lease
 from penstock.services.environments.config import EnvironmentConfig
-from penstock.services.environments.pool import EnvironmentPool
+from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of
@@ -26,9 +26,6 @@ from penstock.services.turns.streams import turn_stream
 from penstock.services.turns.tokenizer import Tokenizer
 
 log = structlog.get_logger()
-
-MOST_LOST = 20
-"""A session whose worker died under it so often, always by another's doing, is given up."""
 
 
 @dataclass(slots=True, eq=False)

@@ -124,6 +124,8 @@ def test_requests_that_never_fit_are_refused(bench: Workbench, random: np.random
     for tokens, message in ((long, "max_length"), (np.array([9999], np.int32), "vocabulary"), (long[:0], "0 tokens")):
         with pytest.raises(RequestError, match=message):
             bench.engine.submit(bench.request(random, tokens))
+    with pytest.raises(RequestError, match="is empty"):
+        bench.engine.submit(bench.request(random, stop=("a", "")))
     assert bench.engine.pending() == 0
     assert len(bench.run(bench.request(random))) == 2
 

@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig
 
 from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig
-from penstock.services.rollout.engines.base import EngineError
+from penstock.services.rollout.engines.base import Completion, EngineError, Refusal
 from penstock.services.runtime.errors import SetupError
 from tests.engines.test_conformance import check
 from tests.engines.workbench import CLOSE, Workbench, make_models
@@ -36,6 +36,16 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def core() -> psutil.Process:
     (found,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name()]
     return found
+
+
+def test_what_vllm_itself_refuses_costs_its_request_alone(bench: Workbench) -> None:
+    random = np.random.default_rng(0)
+    refused, fine = bench.request(random, n=1, top_p=0.0), bench.request(random, n=1)
+    for request in (refused, fine):
+        bench.engine.submit(request)
+    found = {result.number: result for result in bench.step_until(lambda: not bench.engine.pending())}
+    assert isinstance(found[refused.number], Refusal) and "top_p" in found[refused.number].reason
+    assert isinstance(found[fine.number], Completion)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])

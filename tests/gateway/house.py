@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.protocols import messages as m
 from penstock.protocols.experience import Group, Prompt, Sampling, as_bytes
+from penstock.protocols.mailbox import RefusedError
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.work import Key
@@ -52,7 +53,8 @@ class House:
         """Everything that the engine has sampled, in its own words."""
         self.delivered: dict[Key, Group | str] = {}
         self._config, self._needs_reward = GatewayConfig.model_validate(config), needs_reward
-        self.refuse = False
+        self.refuse = ""
+        """The code that the broker refuses everything with."""
         self.desk = self.open()
 
     def open(self) -> Desk:
@@ -74,7 +76,9 @@ class House:
     def say(self, message: m.Message, deadline_s: float) -> Future[m.Message]:
         """In the broker's place."""
         future: Future[m.Message] = Future()
-        if isinstance(message, m.Note):
+        if self.refuse:
+            future.set_exception(RefusedError(m.Refused.model_validate({"code": self.refuse, "reason": "no"})))
+        elif isinstance(message, m.Note):
             self.records[message.purpose, message.number][message.name] = message.data
             future.set_result(m.Ack())
         else:

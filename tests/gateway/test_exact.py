@@ -204,3 +204,25 @@ def test_groups_that_no_agent_is_at_are_given_back_and_go_on_elsewhere(
     house.run(play)
     made = house.delivered["train", 0]
     assert isinstance(made, Group) and [float(t.rewards.sum()) for t in made.trajectories] == [1.0, 0.0]
+
+
+def test_a_message_that_is_refused_costs_no_session_unless_the_group_is_another_gateways(
+    tokenizers: dict[bool, Path], model: Any
+) -> None:
+    house = House(tokenizers[False], model)
+    question = [{"role": "user", "content": "sort ba="}]
+
+    async def play() -> None:
+        house.desk.start(house.lease(0, n=2))
+        held = await house.desk.open(1)
+        for code, status, left in (("failed", 503, 1), ("not_held", 410, 0)):
+            house.refuse = code
+            for ask in (house.desk.chat(held, question, None), house.desk.finish(held.id, 1.0)):
+                with pytest.raises(AgentError) as refused:
+                    await ask
+                assert refused.value.status in (status, 404) and len(house.desk.rows()) == left
+            if left:
+                house.refuse = ""
+                await house.desk.chat(held, question, None)
+
+    house.run(play)

@@ -14,6 +14,8 @@ import yaml
 import penstock
 from penstock.pipeline.api.functions import Functions
 from penstock.pipeline.config import ConfigError
+from penstock.services.data import DataError, open_source
+from penstock.services.data.config import CustomData
 from tests.e2e import rewards
 
 SCRIPT = '''
@@ -121,7 +123,32 @@ def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Pat
         "correction": {"type": "custom", "function": "tests.e2e.rewards:plenty"},
     }
     assert (tmp_path / "one.script" / "prompts.jsonl").read_text().splitlines()[1] == '{"prompt": "2+3=", "truth": 5}'
-    assert data["prompts"]["train"]["files"] == [str(tmp_path / "one.script" / "prompts.jsonl")]
+    assert data["prompts"]["train"]["options"] == {"file": str(tmp_path / "one.script" / "prompts.jsonl")}
+
+
+def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> None:
+    chat = [{"role": "user", "content": "1+3="}]
+    rows: list[Any] = [
+        penstock.Prompt(index=7, text="1+1=", truth="2024-01-02", source="sums"),
+        penstock.Prompt(index=8, messages=chat),
+        {"prompt": "1+3=", "truth": "2024-01-03"},
+        {"prompt": chat, "truth": {"a": [1, None]}},
+        {"prompt": "judged alone"},
+        {"prompt": ""},
+    ]
+    trainer = penstock.Trainer({"model": {"type": "tiny"}}, name="one", folder=tmp_path, prompts=rows)
+    monkeypatch.setattr("penstock.pipeline.api.trainer.launched", lambda *args: args)
+    trainer.start()
+    data = yaml.safe_load((tmp_path / "one.script" / "config.yaml").read_text())
+    source = open_source(CustomData.model_validate(data["prompts"]["train"]))
+    assert list(source[:5]) == [
+        *rows[:2],
+        penstock.Prompt(index=2, messages=chat, truth="2024-01-03"),
+        penstock.Prompt(index=3, messages=chat, truth={"a": [1, None]}),
+        penstock.Prompt(index=4, messages=[{"role": "user", "content": "judged alone"}]),
+    ]
+    with pytest.raises(DataError, match="^row 5: the prompt is empty"):
+        source[5]
 
 
 @pytest.mark.parametrize(

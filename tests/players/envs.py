@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import penstock
 
 
@@ -27,3 +30,34 @@ class Endless:
 
     async def step(self, answer: str) -> penstock.Turn:
         return penstock.Turn("and then ba=", reward=1.0)
+
+
+class Closing:
+    """Tells a file of its end; in some tasks it cannot begin."""
+
+    def __init__(self, told: str) -> None:
+        self._told = told
+
+    def reset(self, prompt: penstock.Prompt) -> None:
+        if prompt.index == 1:
+            raise KeyError("no idea")
+
+    def step(self, answer: str) -> penstock.Turn:
+        return penstock.Turn(reward=1.0, done=True)
+
+    def close(self) -> None:
+        with Path(self._told).open("a") as file:
+            file.write("closed\n")
+
+
+class Deadly:
+    """Kills its process at the third turn of some tasks."""
+
+    def reset(self, prompt: penstock.Prompt) -> None:
+        self._index, self._turns = prompt.index, 0
+
+    def step(self, answer: str) -> penstock.Turn:
+        self._turns += 1
+        if self._index == 1 and self._turns == 3:
+            os._exit(1)
+        return penstock.Turn("more", reward=0.25, done=self._turns == 4)

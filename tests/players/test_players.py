@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,13 @@ from typer.testing import CliRunner
 from penstock.pipeline import cli
 from penstock.protocols import agent_client
 from penstock.protocols.agent_client import Reply
-from penstock.protocols.experience import Group
+from penstock.protocols.experience import Group, Prompt
 from penstock.services.data import open_source
 from penstock.services.data.config import NumbersData
 from penstock.services.gateway.zmq_door import ZmqDoor
-from penstock.services.players import playing
+from penstock.services.players import openenv, playing
+from penstock.services.players.base import Played
+from penstock.services.players.openenv import OpenEnvConfig, OpenEnvPlayer
 from penstock.services.players.own import as_said
 from penstock.services.players.playing import Score, play_run
 from penstock.services.players.registry import make_player
@@ -80,6 +84,46 @@ def test_a_class_of_ones_own_plays_and_what_raises_costs_its_session(
             assert len(trajectory.turns) == 2 and not trajectory.failure
     failed = made(house, 3).trajectories
     assert all("no idea" in t.failure for t in failed), "given out gateway.attempts times, then without a reward"
+
+
+def test_an_object_is_closed_also_where_it_could_not_begin(house: House, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    score = played(house, "tests.players.envs:Closing", {"options": {"told": str(told)}}, groups=2)
+    assert (score.played, score.given_up) == (2, 4)
+    assert told.read_text().splitlines() == ["closed"] * 6
+
+
+def test_who_dies_of_anothers_fault_begins_again_and_loses_no_attempt(house: House) -> None:
+    options = {"max_turns": 5, "workers": 1}
+    score = played(house, "tests.players.envs:Deadly", options, groups=4, at_once=8)
+    assert score.played == 6 and score.given_up == 4, "those that killed their worker, twice each"
+    for number in (0, 2, 3):
+        group = made(house, number)
+        assert not any(t.failure for t in group.trajectories)
+        assert {float(t.rewards.sum()) for t in group.trajectories} == {1.0}
+    assert all("crashed with exit code 1" in t.failure for t in made(house, 1).trajectories)
+
+
+def test_an_openenv_connection_that_cannot_be_closed_costs_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        async def connect(self) -> None:
+            pass
+
+        async def reset(self, seed: int) -> Any:
+            return SimpleNamespace(observation={}, reward=1.0, done=True)
+
+        async def close(self) -> None:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(openenv, "need", lambda *_: None)
+    monkeypatch.setattr(openenv, "CLOSE_S", 0.05)
+    monkeypatch.setitem(sys.modules, "openenv.core.generic_client", SimpleNamespace(GenericEnvClient=Client))
+    player = OpenEnvPlayer(OpenEnvConfig(url="http://here", action="message"))
+    session: Any = SimpleNamespace(task=Prompt(index=0, text="1+1="))
+    assert asyncio.run(player.play(session)) == Played(1.0, {"turns": 0.0})
 
 
 @pytest.mark.parametrize("turns", [3, 60])

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
 from penstock.services.reward.functions import judge as judging
 from penstock.services.reward.functions.code_tests import code_tests
+from penstock.services.reward.functions.exact_match import exact_match
 from penstock.services.reward.functions.judge import JudgeError, judge
 from penstock.services.reward.functions.math_verify import math_verify
 from penstock.services.reward.functions.overlong import overlong
+from penstock.services.reward.sandbox.run import run
 
 ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 
@@ -36,6 +45,11 @@ ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 )
 def test_mathematics_is_compared_by_what_it_is_worth(answer: str, truth: Any, reward: float) -> None:
     assert math_verify(answer, truth) == reward
+
+
+def test_a_prompt_without_a_truth_is_not_compared_with_the_word_none() -> None:
+    with pytest.raises(TypeError, match="this prompt has none"):
+        exact_match("None", None, "1 + 1?")
 
 
 def test_overlong_answers_lose_evenly() -> None:
@@ -74,6 +88,49 @@ def test_a_program_can_do_little_harm() -> None:
     fork = "import os, time\nif os.fork() == 0: time.sleep(60)"
     assert code_tests(fork, "assert True", seconds=1) in (0.0, 1.0)  # the child is ended with it
     assert time.monotonic() - begun < 15
+
+
+def alive(name: str) -> bool:
+    """Some process that was called so has not ended."""
+    return any(name in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_what_a_program_starts_ends_with_it_whatever_session_it_is_in(network: bool) -> None:
+    name = f"program-{uuid.uuid4()}"
+    sleep = f"os.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(60)', {name!r}])"
+    escape = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: {sleep}\n    os._exit(0)\n"
+    assert code_tests(escape + "time.sleep(0.5)", "assert True", network=network) == 1.0
+    assert not alive(name)
+    assert code_tests(escape + "while True: pass", "assert True", seconds=1, network=network) == 0.0
+    assert not alive(name)
+
+
+def test_what_a_program_writes_without_end_is_kept_nowhere() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert code_tests("import os\nwhile True: os.write(2, bytes(1 << 20))", "assert True", seconds=2) == 0.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_a_program_ends_with_the_process_that_runs_it_and_leaves_no_folder(tmp_path: Path) -> None:
+    name = f"program-{uuid.uuid4()}"
+    forever = f"import os; os.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(60)', {name!r}])"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", f"from {run.__module__} import run; run({forever!r}, seconds=60)"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    until(lambda: alive(name))
+    assert list(tmp_path.iterdir())
+    worker.kill()
+    worker.wait()
+    until(lambda: not alive(name) and not list(tmp_path.iterdir()))
+
+
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 class Server(BaseHTTPRequestHandler):
@@ -119,6 +176,50 @@ def test_a_judge_is_asked_again_while_it_is_busy_and_never_twice_the_same(url: s
     assert len(Server.asked) == 3 and Server.asked[2] - Server.asked[1] >= 0.9, "it asked for a second"
     assert ask(url, "2") == 0.8  # remembered: the script has nothing more to say
     assert ask(url, "3", (200, "1")) == 0.1
+
+
+def test_the_same_question_is_asked_once_also_while_it_is_asked(url: str) -> None:
+    Server.script[:] = [(200, "grade: 8"), (200, "grade: 2")]
+
+    async def several() -> list[float]:
+        first = asyncio.ensure_future(judge("2", "1 + 1?", "2", url=url, model="m"))
+        others = [asyncio.ensure_future(judge("2", "1 + 1?", "2", url=url, model="m")) for _ in range(8)]
+        different = asyncio.ensure_future(judge("3", "1 + 1?", "2", url=url, model="m"))
+        return await asyncio.gather(first, *others, different)
+
+    *same, different = asyncio.run(several())
+    assert len(Server.asked) == 2 and len(set(same)) == 1 and {same[0], different} == {0.8, 0.2}
+
+
+def test_who_waits_for_anothers_question_asks_itself_where_that_one_gives_up(url: str) -> None:
+    Server.script[:] = [(429, "later"), (200, "grade: 8")]
+
+    async def two() -> float:
+        first = asyncio.ensure_future(judge("2", "1 + 1?", "2", url=url, model="m"))
+        second = asyncio.ensure_future(judge("2", "1 + 1?", "2", url=url, model="m"))
+        while len(Server.asked) < 1:
+            await asyncio.sleep(0.01)
+        first.cancel()  # at its deadline
+        return await second
+
+    assert asyncio.run(two()) == 0.8
+
+
+def test_who_waits_for_anothers_question_has_its_error_too(url: str) -> None:
+    Server.script[:] = [(401, "who are you")]
+
+    async def two() -> list[Any]:
+        calls = [judge("2", "1 + 1?", "2", url=url, model="m") for _ in range(2)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert all(isinstance(error, JudgeError) for error in asyncio.run(two()))
+
+
+def test_a_judge_says_how_long_to_wait_and_keeps_few_connections(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "LONGEST_WAIT_S", 0.1)
+    assert ask(url, "2", (429, "later"), (200, "grade: 8")) == 0.8
+    assert Server.asked[1] - Server.asked[0] >= 0.9, "it asked for a second"
+    assert judging._client()._transport._pool._max_keepalive_connections == judging.KEPT_CONNECTIONS
 
 
 @pytest.mark.parametrize(

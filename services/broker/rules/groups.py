@@ -19,7 +19,8 @@ log = structlog.get_logger()
 
 DropKind = Literal["prompt", "reward", "unusable", "unanswered", "filtered", "too_old"]
 """Why a group is dropped: its prompt cannot be used (empty, too long, …); too few of its answers have a reward; a
-scorer cannot score it; nobody answered it often enough; its rewards are all equal; it is too old after a resume."""
+scorer cannot score it, or what is kept of its sessions cannot be sent; nobody answered it often enough; its rewards are
+all equal; it is too old after a resume."""
 
 
 class GroupTracker:

@@ -26,7 +26,9 @@ class Lease:
     draw: int
     """Which draw from the prompt stream it answers."""
     attempt: int = 0
-    """How often it was granted."""
+    """How often it was granted, without those that were given back."""
+    granted: bool = False
+    """It was granted before, whether that counts or not: something may be kept of it."""
 
 
 class Leases:
@@ -40,7 +42,7 @@ class Leases:
         self.open: dict[int, Lease] = {}
         self.holds: Holds[int] = Holds(lambda number: number, self._wait)
         for row in sorted(journal.rows(self.TABLE).values(), key=lambda row: row["number"]):
-            self.open[row["number"]] = Lease(row["number"], row["draw"], row["attempt"])
+            self.open[row["number"]] = Lease(row["number"], row["draw"], row["attempt"], row.get("granted", True))
             if row["holder"]:
                 self.holds.take(row["number"], row["holder"], 0.0)
         # Numbers of the groups that nobody generates, and some that somebody does by now, or that are closed.
@@ -73,6 +75,7 @@ class Leases:
         """``holder`` generates the group until ``deadline``."""
         self.holds.take(lease.number, holder, deadline)
         lease.attempt += 1
+        lease.granted = True
         self._write(lease)
 
     def give_back(self, number: int) -> None:
@@ -106,5 +109,5 @@ class Leases:
         self._journal.put("counters", self.TABLE, {"next_number": self.next_number, "next_draw": self.next_draw})
 
     def _write(self, lease: Lease) -> None:
-        row = {"number": lease.number, "draw": lease.draw, "attempt": lease.attempt}
+        row = {"number": lease.number, "draw": lease.draw, "attempt": lease.attempt, "granted": lease.granted}
         self._journal.put(self.TABLE, lease.number, row | {"holder": self.holds.holder(lease.number)})

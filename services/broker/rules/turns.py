@@ -79,6 +79,10 @@ class Turns:
         """Those that nobody is at work on, the longest first."""
         return (turn for turn in list(self._open.values()) if turn.id not in self.holds.held)
 
+    def alone(self, attempts: int) -> set[str]:
+        """Who is at work on a turn that was granted more than ``attempts`` times, and should get no other beside it."""
+        return {hold.holder for id, hold in self.holds.held.items() if self._open[id].attempt > attempts}
+
     def last_holder(self, turn: Turn) -> str | None:
         """Who answered the session's turn before."""
         return self._last.get(turn.session)

@@ -24,8 +24,14 @@ Answer:
 Reply with the grade alone, a number from 0 to 10."""
 REMEMBERED = 65536
 """Grades that are kept: the same question is not asked twice."""
+KEPT_CONNECTIONS = 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-_grades: OrderedDict[tuple[str, str, str], float] = OrderedDict()
+"""Of the waits that the judge has not asked for."""
+Key = tuple[str, str, str]
+"""Address, model and question."""
+_grades: OrderedDict[Key, float] = OrderedDict()
+_under_way: dict[Key, asyncio.Task[None]] = {}
+"""Questions that are being asked: who has the same waits for that answer."""
 
 
 class JudgeError(RuntimeError):
@@ -37,8 +43,9 @@ def _client() -> Any:
     need("httpx", "http", "reward.functions")
     import httpx
 
-    # A call's deadline is `timeout_s`; how many are under way, `reward.concurrency`.
-    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+    # A call's deadline is `timeout_s`; how many are under way, `reward.concurrency`. httpx searches all that it keeps.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS)
+    return httpx.AsyncClient(timeout=None, limits=limits)
 
 
 async def judge(
@@ -62,11 +69,25 @@ async def judge(
     connection) is asked again up to ``attempts`` times, each after twice as long, or after what it asks for. The same
     question has the same grade, and is asked once.
     """
-    text = question.replace("{prompt}", prompt).replace("{truth}", str(truth)).replace("{response}", response)
+    reference = "none" if truth is None else str(truth)
+    text = question.replace("{prompt}", prompt).replace("{truth}", reference).replace("{response}", response)
     key = (url, model, text)
-    if key in _grades:
-        _grades.move_to_end(key)
-        return _grades[key] / scale
+    while key not in _grades:
+        if asked := _under_way.get(key):
+            await asyncio.wait([asked])
+            if not asked.cancelled():  # else whoever asked was at its deadline: now it is for us to ask
+                asked.result()
+            continue
+        asked = _under_way[key] = asyncio.ensure_future(_grade(key, pattern, key_env, attempts, max_tokens))
+        asked.add_done_callback(lambda _: _under_way.pop(key))
+        await asked
+    _grades.move_to_end(key)
+    return _grades[key] / scale
+
+
+async def _grade(key: Key, pattern: str, key_env: str, attempts: int, max_tokens: int) -> None:
+    """Asks, and remembers the grade."""
+    url, model, text = key
     body = {
         "model": model, "temperature": 0.0, "max_tokens": max_tokens, "messages": [{"role": "user", "content": text}]
     }  # fmt: skip
@@ -78,7 +99,6 @@ async def judge(
     _grades[key] = float(last)
     while len(_grades) > REMEMBERED:
         _grades.popitem(last=False)
-    return _grades[key] / scale
 
 
 async def _ask(url: str, body: dict[str, Any], key: str, attempts: int) -> str:
@@ -101,7 +121,7 @@ async def _ask(url: str, body: dict[str, Any], key: str, attempts: int) -> str:
         if attempt == attempts:
             raise JudgeError(f"{url} failed {attempts} times, the last time with {said}")
         asked = float(retry_after) if retry_after and retry_after.isdigit() else 0.0
-        await asyncio.sleep(min(LONGEST_WAIT_S, max(asked, wait_s * random.uniform(0.75, 1.25))))
+        await asyncio.sleep(max(asked, min(LONGEST_WAIT_S, wait_s * random.uniform(0.75, 1.25))))
         wait_s *= 2
     raise AssertionError
 

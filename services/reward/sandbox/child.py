@@ -1,33 +1,50 @@
 """The inside of the sandbox: gives up the network and most of the machine, then runs a program. Imports nothing of
 ours.
 
-Called as ``python -I child.py PROGRAM SOCKET CPU_S MEMORY_MB NETWORK``; a second file beside PROGRAM, ``tests.py``, is
-run in the same names. What it reads from the descriptor SOCKET at the start it says there once both have come to their
-end, which a program that exits early never does.
+Called as ``python -I child.py PROGRAM SOCKET CPU_S MEMORY_MB NETWORK PARENT``; a second file beside PROGRAM,
+``tests.py``, is run in the same names. What it reads from the descriptor SOCKET at the start it says there once both
+have come to their end, which a program that exits early never does.
+
+Three processes do it. The one that was called watches, and ends the others on SIGTERM, or when PARENT has ended, and
+then removes the program's folder too. The second is the first of a namespace of processes, where the kernel has one for
+us: when it ends, so does all that is in it, whatever sessions it has made. The third is the program.
 """
 
 import ctypes
 import os
+import re
 import resource
+import signal
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG = 1
 NO_NAMESPACE = 97
 """Exit code: this machine lets nobody leave the network."""
 FILE_BYTES = 16 << 20
+PROCESSES = 256
+"""At once, threads too; see `_counts_here`."""
 
 
-def main(program: Path, socket: int, cpu_s: int, memory_mb: int, network: bool) -> None:
+def main(program: Path, socket: int, cpu_s: int, memory_mb: int, network: bool, parent: int) -> None:
     """Does not return where the program ends the process."""
-    if not network and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET):
-        os.write(2, os.strerror(ctypes.get_errno()).encode())
-        os._exit(NO_NAMESPACE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    alone = _leave(libc, network)
+    if child := os.fork():
+        _watch(libc, child, program.parent, parent)
+    _end_with_parent(libc, signal.SIGKILL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe that is read would fill whoever reads it
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os._exit(0)
     for what, limit in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_mb << 20),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
+        *([(resource.RLIMIT_NPROC, PROCESSES)] if alone and _counts_here() else []),
     ):
         resource.setrlimit(what, (limit, limit))
     word = os.read(socket, 64)
@@ -40,5 +57,48 @@ def main(program: Path, socket: int, cpu_s: int, memory_mb: int, network: bool) 
     os.write(socket, word)
 
 
+def _leave(libc: Any, network: bool) -> bool:
+    """Leaves the network, unless ``network``, and what others' processes are, where the kernel lets us; whether there
+    is a namespace of our own now. Ends this process where it cannot leave the network."""
+    if not hasattr(libc, "unshare"):  # not Linux
+        return network or _refuse("it is not Linux")
+    wanted = CLONE_NEWUSER | (0 if network else CLONE_NEWNET)
+    if not libc.unshare(wanted | CLONE_NEWPID):
+        return True
+    if network:
+        return False
+    return not libc.unshare(wanted) or _refuse(os.strerror(ctypes.get_errno()))
+
+
+def _refuse(why: str) -> NoReturn:
+    os.write(2, why.encode())
+    os._exit(NO_NAMESPACE)
+
+
+def _watch(libc: Any, child: int, folder: Path, parent: int) -> NoReturn:
+    """Until ``child`` has ended, by itself or because it must."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    _end_with_parent(libc, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended just before
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if os.getppid() != parent:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _end_with_parent(libc: Any, number: int) -> None:
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, number)
+
+
+def _counts_here() -> bool:
+    """Linux counts a user's processes in each namespace, since 5.14; before, all that the user has anywhere."""
+    return [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "True")
+    _socket, _cpu_s, _memory_mb = map(int, sys.argv[2:5])
+    main(Path(sys.argv[1]), _socket, _cpu_s, _memory_mb, sys.argv[5] == "True", int(sys.argv[6]))

@@ -17,6 +17,8 @@ from penstock.services.reward.sandbox.child import NO_NAMESPACE
 
 CHILD = Path(__file__).with_name("child.py")
 OUTPUT_BYTES = 1 << 20
+END_S = 5.0
+"""For all that a program has started to end."""
 
 
 class SandboxError(RuntimeError):
@@ -50,7 +52,7 @@ def run(
         file.write_text(program)
         if tests:
             file.with_name("tests.py").write_text(tests)
-        numbers = [theirs.fileno(), max(1, round(seconds)), memory_mb, network]
+        numbers = [theirs.fileno(), max(1, round(seconds)), memory_mb, network, os.getpid()]
         command = [sys.executable, "-I", str(CHILD), str(file), *map(str, numbers)]
         ours.sendall(word)
         with output.open("wb") as out, theirs:
@@ -79,10 +81,11 @@ def run(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """With everything that it has started."""
-    try:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):  # what is left where the kernel has no namespace of processes for us
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     for stream in (process.stdin, process.stderr):
         if stream:

@@ -62,12 +62,15 @@ class Request:
 
 
 def refuse_unfit(request: Request, vocabulary: int, max_length: int) -> None:
-    """Raises `RequestError` where its ids are not the model's, or prompt and response could exceed ``max_length``."""
+    """Raises `RequestError` where its ids are not the model's, prompt and response could exceed ``max_length``, or a
+    stop text is empty, which every answer would contain."""
     size, new = len(request.tokens), request.sampling.max_new_tokens
     if size < 1 or request.tokens.min() < 0 or request.tokens.max() >= vocabulary:
         raise RequestError(f"the prompt has {size} tokens or ids outside the vocabulary of {vocabulary}")
     if not 0 <= request.known < size:
         raise RequestError(f"the experts of {request.known} tokens are called known, of a prompt of {size}")
+    if "" in request.sampling.stop:
+        raise RequestError("one of the texts that end an answer is empty; leave it out")
     if size + new > max_length:
         raise RequestError(
             f"a prompt of {size} tokens and max_new_tokens={new} exceed rollout.engine.max_length={max_length}"

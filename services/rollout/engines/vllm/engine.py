@@ -237,29 +237,30 @@ class VllmEngine(AsyncEngine):
     async def generate(self, request: Request, sample: int, seed: int) -> Completion:
         """See `AsyncEngine.generate`. `AsyncLLM.generate` aborts its request where it is cancelled."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_new_tokens,
-            seed=seed if self._config.seeded else None,
-            stop=list(sampling.stop) or None,
-            stop_token_ids=self._stop_ids,
-            ignore_eos=True,  # the stop ids are ours alone
-            logprobs=sampling.top_k if sampling.candidates else 0,
-            flat_logprobs=True,
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            routed_experts_prompt_start=request.known if sampling.routing_replay else 0,
-        )
         # Salted, so that blocks of an older version are never taken for this one's.
         prompt = {"prompt_token_ids": request.tokens.tolist(), "cache_salt": str(self.version)}
         try:
+            parameters = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_new_tokens,
+                seed=seed if self._config.seeded else None,
+                stop=list(sampling.stop) or None,
+                stop_token_ids=self._stop_ids,
+                ignore_eos=True,  # the stop ids are ours alone
+                logprobs=sampling.top_k if sampling.candidates else 0,
+                flat_logprobs=True,
+                detokenize=bool(sampling.stop),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                routed_experts_prompt_start=request.known if sampling.routing_replay else 0,
+            )
             result = await self._answer(prompt, parameters, f"{request.number}-{sample}")
-        except ValueError as error:  # vLLM's validation: the request's fault
+        except (ValueError, VLLMValidationError) as error:  # the request's fault
             raise RequestError(str(error)) from error
         found = _completion(request.number, sample, result.outputs[0], sampling.candidates)
         if not sampling.routing_replay:
