@@ -51,8 +51,15 @@ def make(folder: Path) -> None:
     broker, broker_secret = (key.decode() for key in zmq.curve_keypair())
     client, client_secret = (key.decode() for key in zmq.curve_keypair())
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _write(folder / "broker.json", asdict(BrokerKeys(broker, broker_secret, client)))
-    save_client(folder / "client.json", ClientKeys(broker, client, client_secret))
+    # Whole, or not there; the client's last, by which it is known that both are.
+    for name, keys in (
+        ("broker.json", BrokerKeys(broker, broker_secret, client)),
+        ("client.json", ClientKeys(broker, client, client_secret)),
+    ):
+        aside = folder / f".{name}-{os.getpid()}"
+        aside.unlink(missing_ok=True)
+        _write(aside, asdict(keys))
+        aside.rename(folder / name)
 
 
 def make_guest(folder: Path) -> ClientKeys:

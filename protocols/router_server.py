@@ -128,8 +128,7 @@ class RouterServer:
         self._outgoing.clear()
 
     def close(self) -> None:
-        """Sends what is queued, then closes."""
-        self.flush()
+        """Closes. What is queued is not sent: it was not made durable, or `flush` was not called."""
         if self._authenticator:
             self._authenticator.stop()
         self._socket.disable_monitor()

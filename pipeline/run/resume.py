@@ -11,7 +11,10 @@ from penstock.pipeline.config.origin import Origin, read
 from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.run.summary import check_run, read_lines, read_summary
 
-FIXED = ("model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n", "trainer.lora")
+FIXED = (
+    "model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
+    "trainer.lora",
+)  # fmt: skip
 """What a resumed run must have as it began."""
 NOWHERE = ("run.name", "run.folder")
 """Where a run lies is known by then."""

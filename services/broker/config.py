@@ -210,7 +210,7 @@ class StoreConfig(Section):
     fsync: Literal["always", "everysec"] = "always"
     """When the private server writes its file through to the disk: at every write, or once a second, which a power cut
     may cost."""
-    retry_s: float = Field(60.0, gt=0)
+    retry_s: float = Field(45.0, gt=0, le=50)
     """How many seconds the broker waits for a store that does not answer, before it gives up."""
     shutdown: bool = False
     """When the run is over, the broker ends the server too: for one that serves this run alone, as in a container."""

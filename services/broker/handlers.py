@@ -180,7 +180,7 @@ class Handlers:
         if finished.purpose == "eval":
             if state.evaluation.finish(number, said.oldest, said.newest, said.trajectories, said.tokens):
                 state.payloads.begin(key, finished.experience.tobytes())
-        elif state.groups.finish(number, max(said.oldest, 0), said.trajectories, said.tokens):
+        elif state.groups.finish(number, said.oldest, said.trajectories, said.tokens):
             state.payloads.begin(key, finished.experience.tobytes())
             state.progress.totals["finished"] += 1
             state.progress.totals["generated_tokens"] += said.sampled

@@ -52,6 +52,10 @@ class Payloads:
         """uint8 ``[bytes]``, as messages carry it."""
         return as_bytes(self._parts(key)[EXPERIENCE])
 
+    def has(self, key: Key, column: str) -> bool:
+        """It is there."""
+        return column in self._parts(key)
+
     def columns(self, key: Key, names: Sequence[str]) -> dict[str, np.ndarray]:
         """These columns of a group, which must be there."""
         parts = self._parts(key) if names else {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from penstock.services.broker.trackers import Trackers
+from penstock.services.runtime.files import open_lines
 
 TAIL = 1 << 20
 """Bytes at the end of a file in which its last line is looked for."""
@@ -35,13 +36,13 @@ class Recorder:
     def __init__(self, folder: Path, trackers: Trackers) -> None:
         self._folder = folder
         self._learners: dict[str, TextIO] = {}
-        self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._actors = (folder / "actors.jsonl").open("a", buffering=1)
-        self._ledger = (folder / "ledger.jsonl").open("a", buffering=1)
-        self._drops = (folder / "dropped.jsonl").open("a", buffering=1)
-        self._weights = (folder / "weights.jsonl").open("a", buffering=1)
+        self._metrics = open_lines(folder / "metrics.jsonl")
+        self._actors = open_lines(folder / "actors.jsonl")
+        self._ledger = open_lines(folder / "ledger.jsonl")
+        self._drops = open_lines(folder / "dropped.jsonl")
+        self._weights = open_lines(folder / "weights.jsonl")
         self._sampled = _last_step(folder / "samples.jsonl")
-        self._samples = (folder / "samples.jsonl").open("a", buffering=1)
+        self._samples = open_lines(folder / "samples.jsonl")
         self._trackers = trackers
 
     def step(self, row: dict[str, Any]) -> None:
@@ -67,7 +68,7 @@ class Recorder:
     def learned(self, kind: str, row: dict[str, Any]) -> None:
         """One line a step of a learner beside the trainer, in a file of its own: of several, the last counts."""
         if kind not in self._learners:
-            self._learners[kind] = (self._folder / f"{kind}.jsonl").open("a", buffering=1)
+            self._learners[kind] = open_lines(self._folder / f"{kind}.jsonl")
         self._write(self._learners[kind], row)
 
     def drop(self, number: int, reason: str, kind: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.protocols.columns import REWARD
 from penstock.protocols.experience import ALONE, Group
 
 
@@ -44,3 +45,9 @@ def _number(value: Any) -> float | None:
 def _plain(truth: Any) -> Any:
     """What JSON can say of it."""
     return json.loads(json.dumps(truth, default=str))
+
+
+def best_and_worst(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of some `rows` those with the highest and the lowest reward, if there are two; one without comes first."""
+    ranked = sorted(found, key=lambda row: (row[REWARD] is None, row[REWARD] or 0.0))
+    return [ranked[-1], *ranked[: len(ranked) > 1]]

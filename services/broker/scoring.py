@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import regex
 import structlog
@@ -48,7 +50,7 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
     for total in state.settings.columns.sums:
         here = score.number in replay.entries
         if here and column.name in total.terms and not (total.terms.keys() & entry.needs):
-            _add_sum(state, score, total)
+            _add_sum(state, score.purpose, score.number, total, score.errors)
     if entry.needs or score.number not in replay.entries:
         return
     if score.purpose == "train":
@@ -62,30 +64,43 @@ def replay_of(state: BrokerState, purpose: Purpose) -> Replay:
     return state.groups.replay if purpose == "train" else state.evaluation.replay
 
 
-def _add_sum(state: BrokerState, score: Score, total: WeightedSum) -> None:
+def complete(state: BrokerState) -> None:
+    """Groups of a run that is resumed, and needs fewer columns than it did, may lack nothing but their sums. Those for
+    which there are too few answers now are dropped."""
+    for number in list(state.groups.replay.ready()):
+        entry = state.groups.replay.entries[number]
+        if entry.trajectories < state.settings.sampling.trajectories:
+            state.drop(number, f"{entry.trajectories} answers were made, and more are asked for now", "too_old")
+            continue
+        for total in state.settings.columns.sums:
+            if number in state.groups.replay.entries and not state.payloads.has(("train", number), total.name):
+                _add_sum(state, "train", number, total, [])
+
+
+def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedSum, errors: Sequence[str]) -> None:
     """All its terms are there now."""
-    key = (score.purpose, score.number)
+    key = (purpose, number)
     terms = state.payloads.columns(key, list(total.terms))
     if of_tokens := state.settings.columns.by_token.intersection(terms):
         ends = np.cumsum(lengths_of(state.payloads.experience(key)))
         terms |= {name: np.array([part.sum() for part in np.split(terms[name], ends[:-1])]) for name in of_tokens}
     values = total.of(terms)
     state.payloads.add(key, total.name, values)
-    if score.purpose == "train" and total.name == REWARD:
-        _judge(state, score, values)
+    if purpose == "train" and total.name == REWARD:
+        _judge(state, number, values, errors)
 
 
-def _judge(state: BrokerState, score: Score, rewards: np.ndarray) -> None:
+def _judge(state: BrokerState, number: int, rewards: np.ndarray, errors: Sequence[str]) -> None:
     """Groups that cannot be learned from make room for others."""
     found = int(np.isfinite(rewards).sum())
     if found:
-        state.curriculum.measured(state.groups.replay.entries[score.number].draw, float(np.nanmean(rewards)))
+        state.curriculum.measured(state.groups.replay.entries[number].draw, float(np.nanmean(rewards)))
     if found < min(LEAST_VALUES, len(rewards)):
-        why = score.errors[-1] if score.errors else "NaN"
-        state.drop(score.number, f"too few trajectories have a reward; {why}", "reward")
+        why = errors[-1] if errors else "NaN"
+        state.drop(number, f"too few trajectories have a reward; {why}", "reward")
     elif state.settings.replay.filter == "zero_variance" and np.nanmax(rewards) == np.nanmin(rewards):
-        state.payloads.forget(("train", score.number))
-        state.groups.filter(score.number, "filtered: its rewards are all equal")
+        state.payloads.forget(("train", number))
+        state.groups.filter(number, "filtered: its rewards are all equal")
 
 
 def _finish_evaluation(state: BrokerState, number: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 from penstock.protocols import messages as m
+from penstock.services.broker import scoring
 from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.handlers import Handlers
 from penstock.services.broker.scheduler import Scheduler
@@ -66,6 +67,7 @@ class Broker:
             progress.training_since += away
             progress.started_at += away
         self._extend_deadlines(now)
+        scoring.complete(state)
         progress.totals["taken_up"] += 1
         log.info("took up a run", committed=state.groups.ledger.committed, away_s=round(now - row["at"], 1))
 

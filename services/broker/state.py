@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.protocols.columns import REWARD, Column, ColumnTable
+from penstock.protocols.columns import Column, ColumnTable
 from penstock.protocols.experience import ExperienceError, Purpose, Sampling, as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
@@ -42,8 +42,8 @@ from penstock.services.broker.rules.holds import Holds
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import Step
 from penstock.services.broker.rules.turns import Turns
-from penstock.services.broker.samples import rows
-from penstock.services.broker.store import Store
+from penstock.services.broker.samples import best_and_worst, rows
+from penstock.services.broker.store import Store, StoreError
 from penstock.services.broker.tally import Tally
 from penstock.services.broker.traces import Traces
 from penstock.services.broker.trackers import Trackers
@@ -51,6 +51,7 @@ from penstock.services.broker.versions import Versions
 from penstock.services.data import open_source
 from penstock.services.data.held_out import HeldOut
 from penstock.services.data.prompts import PromptStream
+from penstock.services.runtime import health
 
 log = structlog.get_logger()
 
@@ -174,6 +175,8 @@ class BrokerState:
         rests = settings.prompts.curriculum
         bounds = Bounds(**rests.model_dump()) if rests else None
         self.curriculum = Curriculum(self.store, bounds, len(self.prompts), self.prompts.row)
+        self.turns = Turns(first_id=time.time_ns() // 1_000_000 * 1_000)  # beyond those of a broker before this one
+        self.records = Records(self.store)
         self.groups = GroupTracker(
             self.store,
             Gate(settings.gate.groups_per_step, settings.gate.window, settings.gate.max_lag),
@@ -182,7 +185,7 @@ class BrokerState:
             self.prompts.limit,
             settings.gate.prefetch,
             self._release,
-            self._archive_step,
+            self._archive_steps,
             self._dropped,
             self.curriculum.next,
         )
@@ -190,8 +193,6 @@ class BrokerState:
         self.members = Members(self.store)
         self.scorers = list(dict.fromkeys(column.scorer for column in columns))
         """Kinds of actors that write columns."""
-        self.turns = Turns(first_id=time.time_ns() // 1_000_000 * 1_000)  # beyond those of a broker before this one
-        self.records = Records(self.store)
         self.receivers_changed = False
         """The trainer is to be told, with this turn, who is here and serves what."""
         # Last: nothing after it can fail and leave a socket open.
@@ -361,7 +362,7 @@ class BrokerState:
                 continue
             by_token = self.settings.columns.by_token
             found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in by_token}))
-            kept += _best_and_worst(found) if keep == "some" else found
+            kept += best_and_worst(found) if keep == "some" else found
         self.recorder.samples(step, kept)
 
     def _read_batch(self, step: Step) -> m.Batch:
@@ -371,13 +372,20 @@ class BrokerState:
         committed = self.groups.ledger.committed
         return m.Batch(step=step.step, seed=step.seed, max_lag=step.max_lag, groups=groups, committed=committed)
 
-    def _archive_step(self, step: Step) -> None:
-        """Writes a step's groups to disk before they are freed."""
-        if not self.archive.wanted:
+    def _archive_steps(self, steps: Sequence[Step]) -> None:
+        """Writes their groups to disk before they are freed."""
+        if not self.archive.wanted or not steps:
             return
         self.store.commit()
-        assert step.digest is not None
-        self.archive.append(self._read_batch(step), step.digest)
+        for step in steps:
+            health.beat()
+            assert step.digest is not None
+            try:
+                batch = self._read_batch(step)
+            except StoreError as error:  # known from the trainer alone, after the store had lost it
+                log.warning("a step is not in the archive", step=step.step, error=str(error))
+                continue
+            self.archive.append(batch, step.digest)
 
     def tell_trainer(self, message: m.Message) -> None:
         """Unasked."""
@@ -391,8 +399,3 @@ class BrokerState:
         return m.Receivers(
             serves={r.identity: (r.version, r.digest) if self.serves_current(r) else nothing for r in rollouts}
         )
-
-
-def _best_and_worst(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    ranked = sorted(found, key=lambda row: (row[REWARD] is None, row[REWARD] or 0.0))
-    return [ranked[-1], *ranked[: len(ranked) > 1]]

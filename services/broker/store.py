@@ -3,6 +3,9 @@
 Every commit is one MULTI/EXEC that also writes the commit's number. A Redis that comes back with an older number has
 lost the last commits (a torn append-only file); those are kept here for a while and are sent again, in order, so what
 was acknowledged stays true as long as this process lives. All writes are idempotent.
+
+A broker takes an epoch as it opens the store, and every commit looks whether it is still the newest: one that was
+stopped for a while, and replaced, writes nothing any more.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class Store:
                 f"store.url: {self._where} holds another run by the name {run!r}; choose another run.name, "
                 "or give this run a store of its own"
             )
+        self._epoch = int(self._persist(lambda: self._redis.hincrby(meta, "epoch", 1)))
         self._commits = int(self._persist(lambda: self._redis.hget(meta, "commits")) or 0)
 
     def put(self, table: str, key: str | int, row: dict[str, Any]) -> None:
@@ -89,9 +93,8 @@ class Store:
             return pipeline.execute()
 
         commits, *groups = self._persist(read)
-        found = int(commits or 0)
-        if found < self._commits:
-            self._repair(found)
+        if int(commits or 0) < self._commits:
+            self._bring()
             _, *groups = self._persist(read)
         return [{part.decode(): data for part, data in group.items()} for group in groups]
 
@@ -110,38 +113,48 @@ class Store:
         while (self._kept_bytes > KEPT_BYTES or len(self._kept) > KEPT_COMMITS) and len(self._kept) > 1:
             self._kept_bytes -= self._kept.popleft()[2]
         self._queued = []
-        self._send(self._commits)
+        self._bring()
 
-    def _send(self, number: int) -> None:
-        """Sends a kept commit; if the store then turns out to have lost earlier ones, those first and this again."""
-        commands = next(queued for kept, queued, _ in self._kept if kept == number)
+    def _bring(self) -> None:
+        """Sends the store what it lacks, in order: the last commit, or, where it has lost some, those first."""
+        last = self._commits - 1
+        while (found := self._persist(self._next)) < self._commits:
+            if found < last:
+                log.warning("the store has lost commits", store=self._where, found=found, expected=self._commits)
+            last = found
+
+    def _next(self) -> int:
+        """Sends the first commit that the store lacks, if it lacks one; returns which it has then. Raises `StoreError`
+        where another broker has opened it since."""
         meta = self._prefix + "meta"
-
-        def write() -> int:
-            pipeline = self._redis.pipeline(transaction=True)
-            pipeline.execute_command("HGET", meta, "commits")
+        with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.watch(meta)  # what is read now holds until the commit, or nothing of that is done
+            epoch, commits = (int(value or 0) for value in pipeline.hmget(meta, "epoch", "commits"))
+            if epoch > self._epoch or commits > self._commits:
+                raise StoreError(
+                    f"store at {self._where}: another broker writes to this run; this one was replaced, and ends"
+                )
+            if commits == self._commits:
+                return commits
+            number, commands = commits + 1, self._commands(commits + 1)
+            pipeline.multi()
             for command in commands:
                 pipeline.execute_command(*command)
-            pipeline.execute_command("HSET", meta, "commits", number)
-            return int(pipeline.execute()[0] or 0)
+            pipeline.hset(meta, mapping={"commits": number, "epoch": self._epoch})
+            try:
+                pipeline.execute()
+            except redis.WatchError:
+                return commits  # and look again
+            return number
 
-        before = self._persist(write)
-        if before > number:
-            raise StoreError(f"store at {self._where}: another broker writes to this run")
-        if before < number - 1:
-            self._repair(before)
-
-    def _repair(self, found: int) -> None:
+    def _commands(self, number: int) -> list[tuple[Any, ...]]:
         oldest = self._kept[0][0] if self._kept else self._commits + 1
-        log.warning("the store has lost commits", store=self._where, found=found, expected=self._commits)
-        if found + 1 < oldest:
+        if number < oldest:
             raise StoreError(
-                f"store at {self._where} came back at commit {found} of {self._commits}, and only those from {oldest} "
-                "are kept here: restore the store, or resume the run from its last checkpoint in a new store"
+                f"store at {self._where} came back at commit {number - 1} of {self._commits}, and only those from "
+                f"{oldest} are kept here: restore the store, or resume the run from its last checkpoint in a new store"
             )
-        self._persist(lambda: self._redis.hset(self._prefix + "meta", "commits", found))
-        for number in range(found + 1, self._commits + 1):
-            self._send(number)
+        return self._kept[number - oldest][1]
 
     def _persist(self, action: Callable[[], Any]) -> Any:
         started = time.monotonic()

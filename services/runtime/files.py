@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TextIO
 
 
 def write_whole(path: Path, data: bytes | str, mode: int | None = None, durable: bool = False) -> None:
     """Writes ``data`` aside and renames it to ``path``: whoever reads sees the file before or this one. ``durable``:
     the disk has it when this returns. ``mode``: its permissions, from the start."""
     aside = path.with_name(f".{path.name}-{os.getpid()}")
-    with aside.open("wb") as file:
-        if mode is not None:
-            os.fchmod(file.fileno(), mode)
-        file.write(data.encode() if isinstance(data, str) else data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    aside.rename(path)
+    try:
+        with aside.open("wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        aside.rename(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def open_lines(path: Path) -> TextIO:
+    """To append lines to, each written at once. A last one that was cut short, by a full disk say, is ended first: or
+    the next would be lost with it."""
+    file = path.open("a+", buffering=1)
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        with path.open("rb") as written:
+            written.seek(-1, os.SEEK_END)
+            if written.read(1) != b"\n":
+                file.write("\n")
+    return file

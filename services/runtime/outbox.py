@@ -18,6 +18,7 @@ from penstock.protocols.messages import Credit, Failed, Finished, Generated, Lea
 from penstock.protocols.messages.membership import Held
 from penstock.protocols.packed_groups import pack_group
 from penstock.services.runtime.actor import Actor
+from penstock.services.runtime.files import open_lines
 
 log = structlog.get_logger()
 
@@ -59,7 +60,7 @@ class Outbox:
         self._credited = -1
         finished = actor.context.folder / "logs" / f"{actor.context.name}.finished.jsonl"
         finished.parent.mkdir(parents=True, exist_ok=True)
-        self._finished = finished.open("a", buffering=1)
+        self._finished = open_lines(finished)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._open

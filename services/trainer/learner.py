@@ -33,6 +33,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.routing import Replay
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
+from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
@@ -223,6 +224,11 @@ class Learner(ModelLearner):
             columns[name] = _column(step, name, rewarded, by_token)
         if step.greedy is not None:
             columns[GREEDY] = torch.from_numpy(step.greedy[rewarded])
+        elif self._config.algorithm.advantage.type == "remax":
+            raise SetupError(
+                "trainer.algorithm.advantage: remax, and a step was taken before the run had greedy answers; go on "
+                "with the advantage that it had until a checkpoint covers that step"
+            )
         columns[SAMPLED] = step.padded([t.logprobs for t in step.trajectories], rewarded)
         groups, sessions = torch.from_numpy(step.groups[rewarded]), torch.from_numpy(step.sessions[rewarded])
         mask = rewards.mask.bool()

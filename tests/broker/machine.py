@@ -95,7 +95,7 @@ class World:
         batch, window, max_lag, steps = self.settings
         gate = self.make_gate(batch, window, max_lag)
         return GroupTracker(
-            self.journal, gate, COLUMNS, steps, None, None, self.release, lambda step: None, self.dropped_
+            self.journal, gate, COLUMNS, steps, None, None, self.release, lambda steps: None, self.dropped_
         )
 
     def make_gate(self, batch: int, window: int, max_lag: int) -> Gate:
@@ -125,10 +125,14 @@ class World:
     def finish(self, holder: Holder, number: int) -> None:
         """Says it; the broker acknowledges; from then on the rollout forgets it."""
         oldest = holder.work.pop(number)
-        if self.groups.finish(number, oldest):
+        if self.groups.finish(number, self.said(oldest)):
             self.tokens[number] = oldest
             self.payloads.add(number)
         self.journal.commit()
+
+    def said(self, oldest: int) -> int:
+        """The lowest version among a group's tokens, as the broker is told."""
+        return oldest
 
     def say_twice(self, number: int) -> None:
         """A repeated or late answer for a group that is finished already."""

@@ -11,7 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.broker.machine import Holder, World
-from tests.broker.test_theorems import EXAMPLES, TRANSITIONS, Remembering, Uncharging, must_break, transition, worlds
+from tests.broker.test_theorems import (
+    EXAMPLES,
+    TRANSITIONS,
+    Remembering,
+    Uncharging,
+    Unlooked,
+    must_break,
+    transition,
+    worlds,
+)
 
 NO_TOKENS = 10**9
 """In the place of the oldest version of a group in which nothing was said yet."""
@@ -126,7 +135,7 @@ def test_no_token_of_any_turn_is_too_old_and_nothing_stalls(shape: Any, random: 
     play(AgentWorld, shape, random)
 
 
-class AnybodyAnswers(AgentWorld):
+class AnybodyAnswers(Unlooked, AgentWorld):
     """A turn is given to any rollout."""
 
     def allows(self, number: int, version: int) -> bool:
@@ -141,8 +150,8 @@ class Forgotten(AgentWorld, Remembering):
         rollout.version = 0
 
 
-class ForgottenAndNotLookedAtAgain(Forgotten):
-    """And the broker does not look at what comes back."""
+class ForgottenAndNotLookedAtAgain(Unlooked, Forgotten):
+    """And the broker does not look at what comes back, neither a turn nor a group."""
 
     def looks_again(self, number: int, oldest: int) -> bool:
         return True

@@ -148,12 +148,23 @@ class Remembering(World):
         return self.remembered[holder.name]
 
 
-class OldIncarnationBelieved(Remembering):
+class OldIncarnation(Remembering):
     """See `Remembering`."""
 
     def restart_rollout(self, holder: Holder) -> None:
         super().restart_rollout(holder)
         holder.version = 0  # it has loaded its checkpoint, which is the starting model
+
+
+class Unlooked(World):
+    """The broker does not look at how old a finished group is."""
+
+    def said(self, oldest: int) -> int:
+        return -1
+
+
+class OldIncarnationBelieved(Unlooked, OldIncarnation):
+    """And nobody looks at what comes back."""
 
 
 class ArrivalOrder(World):
@@ -239,6 +250,14 @@ def must_break(play_it: Callable[[Any, Any], Any], reason: str) -> None:
 @pytest.mark.parametrize(("mutation", "reason"), MUTATIONS)
 def test_every_clause_is_needed(mutation: type[World], reason: str) -> None:
     must_break(partial(play, mutation), reason)
+
+
+@settings(max_examples=EXAMPLES // 8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shape=worlds, random=st.randoms(use_true_random=True))
+def test_a_look_at_what_comes_back_suffices_where_a_rollout_is_not_what_it_was_thought_to_be(
+    shape: Any, random: Any
+) -> None:
+    play(OldIncarnation, shape, random)
 
 
 def test_plays_are_long_and_at_least_half_of_them_crash() -> None:

@@ -29,8 +29,8 @@ class GroupTracker:
     ``columns`` is what a group needs before it may be trained on, ``steps`` how many steps the run has, ``draws`` how
     many prompts there are (None: no end), ``prefetch`` how many groups may be under way beyond those taken (None: as
     many as the gate allows), ``release`` is told the number of each group whose payload is not needed any more,
-    ``archive`` each step before that, ``on_drop`` each drop with its reason and kind; ``choose`` says which draw is
-    made next, of those from one on.
+    ``archive`` the steps that are freed before that, ``on_drop`` each drop with its reason and kind; ``choose`` says
+    which draw is made next, of those from one on.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GroupTracker:
         draws: int | None,
         prefetch: int | None,
         release: Callable[[int], None],
-        archive: Callable[[Step], None],
+        archive: Callable[[Sequence[Step]], None],
         on_drop: Callable[[int, str, DropKind], None],
         choose: Callable[[int], int] = lambda draw: draw,
     ) -> None:
@@ -110,8 +110,14 @@ class GroupTracker:
         return self.gate.required_version(number)
 
     def finish(self, number: int, oldest: int, trajectories: int = 1, tokens: int = 1) -> bool:
-        """A group is finished, ``oldest`` the lowest version among its tokens. False where it was already, or is gone:
-        its answer does not count again."""
+        """A group is finished, ``oldest`` the lowest version among its tokens (-1: it has none). False where it was
+        already, or is gone: its answer does not count again. It is gone, too, where it is too old: for a bound that a
+        resumed run has lowered, or because its engine does not do as it was told."""
+        if number in self.leases.open and 0 <= oldest < (required := self.gate.required_version(number)):
+            reason = f"from version {oldest}, and version {required} is the oldest that is allowed"
+            self.without_failure(number, reason, "too_old")
+            return False
+        oldest = max(oldest, 0)
         lease = self.leases.close(number)
         if lease is None:
             return False
@@ -120,19 +126,34 @@ class GroupTracker:
 
     def merge(self, step: int, groups: list[int], seed: int, max_lag: int, digest: str) -> None:
         """The trainer remembers committing ``step``: what the store has lost of it is true again."""
-        if self.ledger.merge(step, groups, seed, max_lag, digest, time.time()):
-            log.warning("merged a step that the store had lost", step=step)
-            for number in groups:
-                self.leases.close(number)
-                self.replay.remove(number)
-            self.leases.skip_to(max(groups, default=-1) + 1)
+        new = not self.ledger.length
+        if not self.ledger.merge(step, groups, seed, max_lag, digest, time.time()):
+            return
+        log.warning("merged a step that the store had lost", step=step)
+        if new and step and groups:  # numbers that no step took were dropped
+            self._count_forgotten(max(0, min(groups) - (self.ledger.groups - len(groups))))
+            self.leases.next_number = self.leases.next_draw = min(groups)
+        # Whatever was under way is generated again; what later steps of the trainer's have trained is closed then.
+        self.leases.skip_to(max(groups, default=-1) + 1)
+        for number in groups:
+            self.leases.close(number)
+            self.replay.remove(number)
 
     def filter(self, number: int, reason: str) -> None:
         """The group is sound, but teaches nothing: it is dropped, which is no failure."""
-        failures = self.consecutive_drops
-        self.drop(number, reason, "filtered")
-        self.consecutive_drops = failures
+        self.without_failure(number, reason, "filtered")
         self.consecutive_filtered += 1
+
+    def without_failure(self, number: int, reason: str, kind: DropKind) -> None:
+        """It is dropped, and nobody has failed."""
+        failures = self.consecutive_drops
+        self.drop(number, reason, kind)
+        self.consecutive_drops = failures
+
+    def _count_forgotten(self, drops: int) -> None:
+        self._forgotten_drops = drops
+        self.gate.remember(self._recent_drops, drops)
+        self._journal.put("counters", "dropped", {"count": drops})
 
     def drop(self, number: int, reason: str, kind: DropKind) -> None:
         """The group will never be trained on. Nothing is dropped once a step has taken it."""
@@ -191,8 +212,8 @@ class GroupTracker:
     def free(self, version: int) -> None:
         """A durable checkpoint holds ``version``: the groups of the steps before it are needed no more."""
         covered = self.ledger.covered(version)
+        self._archive(covered)  # all of them, before a payload is deleted: either may be cut short
         for step in covered:
-            self._archive(step)
             for number in step.groups:
                 self._release(number)
         self.ledger.forget(covered)

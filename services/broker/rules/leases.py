@@ -87,11 +87,18 @@ class Leases:
         """Who generates the group."""
         return self.holds.holder(number)
 
-    def skip_to(self, number: int) -> None:
-        """Numbers below ``number`` were given before, though the store has forgotten it."""
-        if number > self.next_number:
-            self.next_number = self.next_draw = number
+    def skip_to(self, number: int) -> list[Lease]:
+        """Numbers below ``number`` were given before, though the store has forgotten it: they wait again. Returns
+        them. Which draws they answered is known where draws were not chosen: they went with the numbers."""
+        ahead = self.next_draw - self.next_number
+        found = [Lease(each, each + ahead) for each in range(self.next_number, number)]
+        for lease in found:
+            self.open[lease.number] = lease
+            self._wait(lease.number)
+        if found:
+            self.next_number, self.next_draw = number, number + ahead
             self._write_counters()
+        return found
 
     def close(self, number: int) -> Lease | None:
         """The group is finished or dropped. None where it was already closed: a late or repeated answer."""

@@ -120,6 +120,8 @@ class Ledger:
         if known and known.digest:
             return False
         if known is None:
+            if not self.length:
+                self._begin_at(step, len(groups))
             if step != self.length:
                 raise LedgerError(f"the trainer remembers step {step}, but the ledger ends at step {self.length}")
             known = Step(step, groups, seed, max_lag, now)
@@ -127,6 +129,11 @@ class Ledger:
         known.digest = digest
         self._write(known)
         return True
+
+    def _begin_at(self, step: int, groups: int) -> None:
+        """The store is new, the trainer is not: steps before ``step`` were as large, as far as anybody knows."""
+        self._forgotten, self._groups_forgotten = step, step * groups
+        self._count()
 
     def covered(self, version: int) -> list[Step]:
         """The steps that a durable checkpoint of ``version`` covers and that were not forgotten."""
@@ -141,8 +148,11 @@ class Ledger:
             self._groups_forgotten += len(step.groups)
             self._journal.delete(self.TABLE, step.step)
         if steps:
-            counters = {"steps": self._forgotten, "groups": self._groups_forgotten}
-            self._journal.put("counters", self.TABLE, counters)
+            self._count()
+
+    def _count(self) -> None:
+        counters = {"steps": self._forgotten, "groups": self._groups_forgotten}
+        self._journal.put("counters", self.TABLE, counters)
 
     def _write(self, step: Step) -> None:
         self._journal.put(self.TABLE, step.step, asdict(step))
