@@ -92,12 +92,12 @@ class Desk:
         """A group to be made, with what is known of it from a gateway before this one."""
         try:
             prompt = self._text.encode(lease.prompt)
+            work = Work(lease, prompt, [Session(place) for place in range(lease.sampling.trajectories)])
+            restore(lease, work.sessions, self.replies)
         except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
             self._deliver(lease, f"{type(error).__name__}: {error}")
             return
-        work = Work(lease, prompt, [Session(place) for place in range(lease.sampling.trajectories)])
         self._works[work.key] = work
-        restore(work.lease, work.sessions, self.replies)
         for session in work.sessions:
             if session.opened and not session.ended:
                 held = Held(session_id(work.lease, session), work, session, session.life, session.owner)

@@ -9,7 +9,7 @@ from penstock.protocols.messages import Lease
 from penstock.services.turns import library_parsers
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, Parser, Said, by_text
+from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, Parser, Said, by_text, careful
 
 KEY = "gateway.tool_calls"
 
@@ -18,7 +18,7 @@ class Replies:
     """Makes an assistant's message, as OpenAI's chat completions have it, of a turn's tokens."""
 
     def __init__(self, text: Tokenizer, tool_calls: str) -> None:
-        self._text, self._parser = text, _parser(tool_calls, text)
+        self._text, self._parser = text, careful(_parser(tool_calls, text))
 
     def message(self, lease: Lease, place: int, turn: int, answer: Answer, tools: str) -> dict[str, Any]:
         """With the calls that the policy asks for, where it was told of ``tools`` (JSON); their ids follow from the
