@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.services.gateway.asking import Content
+from penstock.services.gateway.asking import Content, Stops
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.session import Turn
 
@@ -103,7 +103,7 @@ class MessagesRequest(CountRequest):
     """``POST /v1/messages``. How tokens are drawn is the run's."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] = []
+    stop_sequences: Stops = []
     stream: bool = False
 
 

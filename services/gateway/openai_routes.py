@@ -52,7 +52,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         return await answered(
             request,
             asked.stream,
-            _several(asked.n, lambda each: desk.chat(held, said, tools, asked.most, asked.stops, each), again),
+            _several(asked.count, lambda each: desk.chat(held, said, tools, asked.most, asked.stops, each), again),
             lambda turns: chat.completion(held.id, model, turns, replies, asked),
             lambda turns: chat.chunks(held.id, model, turns, replies, asked),
         )
@@ -66,7 +66,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         return await answered(
             request,
             asked.stream,
-            _several(asked.n, lambda each: _complete(desk, held, asked, each), again),
+            _several(asked.count, lambda each: _complete(desk, held, asked, each), again),
             lambda turns: completions.completion(held.id, model, turns, replies, asked),
             lambda turns: completions.chunks(held.id, model, turns, replies, asked),
         )
