@@ -115,7 +115,7 @@ def _session_routes(desk: Desk) -> APIRouter:
         """The next task of the run that no agent has."""
         held = await desk.open(wanted.wait_s)
         if await request.is_disconnected():
-            desk.untaken(held)
+            await desk.untaken(held)
             raise AgentError(499, "gone", "the agent has gone")
         return described(held, str(request.base_url).rstrip("/"))
 
