@@ -55,7 +55,8 @@ class Policy:
         try:
             if parent is None:
                 return None, self._text.encode_chat(said, tools)
-            return parent, self._text.observe(said[len(parent.said) :], True, int(parent.answer.tokens[-1]))
+            added, ended_with = said[len(parent.said) :], int(parent.answer.tokens[-1])
+            return parent, self._text.observe(added, True, ended_with, parent.said[-1])
         except Exception as error:  # a template may raise anything
             raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
 

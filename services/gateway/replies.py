@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -32,7 +33,7 @@ class Replies:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{lease.purpose}_{lease.number}_{place}_{turn}_{index}",
+                    "id": _call_id(lease, place, turn, index),
                     "type": "function",
                     "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
                 }
@@ -47,6 +48,11 @@ class Replies:
             {"token": text, "logprob": float(value), "bytes": list(text.encode()), "top_logprobs": []}
             for text, value in zip(texts, answer.logprobs, strict=True)
         ]
+
+
+def _call_id(lease: Lease, place: int, turn: int, index: int) -> str:
+    """Nine letters and digits: Mistral's templates take no other."""
+    return hashlib.sha256(f"{lease.purpose}-{lease.number}-{place}-{turn}-{index}".encode()).hexdigest()[:9]
 
 
 def _parser(name: str, text: Tokenizer) -> Parser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +151,14 @@ def test_gauges_may_be_read_while_sessions_come_and_go(house: House) -> None:
     async def play() -> None:
         house.desk.start(house.lease(0))
         work = next(iter(house.desk._works.values()))
-        reading = asyncio.ensure_future(asyncio.to_thread(lambda: [house.desk.gauges() for _ in range(2000)]))
         held, until = house.desk._held, time.monotonic() + 20
-        while not reading.done() and time.monotonic() < until:
-            for number in range(200):
-                held[f"s-{number}"] = Held(f"s-{number}", work, Session(0), 0)
-            await asyncio.sleep(0)
-            held.clear()
-        assert len(await reading) == 2000
+        with ThreadPoolExecutor(1) as mailbox:
+            reading = mailbox.submit(lambda: [house.desk.gauges() for _ in range(2000)])
+            while not reading.done() and time.monotonic() < until:
+                for number in range(200):
+                    held[f"s-{number}"] = Held(f"s-{number}", work, Session(0), 0)
+                await asyncio.sleep(0)
+                held.clear()
+            assert len(reading.result(0)) == 2000
 
     house.run(play)
