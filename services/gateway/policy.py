@@ -66,7 +66,8 @@ class Policy:
         try:
             if parent is None:
                 return None, self._text.encode_text(text)
-            return parent, self._text.observe(text[len(parent.text) :], False, int(parent.answer.tokens[-1]))
+            added = text[len(parent.text) :].removeprefix(parent.stopped_by)  # which was sampled, and is not told
+            return parent, self._text.observe(added, False, int(parent.answer.tokens[-1]))
         except Exception as error:
             raise AgentError(400, "invalid_messages", f"the text cannot be told to the model: {error}") from error
 
@@ -96,6 +97,7 @@ class Policy:
             "given": given,
             "said": json.dumps(said),
             "told": told,
+            "stop": list(stop),
         }
         stream = turn_stream(work.lease, session.place, number)
         request = TurnRequest(
@@ -113,7 +115,7 @@ class Policy:
         answer = unpack_answer(found.answer.tobytes())
         turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
         turn.asked, turn.prompt_tokens = asked, len(prompt)
-        turn.message = self._replies.message(work.lease, session.place, number, answer, told)
+        turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, told, stop)
         turn.said = [*said, canonical(turn.message)]
         if held.life == session.life and not session.ended:
             session.turns[number] = turn

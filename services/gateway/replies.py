@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocols.messages import Lease
@@ -21,15 +22,18 @@ class Replies:
     def __init__(self, text: Tokenizer, tool_calls: str) -> None:
         self._text, self._parser = text, careful(_parser(tool_calls, text))
 
-    def message(self, lease: Lease, place: int, turn: int, answer: Answer, tools: str) -> dict[str, Any]:
+    def message(
+        self, lease: Lease, place: int, turn: int, answer: Answer, tools: str, stops: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], str]:
         """With the calls that the policy asks for, where it was told of ``tools`` (JSON); their ids follow from the
-        turn."""
+        turn. Its text ends before the first of ``stops``, which is told too; empty: there was none."""
         tokens = answer.tokens.tolist()
         content = self._text.decode([tokens])[0]
         calls: list[Call] = []
         if tools:
             content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools))
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        stop = min((each for each in stops if each in content), key=content.index, default="")
+        message: dict[str, Any] = {"role": "assistant", "content": content.partition(stop)[0] if stop else content}
         if calls:
             message["tool_calls"] = [
                 {
@@ -39,7 +43,7 @@ class Replies:
                 }
                 for index, call in enumerate(calls)
             ]
-        return message
+        return message, stop
 
     def logprobs(self, answer: Answer) -> list[dict[str, Any]]:
         """Of each token, as chat completions tell them."""

@@ -110,7 +110,8 @@ def test_ids_of_calls_are_nine_letters_and_digits_and_each_its_own(tokenizers: d
     answer = Answer(np.array([5, 6], np.int32), none, none)
 
     def ids(lease: Lease, place: int, turn: int) -> list[str]:
-        return [call["id"] for call in replies.message(lease, place, turn, answer, json.dumps(TOOLS))["tool_calls"]]
+        message, _ = replies.message(lease, place, turn, answer, json.dumps(TOOLS))
+        return [call["id"] for call in message["tool_calls"]]
 
     where = itertools.product(map(house.lease, range(3)), range(4), range(20))
     found = [id for lease, place, turn in where for id in ids(lease, place, turn)]
