@@ -292,7 +292,7 @@ class Desk:
             assert question.task is not None
             question.task.add_done_callback(held.note)
         try:
-            return await question.answer()
+            return await question.answer(self.config.turn_s)
         except asyncio.CancelledError:
             if question.task and question.task.cancelled():
                 self._check_over()

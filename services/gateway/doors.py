@@ -56,6 +56,11 @@ class Doors:
         log.info("gateway open", **where)
         self._zmq.start(loop, where["http"])
 
+    @property
+    def zmq_alive(self) -> bool:
+        """The ZeroMQ door has not ended by itself."""
+        return self._zmq.alive
+
     async def serve(self) -> None:
         """Until `close`."""
         await self._server.serve(sockets=[self._http])

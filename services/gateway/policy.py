@@ -9,21 +9,27 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import structlog
 
 from penstock.protocols import wire
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.mailbox import DeadlineError
-from penstock.protocols.messages import Message, TurnAnswer, TurnKey, TurnRequest
+from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.records import NOBODY
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.gateway.work import Held, Work
-from penstock.services.turns.answers import unpack_answer
+from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.joining import routed_before
 from penstock.services.turns.streams import turn_stream
 from penstock.services.turns.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+LOST_S = 5.0
+"""Before a turn is asked for again whose rollouts have all gone."""
 
 
 def told(tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -104,15 +110,7 @@ class Policy:
             key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream,
             known=routed_before(len(prompt), len(given)), note=as_bytes(wire.pack(note)),
         )  # fmt: skip
-        try:
-            found = await asyncio.wrap_future(self._say(request, self._config.turn_s))
-        except DeadlineError:
-            late = f"no answer within gateway.turn_s={self._config.turn_s:g} s"
-            raise AgentError(504, "turn_late", late, 1.0) from None
-        assert isinstance(found, TurnAnswer)
-        if found.error:
-            raise AgentError(400, "cannot_answer", f"the policy cannot answer this: {found.error}")
-        answer = unpack_answer(found.answer.tobytes())
+        answer = await self._answered(request)
         turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
         turn.asked, turn.prompt_tokens = asked, len(prompt)
         turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, told, stop)
@@ -120,6 +118,23 @@ class Policy:
         if held.life == session.life and not session.ended:
             session.turns[number] = turn
         return turn
+
+    async def _answered(self, request: TurnRequest) -> Answer:
+        """However long that takes: who waits for it has a deadline of his own, and may ask for the same turn again.
+        Raises `AgentError`."""
+        found: Message | None = None
+        while found is None:
+            asked = self._say(request, self._config.turn_s)  # raises where nothing can be said any more
+            try:
+                found = await asyncio.wrap_future(asked)
+            except DeadlineError:  # the broker has one turn of this key, however often it is asked for
+                log.warning("a turn is late", group=request.key.number, place=request.key.place, turn=request.key.turn)
+        assert isinstance(found, TurnAnswer)
+        if found.error.endswith(UNANSWERED):
+            raise AgentError(503, "no_answer", f"the policy has not answered this: {found.error}; ask again", LOST_S)
+        if found.error:
+            raise AgentError(400, "cannot_answer", f"the policy cannot answer this: {found.error}")
+        return unpack_answer(found.answer.tobytes())
 
     def _sampling(self, work: Work, session: Session, size: int, max_tokens: int | None, stop: Sequence[str]) -> Any:
         """The run's own: what is trained on must have been drawn as the run draws. Shorter, where the agent says so."""

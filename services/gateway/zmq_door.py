@@ -53,6 +53,11 @@ class ZmqDoor:
         self._thread = threading.Thread(target=self._run, args=(loop,), name="zmq-door", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Its thread is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> None:
         """Says what is there to say, and closes."""
         self._closing.set()
@@ -71,13 +76,22 @@ class ZmqDoor:
                     self._remember(request, None)
                     asyncio.run_coroutine_threadsafe(self._answer(request, message), loop)
                 elif (answer := self._known[request]) is not None:
-                    self._router.send(identity, answer, number)
+                    self._send(request, answer)
             while not self._answers.empty():
                 request, answer = self._answers.get()
                 self._remember(request, answer)
-                self._router.send(request[0], answer, request[1])
+                self._send(request, answer)
             self._router.flush()
         self._router.close()
+
+    def _send(self, request: Request, answer: m.Message) -> None:
+        identity, number, _ = request
+        try:
+            self._router.send(identity, answer, number)
+        except Exception as error:  # what the policy said has no bytes, say; it costs its agent alone
+            log.exception("an answer cannot be sent", type=type(answer).__name__)
+            reason = f"the answer cannot be sent: {type(error).__name__}"
+            self._router.send(identity, m.AgentRefused(status=500, code="failed", reason=reason), number)
 
     def _remember(self, request: Request, answer: m.Message | None) -> None:
         self._known[request] = answer

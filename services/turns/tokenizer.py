@@ -104,8 +104,9 @@ class Tokenizer:
         except Exception:  # a template may raise anything; what it says of an answer without calls may do
             return ""
         last = next((mark for mark in reversed(marks) if mark in told), None)  # some tell of the first call alone
-        for ends in ([end], self._special.values()) if last else ():
-            found = [at for each in ends if each and (at := told.find(each, told.index(last))) >= 0]
+        begun = told.index(last) if last else len(told)
+        for ends in ([end], self._special.values()):
+            found = [at for each in ends if each and (at := told.find(each, begun)) >= 0]
             if found:
                 return told[min(found) :]
         return ""
