@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
+from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.doors import Doors
 from penstock.services.gateway.zmq_door import ZmqDoor
+from penstock.services.runtime.actor import ActorContext
 from tests.gateway.house import House
-from tests.gateway.test_doors import NO_KEYS, SAY, TOOL, opened, served
+from tests.gateway.test_doors import NO_KEYS, SAY, TOOL, opened, owners, served
 
 
 @pytest.fixture
@@ -118,3 +122,48 @@ def test_the_zeromq_door_looks_at_messages_as_the_http_door_does(house: House) -
     told = house.text.decode([np.frombuffer(request.prompt.tobytes(), np.int32).tolist()])[0]
     wanted = house.text.encode_chat([{"role": "system", "content": "b"}, {"role": "user", "content": "sort ba="}])
     assert not none and told == house.text.decode([wanted.tolist()])[0]
+
+
+def test_a_body_is_read_of_those_alone_who_show_a_key(house: House, tmp_path: Path) -> None:
+    head = b"POST /v1/sessions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n"
+    body = b'{"wait_s": 1}' + b" " * (9000 - 13)
+
+    async def asked(url: str, key: bytes, *parts: bytes) -> bytes:
+        """The first line that is answered."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.writelines([head, key, b"\r\n", *parts])
+        found = await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
+        return found
+
+    async def agent(url: str) -> None:
+        for wrong in (b"", b"x-api-key: wrong\r\n", b"authorization: Basic right\r\n"):
+            assert b" 401 " in await asked(url, wrong)
+        assert b" 200 " in await asked(url, b"authorization: bearer right\r\n", body)
+
+    served(house, agent, owners(tmp_path, "right"))
+
+
+def test_a_gateway_has_so_many_connections_and_no_more(house: House, tmp_path: Path) -> None:
+    config = GatewayConfig(http="127.0.0.1:0", bind="tcp://127.0.0.1:0", sessions=1, waiting=1)
+    doors = Doors(config, ActorContext("gateway-0", "run", tmp_path, ""), house.desk, "policy")
+    most = 4 * (config.sessions + config.waiting)
+
+    async def agent() -> list[int]:
+        doors.open(asyncio.get_running_loop())
+        serving = asyncio.ensure_future(doors.serve())
+        url = json.loads((tmp_path / "gateways" / "gateway-0.json").read_text())["http"]
+        lines = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(most)]
+        await asyncio.sleep(0.1)
+        found = []
+        for open_lines in (most, 0):
+            for _, writer in lines[: most - open_lines]:
+                writer.close()
+            await asyncio.sleep(0.1)
+            async with httpx.AsyncClient() as http:
+                found.append((await http.get(f"{url}/v1/sessions")).status_code)
+        await asyncio.to_thread(doors.close)
+        await serving
+        return found
+
+    assert house.run(agent) == [503, 200]
