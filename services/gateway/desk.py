@@ -25,7 +25,7 @@ from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.measured import checked
 from penstock.services.gateway.policy import Policy, told
-from penstock.services.gateway.questions import ONCE, Asking
+from penstock.services.gateway.questions import ONCE, Ask, Asking
 from penstock.services.gateway.records import restore, session_id
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
@@ -217,11 +217,22 @@ class Desk:
         stop: Sequence[str] = (),
         asked: Asking = ONCE,
     ) -> Turn:
-        """The policy's answer to a conversation."""
+        """The policy's answer to a conversation. Raises `AgentError`."""
+        return await self.chats(held, messages, tools, max_tokens, stop)(asked)
+
+    def chats(
+        self,
+        held: Held,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Ask:
+        """As `chat`, for several answers."""
         said, known = [canonical(message) for message in messages], told(tools)
         parent, given = self._policy.spliced(held.session, said, tools, known)
         about = json.dumps([said, known, max_tokens, list(stop)], sort_keys=True)
-        return await self._once(held, asked, about, parent, given, said, known, max_tokens, stop)
+        return lambda asked: self._once(held, asked, about, parent, given, said, known, max_tokens, stop)
 
     def count(
         self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
@@ -245,14 +256,12 @@ class Desk:
         about = json.dumps([said, max_tokens, list(stop)])
         return await self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
 
-    async def complete(
-        self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = (), asked: Asking = ONCE
-    ) -> Turn:
-        """The policy's next words after a text of the agent's own."""
+    def completes(self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Ask:
+        """The policy's next words after a text of the agent's own. Raises `AgentError`."""
         parent, given = self._policy.written_on(held.session, text)
         said = [{"text": text}]
         about = json.dumps([said, max_tokens, list(stop)])
-        return await self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
+        return lambda asked: self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
 
     async def finish(self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None) -> None:
         """The agent is done; without a ``reward`` the reward functions say how good it was. Said again, it is true."""

@@ -28,6 +28,8 @@ from penstock.services.turns.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
+MOST_CHARACTERS = 32
+"""For each token that there may be; text has four or five."""
 LOST_S = 5.0
 """Before a turn is asked for again whose rollouts have all gone."""
 
@@ -58,10 +60,12 @@ class Policy:
         """The turn that a conversation goes on from, and the tokens that it adds; ``told``: of ``tools``. Raises
         `AgentError`."""
         parent = session.parent_of(said, told)
+        added = said[len(parent.said) if parent else 0 :]
+        self._check_size(json.dumps(added, ensure_ascii=False), "" if parent else told)
         try:
             if parent is None:
                 return None, self._text.encode_chat(said, tools)
-            added, ended_with = said[len(parent.said) :], int(parent.answer.tokens[-1])
+            ended_with = int(parent.answer.tokens[-1])
             return parent, self._text.observe(added, True, ended_with, parent.said[-1])
         except Exception as error:  # a template may raise anything
             raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
@@ -69,13 +73,24 @@ class Policy:
     def written_on(self, session: Session, text: str) -> tuple[Turn | None, np.ndarray]:
         """As `spliced`, of an agent that goes on from its own text and from what was answered to it."""
         parent = session.parent_by_text(text)
+        added = text[len(parent.text) if parent else 0 :]
+        self._check_size(added)
         try:
             if parent is None:
                 return None, self._text.encode_text(text)
-            added = text[len(parent.text) :].removeprefix(parent.stopped_by)  # which was sampled, and is not told
+            added = added.removeprefix(parent.stopped_by)  # which was sampled, and is not told
             return parent, self._text.observe(added, False, int(parent.answer.tokens[-1]))
         except Exception as error:
             raise AgentError(400, "invalid_messages", f"the text cannot be told to the model: {error}") from error
+
+    def _check_size(self, *added: str) -> None:
+        """Raises `AgentError` where there is no need to count tokens, which takes long: this loop has other agents."""
+        size = sum(map(len, added))
+        if self._max_length is not None and size > MOST_CHARACTERS * self._max_length:
+            raise AgentError(
+                400, "context_length_exceeded",
+                f"the conversation adds {size} characters: too many for rollout.engine.max_length={self._max_length}",
+            )  # fmt: skip
 
     async def ask(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ class Asking(NamedTuple):
 
 
 ONCE = Asking()
+Ask = Callable[[Asking], Coroutine[Any, Any, Turn]]
+"""Has the policy answer, as often as it is called; what it is told has been made tokens of once."""
 
 
 @dataclass(eq=False)

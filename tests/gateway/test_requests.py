@@ -167,3 +167,35 @@ def test_a_gateway_has_so_many_connections_and_no_more(house: House, tmp_path: P
         return found
 
     assert house.run(agent) == [503, 200]
+
+
+def test_a_request_for_several_answers_is_made_tokens_of_once_and_what_cannot_fit_never(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    for name in ("encode_chat", "encode_text"):
+        own = getattr(house.text, name)
+        monkeypatch.setattr(house.text, name, lambda said, *rest, own=own: (encoded.append(1), own(said, *rest))[1])
+
+    async def agent(url: str) -> None:
+        long = "a" * (33 * 64)
+        async with httpx.AsyncClient() as http:
+            base = (await opened(url, http))["base_url"]
+            encoded.clear()
+            for path, said in (("chat/completions", {"messages": SAY}), ("completions", {"prompt": "a"})):
+                answer = await http.post(f"{base}/{path}", json={**said, "n": 4})
+                assert len(answer.json()["choices"]) == 4 and encoded == [1]
+                encoded.clear()
+            too_long = [{"role": "user", "content": long}]
+            for path, said in (
+                ("chat/completions", {"messages": too_long}),
+                ("completions", {"prompt": long}),
+                ("messages", {"messages": too_long, "max_tokens": 2}),
+                ("messages/count_tokens", {"messages": too_long}),
+                ("responses", {"input": long}),
+            ):
+                refused = await http.post(f"{base}/{path}", json=said)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert not encoded
+
+    served(house, agent)

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from penstock.protocols.experience import Group
+from penstock.services.gateway.questions import ONCE
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 from penstock.services.turns.answers import Answer
@@ -89,9 +90,9 @@ def test_a_stopped_turn_is_gone_on_from_also_after_a_takeover(house: House) -> N
 
     async def play() -> list[Turn]:
         held = await house.desk.open(1)
-        chat = text = await house.desk.complete(held, "sort ba=", stop=STOPS)
+        chat = text = await house.desk.completes(held, "sort ba=", stop=STOPS)(ONCE)
         while not text.stopped_by:
-            text = await house.desk.complete(held, "sort ba=", stop=STOPS)
+            text = await house.desk.completes(held, "sort ba=", stop=STOPS)(ONCE)
         while not chat.stopped_by or "text" in chat.said[0]:
             chat = await house.desk.chat(held, SAY, None, stop=STOPS)
         house.open().start(house.lease(0, n=2, new=8))
@@ -100,7 +101,7 @@ def test_a_stopped_turn_is_gone_on_from_also_after_a_takeover(house: House) -> N
             kept = held.session.turns[turn.number]
             assert (kept.message, kept.stopped_by, kept.said) == (turn.message, turn.stopped_by, turn.said)
         spoken = "sort ba=" + text.message["content"] + text.stopped_by + "21"
-        on = await house.desk.complete(held, spoken)
+        on = await house.desk.completes(held, spoken)(ONCE)
         assert on.parent == text.number and house.text.decode([on.given.tolist()]) == ["21"]
         also = await house.desk.chat(held, [*SAY, chat.message, {"role": "user", "content": "b"}], None)
         assert also.parent == chat.number
