@@ -27,7 +27,7 @@ from penstock.services.gateway.work import Held
 
 log = structlog.get_logger()
 
-SHOWN = HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False)
+SHOWN: tuple[Callable[..., Any], ...] = HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False)
 """For the document: what `shown_in` reads."""
 
 
