@@ -307,6 +307,9 @@ class Desk:
                 self._check_over()
                 raise AgentError(410, LOST, "the session has ended") from None
             raise
+        except AgentError as error:
+            held.error = str(error)
+            raise
         except RefusedError as error:
             self.forget(held.work.key)
             raise AgentError(410, LOST, f"the session is not this gateway's any more: {error}") from error

@@ -40,7 +40,7 @@ def test_who_asks_again_over_http_joins_the_turn_that_was_late(house: House) -> 
             path = f"{(await opened(url, http))['base_url']}/chat/completions"
             told = await http.post(path, json={"messages": SAY})
             assert told.status_code == 504 and told.json()["error"]["code"] == "turn_late"
-            assert float(told.headers["retry-after"]) > 0
+            assert float(told.headers["retry-after"]) > 0 and "gateway.turn_s=0.3" in house.desk.rows()[0]["error"]
             slow.set()
             again = await http.post(path, json={"messages": SAY}, headers={"x-stainless-retry-count": "1"})
             assert again.status_code == 200 and again.json()["penstock"]["turns"] == [0]
