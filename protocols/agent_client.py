@@ -110,18 +110,26 @@ class _Line:
             raise RunOver(m.AgentRefused(status=410, code="run_over", reason=reason))
 
     def say(self, message: m.Message, deadline_s: float) -> Any:
-        """What is answered."""
-        asked = self.ask(message, deadline_s)
-        while not wait([asked], LOOK_S).done:
-            self.check_over()
-        return _checked(asked.result())
+        """What is answered. Where the gateway says that it may be asked again, it is, as long as there is time."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            asked = self.ask(message, deadline - time.monotonic())
+            while not wait([asked], LOOK_S).done:
+                self.check_over()
+            if (pause := _pause(asked.result(), deadline)) is None:
+                return _checked(asked.result())
+            time.sleep(pause)
 
     async def say_async(self, message: m.Message, deadline_s: float) -> Any:
         """The same, for asyncio."""
-        asked = _for_asyncio(self.ask(message, deadline_s))
-        while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
-            self.check_over()
-        return _checked(asked.result())
+        deadline = time.monotonic() + deadline_s
+        while True:
+            asked = _for_asyncio(self.ask(message, deadline - time.monotonic()))
+            while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+                self.check_over()
+            if (pause := _pause(asked.result(), deadline)) is None:
+                return _checked(asked.result())
+            await asyncio.sleep(pause)
 
     def close(self) -> None:
         self._mailbox.close()
@@ -142,6 +150,12 @@ def _address(gateway: str | Path) -> tuple[str, ClientKeys | None]:
     keys = Path(gateway) / "keys" / "client.json"
     reach = load_client(keys).to_reach() if keys.is_file() else None
     return json.loads(random.choice(files).read_text())["zmq"], reach
+
+
+def _pause(message: m.Message, deadline: float) -> float | None:
+    """Seconds after which the same may be asked again; None where ``message`` is the answer, or time is up."""
+    again_s = message.retry_s if isinstance(message, m.AgentRefused) else 0.0
+    return again_s if again_s and time.monotonic() + again_s < deadline else None
 
 
 def _checked(message: m.Message) -> Any:

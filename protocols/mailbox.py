@@ -200,8 +200,7 @@ class Mailbox:
                 self._overdue(sock, waiting, now)
                 if now >= beat_at:
                     beat_at = now + self.beat_s
-                    if self.beat:
-                        sock.send_multipart(wire.encode(to_envelope(self.beat())), copy=False)
+                    self._tell_beat(sock)
                 if self._closing.is_set() and self._outgoing.empty():
                     break
         finally:
@@ -211,6 +210,16 @@ class Mailbox:
             context.term()
             self._wake_read.close()
             self._wake_write.close()
+
+    def _tell_beat(self, sock: zmq.Socket) -> None:
+        if self.beat is None:
+            return
+        try:
+            frames = wire.encode(to_envelope(self.beat()))
+        except Exception:  # answers need this thread, and the next heartbeat may be sound
+            log.warning("a heartbeat could not be made", exc_info=True)
+            return
+        sock.send_multipart(frames, copy=False)
 
     def _transmit(self, sock: zmq.Socket, waiting: dict[int, _Request]) -> None:
         while True:

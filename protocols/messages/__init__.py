@@ -1,6 +1,7 @@
 """Every message between actors, by what it is about. A field that a message does not declare is refused."""
 
 from penstock.protocols.messages.agents import (
+    UNANSWERED,
     AgentAbandon,
     AgentBeat,
     AgentChat,
@@ -68,6 +69,7 @@ from penstock.protocols.messages.training import (
 )
 
 __all__ = [
+    "UNANSWERED",
     "Ack",
     "AgentAbandon",
     "AgentBeat",

@@ -10,6 +10,8 @@ from penstock.protocols.experience import Bytes, Finish, Prompt, Purpose, Sampli
 from penstock.protocols.messages.base import Message
 
 NOTE = "note"
+UNANSWERED = "rollouts, of which none has answered"
+"""How `TurnAnswer.error` ends where a turn may be answered when it is asked for again."""
 
 
 class TurnKey(BaseModel):

@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 
 from penstock.protocols.turn import Turn
 from penstock.services.runtime.plugins import load_plugin
-from penstock.services.turns.tool_calls import CALL
+from penstock.services.turns.tool_calls import between_tags
 from penstock.services.user_processes.child import BLOCKED
 
 MOST_LEFT = 64
@@ -43,7 +43,7 @@ class Tools:
 
     async def step(self, answer: str) -> Turn:
         """See docs/environments.md."""
-        calls = CALL.findall(answer)
+        _, calls = between_tags(answer)
         if not calls:
             return Turn(done=True)
         results = await asyncio.gather(*map(self._run, calls))
@@ -54,7 +54,7 @@ class Tools:
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return 'error: a call is JSON, {"name": …, "arguments": {…}}'
         function = self._functions.get(name) if isinstance(name, str) else None
         if function is None or not isinstance(arguments, dict):

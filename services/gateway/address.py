@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Depends, Request
+from starlette.datastructures import Headers
 
 from penstock.services.gateway.access import OWNER, Access, Visitor
 from penstock.services.gateway.errors import AgentError
+
+
+def shown_in(headers: Headers) -> str:
+    """The key of a request: a bearer, or Anthropic's ``x-api-key``; empty: none."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
 
 
 def let_in(access: Access, shown: str) -> tuple[Visitor, str]:

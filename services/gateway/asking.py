@@ -32,6 +32,12 @@ Content = Annotated[str, BeforeValidator(_text)]
 """A text, or a list of parts of which each is one."""
 
 
+MOST_STOPS = 16
+Stop = Annotated[str, Field(min_length=1)]
+Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+"""Texts that end an answer. An empty one would end it before it begins."""
+
+
 class Function(BaseModel):
     """What a tool is called, and with what."""
 
@@ -77,18 +83,23 @@ class Tool(BaseModel):
 
 
 class Several(BaseModel):
-    """What chat completions and completions are asked for alike."""
+    """What chat completions and completions are asked for alike. What is null is as if it were not said."""
 
     model_config = ConfigDict(extra="allow")
-    stop: str | list[str] | None = None
-    n: int = Field(1, ge=1, le=64)
-    stream: bool = False
+    stop: Stop | Stops | None = None
+    n: int | None = Field(1, ge=1, le=64)
+    stream: bool | None = False
     stream_options: dict[str, Any] | None = None
 
     @property
     def stops(self) -> list[str]:
         """Texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def count(self) -> int:
+        """Of answers."""
+        return self.n or 1
 
 
 def plain(messages: Sequence[Told]) -> list[dict[str, Any]]:

@@ -1,12 +1,15 @@
-"""Bodies of requests: not too large, and not waited for without end."""
+"""Bodies of requests: not too large, not waited for without end, and not read of anybody."""
 
 from __future__ import annotations
 
 import asyncio
 
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.services.gateway.access import Access
+from penstock.services.gateway.address import let_in, shown_in
 from penstock.services.gateway.errors import AgentError
 
 LARGEST = 16 << 20
@@ -19,8 +22,8 @@ class Bodies:
     """Middleware that has the whole of a body before anybody looks at it. What is behind it can see at any moment
     whether the agent is still there, which Starlette's own base for middleware hides."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -28,6 +31,7 @@ class Bodies:
             await self._app(scope, receive, send)
             return
         try:
+            let_in(self._access, shown_in(Headers(scope=scope)))
             body = await _body(scope, receive)
         except AgentError as error:
             await JSONResponse(error.body, error.status)(scope, receive, send)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from penstock.services.gateway.asking import Several
 from penstock.services.gateway.chat import FINISH, about, dumps, usage
@@ -14,10 +14,20 @@ from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Turn
 
 
+def _one(prompt: Any) -> Any:
+    """Of a list of one prompt, that one."""
+    return prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Alone = Annotated[list[str] | list[Ids], Field(min_length=1, max_length=1)]
+
+
 class CompletionRequest(Several):
     """``POST /v1/completions``. How tokens are drawn is the run's."""
 
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+    prompt: Annotated[str | Ids | Alone, AfterValidator(_one)]
+    """A text or token ids; a list of one of them is that one."""
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0)
 

@@ -23,7 +23,8 @@ class GatewayConfig(Section):
     sessions: int = Field(256, ge=1)
     """Sessions that one gateway holds at most, e.g. ``512``: at least a group's."""
     idle_s: float = Field(600.0, gt=0)
-    """Seconds without a word from its agent after which a session is given to another, from the start."""
+    """Seconds without a request from an agent that speaks HTTP alone after which its session is given to another, from
+    the start."""
     lost_s: float = Field(30.0, gt=0)
     """Seconds without a heartbeat from its `AgentClient` after which a session is given to another; what speaks HTTP
     alone has none."""

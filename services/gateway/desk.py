@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -25,20 +25,18 @@ from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.measured import checked
 from penstock.services.gateway.policy import Policy, told
-from penstock.services.gateway.questions import ONCE, Asking
+from penstock.services.gateway.questions import ONCE, Ask, Asking
 from penstock.services.gateway.records import restore, session_id
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.gateway.turn_times import TurnTimes
-from penstock.services.gateway.work import Held, Key, Work
+from penstock.services.gateway.work import Ended, Held, Key, Work
 from penstock.services.turns.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
 NOTE_S, BUSY_S = 60.0, 2.0
 LOST, LEAVING = "session_lost", "gateway_leaves"
-ENDED = 10_000
-"""Finished sessions that are remembered."""
 UNASKED_S = 5.0
 """Without an agent that asks for a session, groups that nobody is at are given back after so long."""
 SETTLING_S = 20.0
@@ -74,7 +72,7 @@ class Desk:
         self._held: dict[str, Held] = {}
         self._opening = Counter[str]()
         """By the key's name: sessions that are about to be held."""
-        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._ended = Ended()
         self._more = asyncio.Event()
         self._times = TurnTimes()
         self._settled_at = time.monotonic() + SETTLING_S
@@ -92,12 +90,12 @@ class Desk:
         """A group to be made, with what is known of it from a gateway before this one."""
         try:
             prompt = self._text.encode(lease.prompt)
+            work = Work(lease, prompt, [Session(place) for place in range(lease.sampling.trajectories)])
+            restore(lease, work.sessions, self.replies)
         except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
             self._deliver(lease, f"{type(error).__name__}: {error}")
             return
-        work = Work(lease, prompt, [Session(place) for place in range(lease.sampling.trajectories)])
         self._works[work.key] = work
-        restore(work.lease, work.sessions, self.replies)
         for session in work.sessions:
             if session.opened and not session.ended:
                 held = Held(session_id(work.lease, session), work, session, session.life, session.owner)
@@ -105,7 +103,9 @@ class Desk:
                 for turn in session.turns.values():
                     held.questions.remember(turn)
                 self._held[held.id] = held
-            elif not session.ended:
+            elif session.ended:
+                self._ended.add(session_id(work.lease, session), session.owner)
+            else:
                 self._free.append((work, session))
         self._more.set()
         self._complete(work)
@@ -121,11 +121,7 @@ class Desk:
         """Sessions of silent agents are given to others."""
         now = time.monotonic()
         for held in list(self._held.values()):
-            if held.heard is not None and held.heard < now - self.config.lost_s:
-                reason = f"nothing was heard of its client for gateway.lost_s={self.config.lost_s:g} s"
-            elif held.touched < now - self.config.idle_s and not held.questions.pending:
-                reason = f"its agent was silent for gateway.idle_s={self.config.idle_s:g} s"
-            else:
+            if not (reason := held.lost(self.config)):
                 continue
             held.touched, held.heard = now, None
             task = asyncio.ensure_future(self.abandon(held, reason))
@@ -197,18 +193,14 @@ class Desk:
             except TimeoutError:
                 pass
 
-    def untaken(self, held: Held) -> None:
+    async def untaken(self, held: Held) -> None:
         """Its agent had gone before it heard of the session: it is free again, and has lost no life."""
         if self._held.get(held.id) is held and not held.session.turns and not held.questions.pending:
-            del self._held[held.id]
-            self._free.append((held.work, held.session))
-            self._more.set()
+            await self._set_free(held)
 
     async def find(self, id: str) -> Held:
-        """The session that an agent speaks of. A gateway that has just begun waits for it: it may be about to be given
-        what another one had. Raises `AgentError`."""
-        while id not in self._held and time.monotonic() < self._settled_at and not self.over:
-            await asyncio.sleep(0.05)
+        """The session that an agent speaks of. Raises `AgentError`."""
+        await self._settled(id)
         held = self._held.get(id)
         if held is None or not WHO.get().sees(held.owner):
             self._check_over()
@@ -225,11 +217,22 @@ class Desk:
         stop: Sequence[str] = (),
         asked: Asking = ONCE,
     ) -> Turn:
-        """The policy's answer to a conversation."""
+        """The policy's answer to a conversation. Raises `AgentError`."""
+        return await self.chats(held, messages, tools, max_tokens, stop)(asked)
+
+    def chats(
+        self,
+        held: Held,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Ask:
+        """As `chat`, for several answers."""
         said, known = [canonical(message) for message in messages], told(tools)
         parent, given = self._policy.spliced(held.session, said, tools, known)
         about = json.dumps([said, known, max_tokens, list(stop)], sort_keys=True)
-        return await self._once(held, asked, about, parent, given, said, known, max_tokens, stop)
+        return lambda asked: self._once(held, asked, about, parent, given, said, known, max_tokens, stop)
 
     def count(
         self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
@@ -253,18 +256,17 @@ class Desk:
         about = json.dumps([said, max_tokens, list(stop)])
         return await self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
 
-    async def complete(
-        self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = (), asked: Asking = ONCE
-    ) -> Turn:
-        """The policy's next words after a text of the agent's own."""
+    def completes(self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Ask:
+        """The policy's next words after a text of the agent's own. Raises `AgentError`."""
         parent, given = self._policy.written_on(held.session, text)
         said = [{"text": text}]
         about = json.dumps([said, max_tokens, list(stop)])
-        return await self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
+        return lambda asked: self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
 
     async def finish(self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None) -> None:
         """The agent is done; without a ``reward`` the reward functions say how good it was. Said again, it is true."""
-        if self._ended.get(id) == WHO.get().name:
+        await self._settled(id)
+        if id in self._ended and WHO.get().sees(self._ended.owner(id)):
             return
         held = await self.find(id)
         if reward is not None and not abs(reward) <= FLOAT32_MAX:
@@ -272,16 +274,19 @@ class Desk:
         if reward is None and self._needs_reward:
             raise AgentError(422, "no_reward", "reward: this run has no other reward than what agents say; give one")
         await self._settle(held, {"reward": reward or 0.0, "metrics": checked(metrics or {})})
-        self._ended[held.id] = WHO.get().name
-        while len(self._ended) > ENDED:
-            self._ended.popitem(last=False)
+        self._ended.add(held.id, held.owner)
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    async def _settled(self, id: str) -> None:
+        """A gateway that has just begun waits for a session: it may be about to be given what another one had."""
+        while not (id in self._held or id in self._ended or time.monotonic() > self._settled_at or self.over):
+            await asyncio.sleep(0.05)
 
     @property
     def _waiting(self) -> int:
         """Turns that agents wait for."""
-        return sum(held.questions.pending for held in self._held.values())
+        return sum(held.questions.pending for held in list(self._held.values()))  # gauges are read in another thread
 
     async def _once(self, held: Held, asked: Asking, about: str, *rest: Any) -> Turn:
         """What is asked again has one answer."""
@@ -296,10 +301,14 @@ class Desk:
             assert question.task is not None
             question.task.add_done_callback(held.note)
         try:
-            return await question.answer()
+            return await question.answer(self.config.turn_s)
         except asyncio.CancelledError:
             if question.task and question.task.cancelled():
                 self._check_over()
+                raise AgentError(410, LOST, "the session has ended") from None
+            raise
+        except AgentError as error:
+            held.error = str(error)
             raise
         except RefusedError as error:
             raise self._refused(held.work.key, error) from error
@@ -309,20 +318,28 @@ class Desk:
         if held.life + 1 >= self.config.attempts:
             await self._settle(held, {"reward": 0.0, "failure": f"given out {held.life + 1} times: {reason}"})
             return
+        log.info("a session begins anew", session=held.id, reason=reason)
+        held.session.begin_anew()
+        await self._set_free(held)
+
+    async def _set_free(self, held: Held) -> None:
+        """Another may have the session, also where the broker cannot be told of it now."""
         self._held.pop(held.id, None)
         work, session = held.work, held.session
-        log.info("a session begins anew", session=held.id, reason=reason)
-        session.begin_anew()
-        await self._note(work, f"session.{session.place}", {"life": session.life, "opened": False})
-        self._free.append((work, session))
-        self._more.set()
+        session.opened = False
+        try:
+            await self._note(work, f"session.{session.place}", {"life": session.life, "opened": False})
+        finally:
+            self._free.append((work, session))
+            self._more.set()
 
     async def _settle(self, held: Held, how: dict[str, Any]) -> None:
         """The session has ended, durably."""
         work, session = held.work, held.session
         held.questions.cancel()
-        unheard = [turn.number for turn in session.turns.values() if not turn.wanted]
-        ended = {"life": session.life, "opened": True, "ended": True, "unheard": unheard}
+        heard = {turn.number for turn in session.turns.values() if turn.wanted}
+        unheard = sorted({*range(session.next_turn)} - heard)  # those among it that a rollout is still at
+        ended = {"life": session.life, "opened": True, "owner": held.owner, "ended": True, "unheard": unheard}
         how = {"failure": "", "metrics": {}} | how | ended
         await self._note(work, f"session.{session.place}", how)
         session.ended, session.reward, session.failure = True, how["reward"], how["failure"]

@@ -22,6 +22,9 @@ from penstock.services.runtime.files import write_whole
 
 log = structlog.get_logger()
 
+LINES = 4
+"""HTTP connections for each session and each turn that may wait; beyond them, 503."""
+
 
 class Doors:
     """Both of them, in front of one desk. ``model``: what HTTP agents call the policy."""
@@ -39,8 +42,9 @@ class Doors:
         self._zmq = ZmqDoor(f"tcp://{zmq_host}:{zmq_port or '*'}", desk, keys, access)
         app = make_app(desk, model, access)
         settings = uvicorn.Config(
-            app, http=ImpatientProtocol, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off"
-        )
+            app, http=ImpatientProtocol, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off",
+            limit_concurrency=LINES * (config.sessions + config.waiting),
+        )  # fmt: skip
         self._server = uvicorn.Server(settings)
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -55,6 +59,11 @@ class Doors:
         write_whole(self._file, json.dumps(where) + "\n")
         log.info("gateway open", **where)
         self._zmq.start(loop, where["http"])
+
+    @property
+    def zmq_alive(self) -> bool:
+        """The ZeroMQ door has not ended by itself."""
+        return self._zmq.alive
 
     async def serve(self) -> None:
         """Until `close`."""

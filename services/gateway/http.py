@@ -10,12 +10,12 @@ import structlog
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.gateway.access import WHO, Access
-from penstock.services.gateway.address import in_path, let_in
+from penstock.services.gateway.address import in_path, let_in, shown_in
 from penstock.services.gateway.anthropic_routes import anthropic_routes
 from penstock.services.gateway.bodies import Bodies
 from penstock.services.gateway.desk import Desk
@@ -26,6 +26,9 @@ from penstock.services.gateway.waiting import heard
 from penstock.services.gateway.work import Held
 
 log = structlog.get_logger()
+
+SHOWN: tuple[Callable[..., Any], ...] = HTTPBearer(auto_error=False), APIKeyHeader(name="x-api-key", auto_error=False)
+"""For the document: what `shown_in` reads."""
 
 
 class Wanted(BaseModel):
@@ -81,12 +84,12 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
     """The routes. Agents show keys as a bearer, or as Anthropic's ``x-api-key``."""
     app = FastAPI(
         title="Penstock gateway", responses=REFUSALS, docs_url=None, redoc_url=None,
-        dependencies=[Depends(_allowed(access))],
+        dependencies=[*map(Depends, SHOWN), Depends(_allowed(access))],
     )  # fmt: skip
     app.add_exception_handler(AgentError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _failed)
-    app.add_middleware(Bodies)
+    app.add_middleware(Bodies, access=access)
     app.include_router(_session_routes(desk))
     for routes in (openai_routes(desk, model), anthropic_routes(desk, model)):
         app.include_router(routes, prefix="/s/{session}", dependencies=[Depends(in_path)])
@@ -95,13 +98,8 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
 
 
 def _allowed(access: Access) -> Callable[..., Awaitable[None]]:
-    async def allowed(
-        request: Request,
-        bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
-        api_key: Annotated[str | None, Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
-    ) -> None:
-        shown = api_key or (bearer.credentials if bearer else "")
-        who, request.state.session = let_in(access, shown)
+    async def allowed(request: Request) -> None:
+        who, request.state.session = let_in(access, shown_in(request.headers))
         WHO.set(who)
 
     return allowed
@@ -115,7 +113,7 @@ def _session_routes(desk: Desk) -> APIRouter:
         """The next task of the run that no agent has."""
         held = await desk.open(wanted.wait_s)
         if await request.is_disconnected():
-            desk.untaken(held)
+            await desk.untaken(held)
             raise AgentError(499, "gone", "the agent has gone")
         return described(held, str(request.base_url).rstrip("/"))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.services.gateway.asking import Content
+from penstock.services.gateway.asking import Content, Stops
 from penstock.services.gateway.chat import about, dumps
 from penstock.services.gateway.session import Turn
 
@@ -103,7 +103,7 @@ class MessagesRequest(CountRequest):
     """``POST /v1/messages``. How tokens are drawn is the run's."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] = []
+    stop_sequences: Stops = []
     stream: bool = False
 
 
@@ -116,7 +116,7 @@ def message(session: str, model: str, turn: Turn) -> dict[str, Any]:
         "model": model,
         "content": _blocks(turn),
         "stop_reason": _stop(turn),
-        "stop_sequence": None,
+        "stop_sequence": turn.stopped_by or None,
         "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.answer.tokens)},
         "penstock": about(session, [turn]),
     }
@@ -129,7 +129,8 @@ def events(session: str, model: str, turn: Turn) -> Iterator[str]:
         return f"event: {kind}\ndata: {dumps({'type': kind, **rest})}\n\n"
 
     whole = message(session, model, turn)
-    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    begun["usage"] = {**whole["usage"], "output_tokens": 0}
     yield event("message_start", message=begun)
     for index, block in enumerate(whole["content"]):
         if block["type"] == "text":
@@ -141,7 +142,7 @@ def events(session: str, model: str, turn: Turn) -> Iterator[str]:
         yield event("content_block_start", index=index, content_block=empty)
         yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)
-    stopped = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    stopped = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     yield event("message_delta", delta=stopped, usage={"output_tokens": whole["usage"]["output_tokens"]})
     yield event("message_stop")
 
@@ -158,7 +159,9 @@ def _blocks(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _stop(turn: Turn) -> str:
-    return "tool_use" if turn.message.get("tool_calls") else STOPS[turn.answer.finish]
+    if turn.message.get("tool_calls"):
+        return "tool_use"
+    return "stop_sequence" if turn.stopped_by else STOPS[turn.answer.finish]
 
 
 def _messages(role: str, content: str | list[Block]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from penstock.services.gateway import chat, completions, responses
 from penstock.services.gateway.address import Session
 from penstock.services.gateway.desk import Desk
-from penstock.services.gateway.questions import Asking
+from penstock.services.gateway.questions import Ask, Asking
 from penstock.services.gateway.session import Turn
 from penstock.services.gateway.waiting import STREAMED, answered
 from penstock.services.gateway.work import Held
@@ -52,7 +51,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         return await answered(
             request,
             asked.stream,
-            _several(asked.n, lambda each: desk.chat(held, said, tools, asked.most, asked.stops, each), again),
+            _several(asked.count, desk.chats(held, said, tools, asked.most, asked.stops), again),
             lambda turns: chat.completion(held.id, model, turns, replies, asked),
             lambda turns: chat.chunks(held.id, model, turns, replies, asked),
         )
@@ -66,7 +65,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
         return await answered(
             request,
             asked.stream,
-            _several(asked.n, lambda each: _complete(desk, held, asked, each), again),
+            _several(asked.count, _completes(desk, held, asked), again),
             lambda turns: completions.completion(held.id, model, turns, replies, asked),
             lambda turns: completions.chunks(held.id, model, turns, replies, asked),
         )
@@ -89,7 +88,7 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
     return routes
 
 
-async def _several(count: int, ask: Callable[[Asking], Coroutine[Any, Any, Turn]], asked: Asking) -> list[Turn]:
+async def _several(count: int, ask: Ask, asked: Asking) -> list[Turn]:
     tasks = [asyncio.ensure_future(ask(asked._replace(which=which))) for which in range(count)]
     try:
         return list(await asyncio.gather(*tasks))
@@ -98,8 +97,8 @@ async def _several(count: int, ask: Callable[[Asking], Coroutine[Any, Any, Turn]
             task.cancel()
 
 
-async def _complete(desk: Desk, held: Held, asked: completions.CompletionRequest, each: Asking) -> Turn:
+def _completes(desk: Desk, held: Held, asked: completions.CompletionRequest) -> Ask:
     if isinstance(asked.prompt, str):
-        return await desk.complete(held, asked.prompt, asked.max_tokens, asked.stops, each)
+        return desk.completes(held, asked.prompt, asked.max_tokens, asked.stops)
     tokens = np.array(asked.prompt, np.int32)
-    return await desk.generate(held, tokens, asked.max_tokens, asked.stops, each)
+    return lambda each: desk.generate(held, tokens, asked.max_tokens, asked.stops, each)

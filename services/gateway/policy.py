@@ -9,21 +9,29 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import structlog
 
 from penstock.protocols import wire
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.mailbox import DeadlineError
-from penstock.protocols.messages import Message, TurnAnswer, TurnKey, TurnRequest
+from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.records import NOBODY
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.gateway.work import Held, Work
-from penstock.services.turns.answers import unpack_answer
+from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.joining import routed_before
 from penstock.services.turns.streams import turn_stream
 from penstock.services.turns.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+MOST_CHARACTERS = 32
+"""For each token that there may be; text has four or five."""
+LOST_S = 5.0
+"""Before a turn is asked for again whose rollouts have all gone."""
 
 
 def told(tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -52,22 +60,37 @@ class Policy:
         """The turn that a conversation goes on from, and the tokens that it adds; ``told``: of ``tools``. Raises
         `AgentError`."""
         parent = session.parent_of(said, told)
+        added = said[len(parent.said) if parent else 0 :]
+        self._check_size(json.dumps(added, ensure_ascii=False), "" if parent else told)
         try:
             if parent is None:
                 return None, self._text.encode_chat(said, tools)
-            return parent, self._text.observe(said[len(parent.said) :], True, int(parent.answer.tokens[-1]))
+            ended_with = int(parent.answer.tokens[-1])
+            return parent, self._text.observe(added, True, ended_with, parent.said[-1])
         except Exception as error:  # a template may raise anything
             raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
 
     def written_on(self, session: Session, text: str) -> tuple[Turn | None, np.ndarray]:
         """As `spliced`, of an agent that goes on from its own text and from what was answered to it."""
         parent = session.parent_by_text(text)
+        added = text[len(parent.text) if parent else 0 :]
+        self._check_size(added)
         try:
             if parent is None:
                 return None, self._text.encode_text(text)
-            return parent, self._text.observe(text[len(parent.text) :], False, int(parent.answer.tokens[-1]))
+            added = added.removeprefix(parent.stopped_by)  # which was sampled, and is not told
+            return parent, self._text.observe(added, False, int(parent.answer.tokens[-1]))
         except Exception as error:
             raise AgentError(400, "invalid_messages", f"the text cannot be told to the model: {error}") from error
+
+    def _check_size(self, *added: str) -> None:
+        """Raises `AgentError` where there is no need to count tokens, which takes long: this loop has other agents."""
+        size = sum(map(len, added))
+        if self._max_length is not None and size > MOST_CHARACTERS * self._max_length:
+            raise AgentError(
+                400, "context_length_exceeded",
+                f"the conversation adds {size} characters: too many for rollout.engine.max_length={self._max_length}",
+            )  # fmt: skip
 
     async def ask(
         self,
@@ -95,28 +118,38 @@ class Policy:
             "given": given,
             "said": json.dumps(said),
             "told": told,
+            "stop": list(stop),
         }
         stream = turn_stream(work.lease, session.place, number)
         request = TurnRequest(
             key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream,
             known=routed_before(len(prompt), len(given)), note=as_bytes(wire.pack(note)),
         )  # fmt: skip
-        try:
-            found = await asyncio.wrap_future(self._say(request, self._config.turn_s))
-        except DeadlineError:
-            late = f"no answer within gateway.turn_s={self._config.turn_s:g} s"
-            raise AgentError(504, "turn_late", late, 1.0) from None
-        assert isinstance(found, TurnAnswer)
-        if found.error:
-            raise AgentError(400, "cannot_answer", f"the policy cannot answer this: {found.error}")
-        answer = unpack_answer(found.answer.tobytes())
+        answer = await self._answered(request)
         turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
         turn.asked, turn.prompt_tokens = asked, len(prompt)
-        turn.message = self._replies.message(work.lease, session.place, number, answer, told)
+        turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, told, stop)
         turn.said = [*said, canonical(turn.message)]
         if held.life == session.life and not session.ended:
             session.turns[number] = turn
         return turn
+
+    async def _answered(self, request: TurnRequest) -> Answer:
+        """However long that takes: who waits for it has a deadline of his own, and may ask for the same turn again.
+        Raises `AgentError`."""
+        found: Message | None = None
+        while found is None:
+            asked = self._say(request, self._config.turn_s)  # raises where nothing can be said any more
+            try:
+                found = await asyncio.wrap_future(asked)
+            except DeadlineError:  # the broker has one turn of this key, however often it is asked for
+                log.warning("a turn is late", group=request.key.number, place=request.key.place, turn=request.key.turn)
+        assert isinstance(found, TurnAnswer)
+        if found.error.endswith(UNANSWERED):
+            raise AgentError(503, "no_answer", f"the policy has not answered this: {found.error}; ask again", LOST_S)
+        if found.error:
+            raise AgentError(400, "cannot_answer", f"the policy cannot answer this: {found.error}")
+        return unpack_answer(found.answer.tobytes())
 
     def _sampling(self, work: Work, session: Session, size: int, max_tokens: int | None, stop: Sequence[str]) -> Any:
         """The run's own: what is trained on must have been drawn as the run draws. Shorter, where the agent says so."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.session import Turn
+
+LATE_S = 1.0
+"""Before who was told that his turn is late asks again."""
 
 
 class Asking(NamedTuple):
@@ -27,6 +31,8 @@ class Asking(NamedTuple):
 
 
 ONCE = Asking()
+Ask = Callable[[Asking], Coroutine[Any, Any, Turn]]
+"""Has the policy answer, as often as it is called; what it is told has been made tokens of once."""
 
 
 @dataclass(eq=False)
@@ -40,14 +46,18 @@ class Question:
     heard: bool = False
     """Somebody has had the answer."""
 
-    async def answer(self) -> Turn:
-        """For one more who waits. Raises what the task raises."""
+    async def answer(self, within_s: float) -> Turn:
+        """For one more who waits. Raises what the task raises, and `AgentError` where there is no answer in time: who
+        asks again waits for the same."""
         self.waiting += 1
         try:
             turn = self.turn
             if turn is None:
                 assert self.task is not None
-                turn = await asyncio.shield(self.task)
+                if not (await asyncio.wait({self.task}, timeout=within_s))[0]:
+                    late = f"no answer within gateway.turn_s={within_s:g} s; ask again"
+                    raise AgentError(504, "turn_late", late, LATE_S)
+                turn = self.task.result()
             self.heard = turn.wanted = True
             return turn
         finally:

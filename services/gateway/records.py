@@ -1,7 +1,7 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
 session.PLACE           {life, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard} too
-note.PLACE.TURN         {asked, life, parent, given, said, told}: what was asked
+note.PLACE.TURN         {asked, life, parent, given, said, told, stop}: what was asked
 answer.PLACE.TURN       what the policy said to it
 """
 
@@ -49,9 +49,11 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
     if note["life"] != session.life:
         return
     answer = unpack_answer(lease.records[key.answer_record].tobytes())
-    message, said = replies.message(lease, session.place, number, answer, note["told"]), json.loads(note["said"])
-    parent = None if note["parent"] == NOBODY else note["parent"]
-    turn = Turn(number, parent, note["given"], answer, [*said, canonical(message)], note["told"], message=message)
+    told, stop = note["told"], note.get("stop", ())  # notes of older code say nothing of stops
+    message, stopped_by = replies.message(lease, session.place, number, answer, told, stop)
+    said, parent = json.loads(note["said"]), None if note["parent"] == NOBODY else note["parent"]
+    turn = Turn(number, parent, note["given"], answer, [*said, canonical(message)], told, message=message)
     turn.asked, turn.prompt_tokens = note["asked"], len(session.tokens_before(turn))
+    turn.stopped_by = stopped_by
     turn.wanted = number not in session.unheard
     session.turns[number] = turn

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocols.messages import Lease
 from penstock.services.turns import library_parsers
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.tokenizer import Tokenizer
-from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, Parser, Said, by_text
+from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, Parser, Said, by_text, careful
 
 KEY = "gateway.tool_calls"
 
@@ -18,27 +20,30 @@ class Replies:
     """Makes an assistant's message, as OpenAI's chat completions have it, of a turn's tokens."""
 
     def __init__(self, text: Tokenizer, tool_calls: str) -> None:
-        self._text, self._parser = text, _parser(tool_calls, text)
+        self._text, self._parser = text, careful(_parser(tool_calls, text))
 
-    def message(self, lease: Lease, place: int, turn: int, answer: Answer, tools: str) -> dict[str, Any]:
+    def message(
+        self, lease: Lease, place: int, turn: int, answer: Answer, tools: str, stops: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], str]:
         """With the calls that the policy asks for, where it was told of ``tools`` (JSON); their ids follow from the
-        turn."""
+        turn. Its text ends before the first of ``stops``, which is told too; empty: there was none."""
         tokens = answer.tokens.tolist()
         content = self._text.decode([tokens])[0]
         calls: list[Call] = []
         if tools:
             content, calls = self._parser(Said(content, self._text.decode_marked(tokens), tools))
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        stop = min((each for each in stops if each in content), key=content.index, default="")
+        message: dict[str, Any] = {"role": "assistant", "content": content.partition(stop)[0] if stop else content}
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{lease.purpose}_{lease.number}_{place}_{turn}_{index}",
+                    "id": _call_id(lease, place, turn, index),
                     "type": "function",
                     "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
                 }
                 for index, call in enumerate(calls)
             ]
-        return message
+        return message, stop
 
     def logprobs(self, answer: Answer) -> list[dict[str, Any]]:
         """Of each token, as chat completions tell them."""
@@ -47,6 +52,11 @@ class Replies:
             {"token": text, "logprob": float(value), "bytes": list(text.encode()), "top_logprobs": []}
             for text, value in zip(texts, answer.logprobs, strict=True)
         ]
+
+
+def _call_id(lease: Lease, place: int, turn: int, index: int) -> str:
+    """Nine letters and digits: Mistral's templates take no other."""
+    return hashlib.sha256(f"{lease.purpose}-{lease.number}-{place}-{turn}-{index}".encode()).hexdigest()[:9]
 
 
 def _parser(name: str, text: Tokenizer) -> Parser:

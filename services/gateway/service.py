@@ -83,6 +83,8 @@ class Gateway:
                 self._loop.call_soon_threadsafe(self._desk.expire)
             if not self._thread.is_alive():
                 raise RuntimeError("the gateway's HTTP server has ended by itself")
+            if not self._doors.zmq_alive:
+                raise RuntimeError("the gateway's ZeroMQ door has ended by itself")
         self._loop.call_soon_threadsafe(self._desk.end, reason, self._alone)
         self._outbox.drain(self._read_inbox, LINGER_S)
         self._doors.close()

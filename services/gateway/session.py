@@ -68,6 +68,8 @@ class Turn:
     """All that comes before it."""
     message: dict[str, Any] = field(default_factory=dict)
     """What its agent is told: an assistant's message."""
+    stopped_by: str = ""
+    """The text that its agent had it end with, which the message leaves out; empty: it ended otherwise."""
     wanted: bool = True
     """Its agent has had it. One that nobody was left to hear is not trained on, unless a turn goes on from it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 
 from penstock.protocols.experience import Purpose
 from penstock.protocols.messages import Lease
+from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.questions import Questions
 from penstock.services.gateway.session import Session, Turn
 
 Key = tuple[Purpose, int]
 """Purpose and number of a group."""
+REMEMBERED = 10_000
+"""Sessions that have ended."""
 
 
 @dataclass(eq=False)
@@ -56,6 +60,17 @@ class Held:
         if not task.cancelled() and (error := task.exception()):
             self.error = str(error)
 
+    def lost(self, config: GatewayConfig) -> str:
+        """Why another is to have it; empty: it is in good hands. A client that says that it is alive may be silent
+        else, as long as its tools take."""
+        now = time.monotonic()
+        if self.heard is not None:
+            silent = f"nothing was heard of its client for gateway.lost_s={config.lost_s:g} s"
+            return silent if self.heard < now - config.lost_s else ""
+        if self.touched < now - config.idle_s and not self.questions.pending:
+            return f"its agent was silent for gateway.idle_s={config.idle_s:g} s"
+        return ""
+
     def row(self) -> dict[str, Any]:
         """For people."""
         turns = self.session.turns.values()
@@ -68,3 +83,23 @@ class Held:
             "silent_s": round(time.monotonic() - self.touched, 1),
             "error": self.error,
         }
+
+
+class Ended:
+    """Sessions that have ended, and whose they were: the last `REMEMBERED`."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, str] = OrderedDict()
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._owners
+
+    def owner(self, id: str) -> str:
+        """As `Held.owner`."""
+        return self._owners[id]
+
+    def add(self, id: str, owner: str) -> None:
+        """It has ended now, or at a gateway before this one."""
+        self._owners[id] = owner
+        while len(self._owners) > REMEMBERED:
+            self._owners.popitem(last=False)

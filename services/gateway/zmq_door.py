@@ -6,17 +6,21 @@ import asyncio
 import queue
 import threading
 from collections import OrderedDict
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
+from pydantic import BaseModel, ValidationError
 
 from penstock.protocols import messages as m
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
 from penstock.services.gateway.access import OWNER, WHO, Access, Visitor
+from penstock.services.gateway.chat import ChatRequest
 from penstock.services.gateway.desk import LEAVING, Desk
-from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.errors import AgentError, what_is_wrong
+from penstock.services.gateway.http import Tokens
 from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.session import Turn
 
@@ -27,6 +31,7 @@ REMEMBERED = 4096
 """Answers that are kept for who asks again."""
 Request = tuple[str, int, str]
 """Who asked, by which number, and with which guest's key: asked again, it is the same."""
+Asked = TypeVar("Asked", bound=BaseModel)
 
 
 class ZmqDoor:
@@ -48,6 +53,11 @@ class ZmqDoor:
         self._thread = threading.Thread(target=self._run, args=(loop,), name="zmq-door", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Its thread is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> None:
         """Says what is there to say, and closes."""
         self._closing.set()
@@ -66,13 +76,22 @@ class ZmqDoor:
                     self._remember(request, None)
                     asyncio.run_coroutine_threadsafe(self._answer(request, message), loop)
                 elif (answer := self._known[request]) is not None:
-                    self._router.send(identity, answer, number)
+                    self._send(request, answer)
             while not self._answers.empty():
                 request, answer = self._answers.get()
                 self._remember(request, answer)
-                self._router.send(request[0], answer, request[1])
+                self._send(request, answer)
             self._router.flush()
         self._router.close()
+
+    def _send(self, request: Request, answer: m.Message) -> None:
+        identity, number, _ = request
+        try:
+            self._router.send(identity, answer, number)
+        except Exception as error:  # what the policy said has no bytes, say; it costs its agent alone
+            log.exception("an answer cannot be sent", type=type(answer).__name__)
+            reason = f"the answer cannot be sent: {type(error).__name__}"
+            self._router.send(identity, m.AgentRefused(status=500, code="failed", reason=reason), number)
 
     def _remember(self, request: Request, answer: m.Message | None) -> None:
         self._known[request] = answer
@@ -112,12 +131,15 @@ class ZmqDoor:
             url = f"{self._base_url}/s/{held.id}/v1"
             return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt)
         if isinstance(message, m.AgentChat):
+            said = message.model_dump(include={"messages", "tools", "max_tokens", "stop"})
+            chat = _read(ChatRequest, said)
             held = await desk.find(message.session)
-            about = (message.messages, message.tools, message.max_tokens, message.stop)
+            about = (chat.said(), chat.functions(), chat.most, chat.stops)
             return _reply(await desk.chat(held, *about, asked=Asking(key=message.request)))
         if isinstance(message, m.AgentGenerate):
-            held = await desk.find(message.session)
             tokens = np.frombuffer(message.tokens.tobytes(), np.int32)
+            _read(Tokens, {"tokens": tokens.tolist(), "max_tokens": message.max_tokens})
+            held = await desk.find(message.session)
             return _reply(await desk.generate(held, tokens, message.max_tokens, asked=Asking(key=message.request)))
         if isinstance(message, m.AgentFinish):
             await desk.finish(message.session, message.reward, message.metrics)
@@ -126,6 +148,14 @@ class ZmqDoor:
             await desk.abandon(await desk.find(message.session), message.reason)
             return m.Ack()
         raise AgentError(400, "unexpected", f"{type(message).__name__} is not for an agent to say")
+
+
+def _read(kind: type[Asked], said: dict[str, Any]) -> Asked:
+    """What is asked, looked at as at the HTTP door. Raises `AgentError`."""
+    try:
+        return kind.model_validate(said)
+    except ValidationError as error:
+        raise AgentError(422, "invalid_request", what_is_wrong(error.errors())) from None
 
 
 def _reply(turn: Turn) -> m.AgentReply:

@@ -6,13 +6,9 @@ import importlib
 import json
 from typing import Any
 
-import structlog
-
 from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.turns.tool_calls import Call, Parser, Said
-
-log = structlog.get_logger()
 
 
 def of_template(text: Tokenizer, key: str) -> Parser:
@@ -31,7 +27,7 @@ def of_template(text: Tokenizer, key: str) -> Parser:
         functions = [call.get("function", call) for call in found.get("tool_calls") or ()]
         return found.get("content") or "", [_call(each.get("name"), each.get("arguments")) for each in functions]
 
-    return _careful(parse)
+    return parse
 
 
 def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
@@ -58,22 +54,7 @@ def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
             return said.text, []
         return found.content or "", [_call(each.function.name, each.function.arguments) for each in found.tool_calls]
 
-    return _careful(parse)
-
-
-def _careful(parse: Parser) -> Parser:
-    """Where a library's parser raises, all is text: what the policy writes may be anything."""
-
-    def careful(said: Said) -> tuple[str, list[Call]]:
-        try:
-            return parse(said)
-        except Exception as error:
-            log.warning(
-                "a library's parser of calls raised: all is text", error=f"{type(error).__name__}: {error}"[:200]
-            )
-            return said.text, []
-
-    return careful
+    return parse
 
 
 def _call(name: Any, arguments: Any) -> Call:

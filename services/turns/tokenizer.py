@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from penstock.services.modeling.load import load_tokenizer
 
 Message = Mapping[str, Any]
 """Of a chat: ``role`` and ``content``, and for some templates more."""
-_ANSWER = "penstock answers"
-"""Stands for an answer, to see what a template puts behind one."""
+_ANSWER, _ARGUMENT = "penstock answers", "penstock calls"
+"""Stand for an answer, and for what a tool is called with, to see what a template puts behind one."""
 
 
 class TextError(ValueError):
@@ -65,24 +66,62 @@ class Tokenizer:
         )  # fmt: skip
         return np.array(ids, np.int32)
 
-    def observe(self, observation: str | Sequence[Message], chat: bool, ended_with: int) -> np.ndarray:
+    def observe(
+        self, observation: str | Sequence[Message], chat: bool, ended_with: int, answer: Message | None = None
+    ) -> np.ndarray:
         """int32 ``[tokens]``: what stands between an answer, whose last token is ``ended_with``, and the next one. In
         a ``chat`` it is what the template puts there, less the end of the answer where that was sampled; else the
-        observation alone. Tokens that were sampled are never made again from text."""
+        observation alone. ``answer``, as a message, tells the template which tools it asked for. Tokens that were
+        sampled are never made again from text."""
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if not chat or not self.has_template:
             text = _contents(messages)
         else:
-            around = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
-            whole = self._tokenizer.apply_chat_template(
-                around, add_generation_prompt=True, tokenize=False, **self._template
-            )
-            _, found, text = whole.partition(_ANSWER)
-            if not found:
-                raise TextError("the chat template leaves out what the assistant said; it cannot be used in turns")
-            if ended_with in self._tokenizer.all_special_ids:  # any other token may only look like the answer's end
-                text = text.removeprefix(self._tokenizer.decode([ended_with]))
+            end = self._special.get(ended_with, "")  # any other token may only look like the answer's end
+            calls = (answer or {}).get("tool_calls")
+            text = (self._behind_calls(calls, messages, end) if calls else "") or self._behind_answer(messages)
+            text = text.removeprefix(end)
         return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def _behind_answer(self, messages: Sequence[Message]) -> str:
+        """What the template puts behind an answer: its end, ``messages``, and the beginning of the next one."""
+        _, found, text = self._told({"role": "assistant", "content": _ANSWER}, messages).partition(_ANSWER)
+        if not found:
+            raise TextError("the chat template leaves out what the assistant said; it cannot be used in turns")
+        return text
+
+    def _behind_calls(self, calls: Sequence[Mapping[str, Any]], messages: Sequence[Message], end: str) -> str:
+        """As `_behind_answer`, of an answer that asked for tools: some templates say of a result whose it is. A call
+        ends first, as was sampled, and then the answer, by ``end`` or another special token. Empty where the template
+        says nothing of calls."""
+        marks = [f"{_ARGUMENT} {place}" for place in range(len(calls))]
+        marked = [
+            {**call, "function": {**call["function"], "arguments": {"argument": mark}}}
+            for call, mark in zip(calls, marks, strict=True)
+        ]
+        try:
+            told = self._told({"role": "assistant", "content": _ANSWER, "tool_calls": marked}, messages)
+        except Exception:  # a template may raise anything; what it says of an answer without calls may do
+            return ""
+        last = next((mark for mark in reversed(marks) if mark in told), None)  # some tell of the first call alone
+        begun = told.index(last) if last else len(told)
+        for ends in ([end], self._special.values()):
+            found = [at for each in ends if each and (at := told.find(each, begun)) >= 0]
+            if found:
+                return told[min(found) :]
+        return ""
+
+    def _told(self, answer: Message, messages: Sequence[Message]) -> str:
+        """A chat with an ``answer``, and ``messages`` behind it, up to where the next one begins."""
+        around = [{"role": "user", "content": "?"}, answer, *messages]
+        return self._tokenizer.apply_chat_template(around, add_generation_prompt=True, tokenize=False, **self._template)
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """Tokens that are no text, by their ids: the library's own list has not all of them."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        named = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
+        return {id: token.content for id, token in added.items() if token.special} | dict(named)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """The text of each row, special tokens left out."""

@@ -199,3 +199,19 @@ def test_messages_that_have_a_handler_go_to_it_and_not_to_the_inbox(broker: Answ
     while not heard and time.monotonic() < deadline:
         time.sleep(0.01)
     assert heard == [Stop(reason="over")] and box.inbox.empty()
+
+
+def test_a_heartbeat_that_cannot_be_made_costs_itself_alone(broker: Answering, box: Mailbox) -> None:
+    made: list[int] = []
+
+    def beat() -> Heartbeat:
+        made.append(len(made))
+        if len(made) < 3:
+            raise RuntimeError("dictionary changed size during iteration")
+        return Heartbeat(gauges={})
+
+    box.beat_s, box.beat = 0.02, beat
+    deadline = time.monotonic() + 10
+    while not any(isinstance(message, Heartbeat) for _, _, message in broker.seen) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert isinstance(box.ask(Take(step=1), 5), Ack) and len(made) >= 3

@@ -1,0 +1,180 @@
+"""Answers that are late, or lost on the way: who asks again joins the turn under way."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from penstock.protocols import messages as m
+from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
+from penstock.protocols.experience import as_bytes
+from penstock.protocols.mailbox import DeadlineError
+from penstock.services.broker.agents import AgentDesk
+from penstock.services.broker.rules.turns import Turns
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.zmq_door import ZmqDoor
+from tests.gateway.house import House
+from tests.gateway.test_doors import NO_KEYS, SAY, opened, served
+from tests.gateway.test_requests import by_zeromq
+from tests.gateway.test_takeovers import late
+
+
+@pytest.fixture
+def house(tokenizers: dict[bool, Path], model: Any) -> House:
+    made = House(tokenizers[True], model, tool_calls="none", turn_s=0.3)
+    made.desk.start(made.lease(0))
+    return made
+
+
+def test_who_asks_again_over_http_joins_the_turn_that_was_late(house: House) -> None:
+    async def agent(url: str) -> None:
+        slow = late(house)
+        async with httpx.AsyncClient() as http:
+            path = f"{(await opened(url, http))['base_url']}/chat/completions"
+            told = await http.post(path, json={"messages": SAY})
+            assert told.status_code == 504 and told.json()["error"]["code"] == "turn_late"
+            assert float(told.headers["retry-after"]) > 0 and "gateway.turn_s=0.3" in house.desk.rows()[0]["error"]
+            slow.set()
+            again = await http.post(path, json={"messages": SAY}, headers={"x-stainless-retry-count": "1"})
+            assert again.status_code == 200 and again.json()["penstock"]["turns"] == [0]
+
+    served(house, agent)
+    assert len(house.asked) == 1
+
+
+def test_openais_client_and_ours_ask_again_by_themselves(house: House) -> None:
+    async def by_openai(url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            base = (await opened(url, http))["base_url"]
+        slow = late(house)
+        asyncio.get_running_loop().call_later(0.6, slow.set)
+        async with openai.AsyncOpenAI(base_url=base, api_key="none") as client:
+            told = await client.chat.completions.create(model="p", messages=SAY)  # type: ignore[arg-type]
+            assert told.model_extra["penstock"]["turns"] == [0]  # type: ignore[index]
+
+    served(house, by_openai)
+    assert len(house.asked) == 1
+
+    async def by_us(client: AsyncAgentClient) -> None:
+        async with await client.session() as session:
+            slow = late(house)
+            asyncio.get_running_loop().call_later(0.6, slow.set)
+            assert (await session.chat(SAY)).turn == 0
+            await session.finish(1.0)
+
+    house.open().start(house.lease(1))
+    by_zeromq(house, by_us)
+    assert len(house.asked) == 2
+
+
+def test_the_plain_client_asks_again_too_until_its_time_is_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.protocols.agent_client.TURN_S", 2.0)
+
+    def play(address: str) -> int:
+        with AgentClient(address) as client, client.session() as session:
+            return session.chat(SAY).turn
+
+    async def main() -> None:
+        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, None, NO_KEYS)
+        door.start(asyncio.get_running_loop(), "http://here")
+        try:
+            slow = late(house)
+            with pytest.raises(AgentRefusedError, match="no answer within"):
+                await asyncio.to_thread(play, door.address)
+            house.desk.start(house.lease(1))
+            asyncio.get_running_loop().call_later(0.6, slow.set)
+            assert await asyncio.to_thread(play, door.address) == 0
+        finally:
+            await asyncio.to_thread(door.close)
+
+    house.run(main)
+
+
+def test_the_broker_is_asked_for_the_same_turn_again(house: House) -> None:
+    keys = []
+
+    def say(message: Any, deadline_s: float) -> Future[m.Message]:
+        keys.append(message.key)
+        if len(keys) < 3:
+            lost: Future[m.Message] = Future()
+            lost.set_exception(DeadlineError("no answer from the broker"))
+            return lost
+        return house.say(message, deadline_s)
+
+    async def play() -> None:
+        held = await house.desk.open(1)
+        house.desk._policy._say = say
+        assert (await house.desk.chat(held, SAY, None)).number == 0
+
+    house.run(play)
+    assert len(keys) == 3 and len(set(keys)) == 1
+
+
+def test_a_turn_that_no_rollout_has_answered_may_be_asked_for_again(house: House) -> None:
+    """In the broker's own words."""
+    sent: list[m.TurnAnswer] = []
+    turns = Turns()
+    state: Any = SimpleNamespace(
+        turns=turns,
+        settings=SimpleNamespace(broker=SimpleNamespace(max_attempts=0)),
+        members={"gateway-0#1": True},
+        router=SimpleNamespace(send=lambda identity, message, request: sent.append(message)),
+    )
+    turns.ask(("train", 0), "key", "session", None, ("gateway-0#1", 1))
+    AgentDesk(state, None)._grant_turns([], 0.0)  # type: ignore[arg-type]
+    said = iter([sent[0], m.TurnAnswer(answer=as_bytes(b""), error="the engine has no such token")])
+
+    def say(message: Any, deadline_s: float) -> Future[m.Message]:
+        answered: Future[m.Message] = Future()
+        answered.set_result(next(said))
+        return answered
+
+    async def play() -> list[AgentError]:
+        held = await house.desk.open(1)
+        house.desk._policy._say = say
+        found = []
+        for _ in range(2):
+            with pytest.raises(AgentError) as told:
+                await house.desk.chat(held, SAY, None)
+            found.append(told.value)
+        return found
+
+    lost, never = house.run(play)
+    assert (lost.status, lost.code, bool(lost.retry_s)) == (503, "no_answer", True)
+    assert (never.status, never.code, never.retry_s) == (400, "cannot_answer", None)
+
+
+def test_an_answer_that_has_no_bytes_costs_its_agent_alone(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = house.desk.replies.message
+    spoiled = {"role": "assistant", "content": "\ud800"}
+
+    async def agent(client: AsyncAgentClient) -> None:
+        async with await client.session() as session:
+            with monkeypatch.context() as patched:
+                patched.setattr(house.desk.replies, "message", lambda *about: (spoiled, message(*about)[1]))
+                with pytest.raises(AgentRefusedError, match="the answer cannot be sent: WireError"):
+                    await session.chat(SAY)
+            assert (await session.chat([{"role": "user", "content": "b"}])).text
+            await session.finish(1.0)
+
+    by_zeromq(house, agent)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_door_whose_thread_has_ended_says_so(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, None, NO_KEYS)
+        door.start(asyncio.get_running_loop(), "http://here")
+        assert door.alive
+        monkeypatch.setattr(door._router, "flush", lambda: 1 / 0)
+        await asyncio.sleep(0.2)
+        assert not door.alive
+
+    house.run(play)

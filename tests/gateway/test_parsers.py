@@ -1,0 +1,92 @@
+"""What finds calls in an answer costs little time, whatever the answer is, and never the answer itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.protocols.experience import as_bytes
+from penstock.services.environments.tools import Tools
+from penstock.services.gateway.replies import Replies
+from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tool_calls import Call, Said, between_tags, hermes
+from tests.gateway.house import House
+
+SAY = [{"role": "user", "content": "sort ba="}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+FOUND: list[Any] = []
+"""What `spoiled` finds."""
+
+
+def spoiled(text: str) -> tuple[str, list[Any]]:
+    """A parser whose calls are no calls."""
+    return "", FOUND
+
+
+def spoken(arguments: str, name: str = "add") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>" + "\n" * 200_000, "<tool_call>" * 200_000, "<tool_call>" + " \n" * 100_000 + "</tool_call"]
+)
+def test_a_call_without_its_end_is_looked_for_once(text: str) -> None:
+    began = time.monotonic()
+    assert hermes(text) == (text, []) and between_tags(text) == (text, [])
+    assert time.monotonic() - began < 1
+
+
+def test_calls_are_found_between_tags() -> None:
+    text = "a<tool_call>\n 1 \n</tool_call>b<tool_call></tool_call>c</tool_call><tool_call>2"
+    assert between_tags(text) == ("abc</tool_call><tool_call>2", ["1", ""])
+    assert hermes(f"Well. {spoken('{}')} {spoken('{}')}") == ("Well.", [Call("add", {})] * 2)
+
+
+def test_a_call_that_is_nested_too_deep_is_told_to_be_none() -> None:
+    turn = asyncio.run(Tools([]).step(f"<tool_call>{'[' * 200_000}</tool_call>"))
+    assert turn.observation and "a call is JSON" in str(turn.observation[0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>{'[' * 200_000}</tool_call>",
+        spoken("{}", name="a\\ud800"),
+        spoken('{"a": "\\ud800"}'),
+        spoken('{"a": NaN}'),
+        spoken('{"a": -Infinity}'),
+    ],
+)
+def test_what_cannot_be_told_as_a_call_is_text(tokenizers: dict[bool, Path], text: str) -> None:
+    replies = Replies(Tokenizer(str(tokenizers[True])), "hermes")
+    assert replies._parser(Said(text, text, json.dumps(TOOLS))) == (text, [])
+
+
+@pytest.mark.parametrize("found", [[None], [Call(7, {})], [Call("add", [])], [Call("add", {"a": {1}})]])  # type: ignore[arg-type]
+def test_what_a_function_finds_that_is_no_call_is_text(
+    tokenizers: dict[bool, Path], found: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "FOUND", found)
+    replies = Replies(Tokenizer(str(tokenizers[True])), "tests.gateway.test_parsers:spoiled")
+    assert replies._parser(Said("ab", "ab", json.dumps(TOOLS))) == ("ab", [])
+
+
+def test_a_group_that_cannot_be_taken_up_is_told_to_have_failed(tokenizers: dict[bool, Path], model: Any) -> None:
+    house = House(tokenizers[False], model)
+
+    async def play() -> None:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+        await house.desk.chat(held, SAY, None)
+        house.records["train", 0]["answer.0.0"] = as_bytes(b"no answer")
+        lease = house.lease(0)
+        house.open().start(lease)
+        assert not house.desk.has(lease)
+
+    house.run(play)
+    assert "Error" in str(house.delivered["train", 0])

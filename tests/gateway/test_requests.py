@@ -1,0 +1,201 @@
+"""What requests may say, at both doors, and what is refused before anything is made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
+from penstock.services.gateway.config import GatewayConfig
+from penstock.services.gateway.doors import Doors
+from penstock.services.gateway.zmq_door import ZmqDoor
+from penstock.services.runtime.actor import ActorContext
+from tests.gateway.house import House
+from tests.gateway.test_doors import NO_KEYS, SAY, TOOL, opened, owners, served
+
+
+@pytest.fixture
+def house(tokenizers: dict[bool, Path], model: Any) -> House:
+    made = House(tokenizers[True], model, tool_calls="none")
+    made.desk.start(made.lease(0))
+    return made
+
+
+def by_zeromq(house: House, agent: Callable[[AsyncAgentClient], Awaitable[Any]]) -> Any:
+    """What ``agent``, given a client of the ZeroMQ door, returns."""
+
+    async def main() -> Any:
+        door = ZmqDoor("tcp://127.0.0.1:*", house.desk, None, NO_KEYS)
+        door.start(asyncio.get_running_loop(), "http://here")
+        try:
+            async with AsyncAgentClient(door.address) as client:
+                return await agent(client)
+        finally:
+            await asyncio.to_thread(door.close)
+
+    return house.run(main)
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""], ["a"] * 17])
+def test_stops_that_are_none_or_too_many_are_refused_at_the_http_door(house: House, stop: Any) -> None:
+    several = stop if isinstance(stop, list) else [stop]
+    asks: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": SAY, "stop": stop},
+        "completions": {"prompt": "a", "stop": stop},
+        "messages": {"messages": SAY, "max_tokens": 2, "stop_sequences": several},
+    }
+
+    async def agent(url: str) -> list[int]:
+        async with httpx.AsyncClient() as http:
+            base = (await opened(url, http))["base_url"]
+            return [(await http.post(f"{base}/{path}", json=body)).status_code for path, body in asks.items()]
+
+    assert served(house, agent) == [422] * 3 and not house.engines_own
+
+
+def test_what_openais_schema_lets_be_null_may_be_null(house: House) -> None:
+    nothing = dict.fromkeys(
+        ("n", "stop", "stream", "stream_options", "max_tokens", "temperature", "top_p", "logprobs", "seed", "user")
+    )
+    chat = dict.fromkeys(("max_completion_tokens", "response_format", "tools", "tool_choice", "top_logprobs"))
+    responses = dict.fromkeys(("instructions", "previous_response_id", "max_output_tokens", "include", "stream"))
+    asks: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": SAY, **nothing, **chat}),
+        ("completions", {"prompt": "ab", **nothing}),
+        ("completions", {"prompt": ["ab"], "max_tokens": 2}),
+        ("completions", {"prompt": [[5, 6, 7]], "max_tokens": 2}),
+        ("responses", {"input": "ab", **responses}),
+    ]
+
+    async def agent(url: str) -> list[int]:
+        found = []
+        async with httpx.AsyncClient() as http:
+            base = (await opened(url, http))["base_url"]
+            for path, body in asks:
+                answer = await http.post(f"{base}/{path}", json=body)
+                assert answer.status_code == 200, (path, answer.text)
+                usage = answer.json()["usage"]
+                found.append(usage.get("prompt_tokens") or usage["input_tokens"])
+            for prompt in ([], ["a", "b"], [[]], [[5], [6]]):
+                assert (await http.post(f"{base}/completions", json={"prompt": prompt})).status_code == 422, prompt
+        return found
+
+    assert served(house, agent)[1:4] == [2, 2, 3]
+
+
+def test_the_zeromq_door_looks_at_messages_as_the_http_door_does(house: House) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"content": "a"}]},
+        {"messages": []},
+        {"messages": [{"role": "king", "content": "a"}]},
+        {"messages": SAY, "tools": [{"type": "function"}]},
+        {"messages": SAY, "stop": [""]},
+        {"messages": SAY, "stop": ["a"] * 17},
+        {"messages": SAY, "max_tokens": 0},
+    ]
+
+    async def agent(client: AsyncAgentClient) -> None:
+        async with await client.session() as session:
+            for about in wrong:
+                with pytest.raises(AgentRefusedError) as refused:
+                    await session.chat(**about)
+                assert (refused.value.status, refused.value.code) == (422, "invalid_request"), about
+            for tokens in ([], [-1]):
+                with pytest.raises(AgentRefusedError) as refused:
+                    await session.generate(np.array(tokens, np.int32))
+                assert refused.value.status == 422
+            parts = [{"type": "text", "text": "sort "}, {"type": "text", "text": "ba="}]
+            said = [{"role": "developer", "content": "b"}, {"role": "user", "content": parts}]
+            await session.chat(said, [TOOL])
+            await session.finish(reward=1.0)
+
+    by_zeromq(house, agent)
+    (request, _), *none = house.asked.values()
+    told = house.text.decode([np.frombuffer(request.prompt.tobytes(), np.int32).tolist()])[0]
+    wanted = house.text.encode_chat([{"role": "system", "content": "b"}, {"role": "user", "content": "sort ba="}])
+    assert not none and told == house.text.decode([wanted.tolist()])[0]
+
+
+def test_a_body_is_read_of_those_alone_who_show_a_key(house: House, tmp_path: Path) -> None:
+    head = b"POST /v1/sessions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n"
+    body = b'{"wait_s": 1}' + b" " * (9000 - 13)
+
+    async def asked(url: str, key: bytes, *parts: bytes) -> bytes:
+        """The first line that is answered."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.writelines([head, key, b"\r\n", *parts])
+        found = await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
+        return found
+
+    async def agent(url: str) -> None:
+        for wrong in (b"", b"x-api-key: wrong\r\n", b"authorization: Basic right\r\n"):
+            assert b" 401 " in await asked(url, wrong)
+        assert b" 200 " in await asked(url, b"authorization: bearer right\r\n", body)
+
+    served(house, agent, owners(tmp_path, "right"))
+
+
+def test_a_gateway_has_so_many_connections_and_no_more(house: House, tmp_path: Path) -> None:
+    config = GatewayConfig(http="127.0.0.1:0", bind="tcp://127.0.0.1:0", sessions=1, waiting=1)
+    doors = Doors(config, ActorContext("gateway-0", "run", tmp_path, ""), house.desk, "policy")
+    most = 4 * (config.sessions + config.waiting)
+
+    async def agent() -> list[int]:
+        doors.open(asyncio.get_running_loop())
+        serving = asyncio.ensure_future(doors.serve())
+        url = json.loads((tmp_path / "gateways" / "gateway-0.json").read_text())["http"]
+        lines = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(most)]
+        await asyncio.sleep(0.1)
+        found = []
+        for open_lines in (most, 0):
+            for _, writer in lines[: most - open_lines]:
+                writer.close()
+            await asyncio.sleep(0.1)
+            async with httpx.AsyncClient() as http:
+                found.append((await http.get(f"{url}/v1/sessions")).status_code)
+        await asyncio.to_thread(doors.close)
+        await serving
+        return found
+
+    assert house.run(agent) == [503, 200]
+
+
+def test_a_request_for_several_answers_is_made_tokens_of_once_and_what_cannot_fit_never(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    for name in ("encode_chat", "encode_text"):
+        own = getattr(house.text, name)
+        monkeypatch.setattr(house.text, name, lambda said, *rest, own=own: (encoded.append(1), own(said, *rest))[1])
+
+    async def agent(url: str) -> None:
+        long = "a" * (33 * 64)
+        async with httpx.AsyncClient() as http:
+            base = (await opened(url, http))["base_url"]
+            encoded.clear()
+            for path, said in (("chat/completions", {"messages": SAY}), ("completions", {"prompt": "a"})):
+                answer = await http.post(f"{base}/{path}", json={**said, "n": 4})
+                assert len(answer.json()["choices"]) == 4 and encoded == [1]
+                encoded.clear()
+            too_long = [{"role": "user", "content": long}]
+            for path, said in (
+                ("chat/completions", {"messages": too_long}),
+                ("completions", {"prompt": long}),
+                ("messages", {"messages": too_long, "max_tokens": 2}),
+                ("messages/count_tokens", {"messages": too_long}),
+                ("responses", {"input": long}),
+            ):
+                refused = await http.post(f"{base}/{path}", json=said)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert not encoded
+
+    served(house, agent)

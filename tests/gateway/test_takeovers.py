@@ -1,0 +1,164 @@
+"""What a gateway that takes a group over knows of it, and who is told what while sessions end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.protocols.experience import Group
+from penstock.services.gateway.access import WHO, Visitor
+from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.session import Session
+from penstock.services.gateway.work import Held
+from tests.gateway.house import House
+
+SAY = [{"role": "user", "content": "sort ba="}]
+
+
+@pytest.fixture
+def house(tokenizers: dict[bool, Path], model: Any) -> House:
+    return House(tokenizers[False], model)
+
+
+def group(house: House, number: int = 0) -> Group:
+    made = house.delivered["train", number]
+    assert isinstance(made, Group), made
+    return made
+
+
+def late(house: House) -> asyncio.Event:
+    """From now on the policy answers only when the event is set."""
+    event, step = asyncio.Event(), house.engine.step
+    house.engine.step = lambda: step() if event.is_set() else []  # type: ignore[method-assign]
+    return event
+
+
+def test_a_turn_that_a_rollout_was_at_when_its_session_ended_is_no_branch_after_a_takeover(house: House) -> None:
+    async def play() -> None:
+        house.desk.start(house.lease(0, n=2))
+        held = await house.desk.open(1)
+        await house.desk.chat(held, SAY, None)
+        slow = late(house)
+        asking = asyncio.ensure_future(house.desk.chat(held, [{"role": "user", "content": "sort ab="}], None))
+        await asyncio.sleep(0.05)
+        await house.desk.finish(held.id, 1.0)
+        with pytest.raises(AgentError):
+            await asking
+        slow.set()
+        while len(house.engines_own) < 2:
+            await asyncio.sleep(0.01)
+        other = house.open()
+        other.start(house.lease(0, n=2))
+        await other.finish((await other.open(1)).id, 0.0)
+
+    house.run(play)
+    assert "answer.0.1" in house.records["train", 0], "the rollout has completed it"
+    first, second = group(house).trajectories
+    assert first.sampled == len(house.engines_own[0].tokens) and "no turn" in second.failure
+
+
+def test_a_session_that_was_finished_is_finished_also_at_the_gateway_that_takes_over(house: House) -> None:
+    alice, bob = Visitor("alice"), Visitor("bob")
+
+    async def play() -> None:
+        WHO.set(alice)
+        house.desk.start(house.lease(0, n=2))
+        held = await house.desk.open(1)
+        await house.desk.finish(held.id, 1.0)
+        other = house.open()
+        waiting = asyncio.ensure_future(other.finish(held.id, 1.0))
+        await asyncio.sleep(0.1)
+        other.start(house.lease(0, n=2))
+        await asyncio.wait_for(waiting, 5)
+        await other.finish(held.id, 1.0)
+        WHO.set(bob)
+        with pytest.raises(AgentError, match="there is no session"):
+            await other.finish(held.id, 1.0)
+
+    house.run(play)
+
+
+def test_who_waits_for_an_answer_is_told_that_the_session_has_ended(house: House) -> None:
+    async def play() -> AgentError:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+        late(house)
+        asking = asyncio.ensure_future(house.desk.chat(held, SAY, None))
+        await asyncio.sleep(0.05)
+        await house.desk.finish(held.id, 1.0)
+        with pytest.raises(AgentError) as told:
+            await asyncio.wait_for(asking, 5)
+        return told.value
+
+    told = house.run(play)
+    assert (told.status, told.code, str(told)) == (410, "session_lost", "the session has ended")
+
+
+def test_a_session_that_its_agent_did_not_take_is_free_at_the_next_gateway(house: House) -> None:
+    async def play() -> None:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+        await house.desk.untaken(held)
+        other = house.open()
+        other.start(house.lease(0))
+        assert not other.rows() and (await other.open(1)).id == held.id, "no life was lost"
+
+    house.run(play)
+
+
+def test_a_session_is_free_also_where_the_broker_cannot_be_told(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+
+        async def away(*_: Any) -> None:
+            raise AgentError(503, "broker_away", "the broker does not answer; ask again", 5.0)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(house.desk, "_note", away)
+            with pytest.raises(AgentError):
+                await house.desk.abandon(held, "given up")
+        assert (await house.desk.open(1)).id == "train-0-0-1"
+
+    house.run(play)
+
+
+def test_a_client_that_says_that_it_is_alive_may_take_its_time(tokenizers: dict[bool, Path], model: Any) -> None:
+    house = House(tokenizers[False], model, idle_s=0.01, lost_s=60.0)
+
+    async def play() -> None:
+        house.desk.start(house.lease(0, n=2))
+        alive, silent = await house.desk.open(1, beats=True), await house.desk.open(1)
+        await asyncio.sleep(0.05)
+        house.desk.expire()
+        await asyncio.sleep(0.05)
+        assert [row["session"] for row in house.desk.rows()] == [alive.id], silent.id
+        assert alive.heard is not None
+        alive.heard -= 61
+        house.desk.expire()
+        await asyncio.sleep(0.05)
+        assert not house.desk.rows()
+
+    house.run(play)
+
+
+def test_gauges_may_be_read_while_sessions_come_and_go(house: House) -> None:
+    async def play() -> None:
+        house.desk.start(house.lease(0))
+        work = next(iter(house.desk._works.values()))
+        held, until = house.desk._held, time.monotonic() + 20
+        with ThreadPoolExecutor(1) as mailbox:
+            reading = mailbox.submit(lambda: [house.desk.gauges() for _ in range(2000)])
+            while not reading.done() and time.monotonic() < until:
+                for number in range(200):
+                    held[f"s-{number}"] = Held(f"s-{number}", work, Session(0), 0)
+                await asyncio.sleep(0)
+                held.clear()
+            assert len(reading.result(0)) == 2000
+
+    house.run(play)
