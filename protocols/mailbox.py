@@ -115,6 +115,7 @@ class Mailbox:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._closing = threading.Event()
+        self._ended = "the mailbox was closed"
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
         self._thread.start()
 
@@ -160,7 +161,7 @@ class Mailbox:
         if self.fenced:
             raise self.fenced
         if self._closing.is_set():
-            raise DeadlineError("nothing can be said any more: the mailbox was closed")
+            raise DeadlineError(f"nothing can be said any more: {self._ended}")
         self._outgoing.put(item)
         self._wake()
 
@@ -203,9 +204,17 @@ class Mailbox:
                     self._tell_beat(sock)
                 if self._closing.is_set() and self._outgoing.empty():
                     break
+        except Exception as error:  # nobody is left to answer: whoever says something more hears why
+            log.exception("the mailbox failed")
+            self._ended = f"the mailbox failed: {type(error).__name__}: {error}"
         finally:
+            self._closing.set()
+            while not self._outgoing.empty():
+                item = self._outgoing.get_nowait()
+                if isinstance(item, _Request):
+                    waiting[item.future.penstock_id] = item  # type: ignore[attr-defined]
             for request in waiting.values():
-                request.future.set_exception(DeadlineError(f"{request.what}: the mailbox was closed"))
+                request.future.set_exception(DeadlineError(f"{request.what}: {self._ended}"))
             sock.close()
             context.term()
             self._wake_read.close()

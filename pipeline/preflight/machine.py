@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import redis
@@ -73,7 +74,7 @@ def _look_at_store(config: Config, report: Report) -> None:
         if url is None:
             find_server()
         else:
-            redis.Redis.from_url(url, socket_timeout=STORE_S, socket_connect_timeout=STORE_S).ping()
+            _look_into(redis.Redis.from_url(url, socket_timeout=STORE_S, socket_connect_timeout=STORE_S), report)
     except ConfigError as error:
         report.here.append(str(error))
     except ValueError:  # its words may hold a part of the password
@@ -81,6 +82,27 @@ def _look_at_store(config: Config, report: Report) -> None:
     except (redis.RedisError, OSError) as error:
         shown = hide_password(url or "")
         report.here.append(f"store.url: no Redis answers at {shown}: {error}; null takes a private one")
+
+
+def _look_into(store: Any, report: Report) -> None:
+    """Whether a Redis of the user's own keeps what it is given. Raises what redis-py does where none answers."""
+    store.ping()
+    try:
+        found = store.config_get("maxmemory-policy", "appendonly")
+    except redis.ResponseError:  # a hosted one does not tell
+        report.notes.append("store.url: its Redis does not say whether it keeps what it is given (CONFIG is forbidden)")
+        return
+    policy = found.get("maxmemory-policy", "noeviction")
+    if policy != "noeviction":
+        report.here.append(
+            f"store.url: its Redis throws away what it has no room for (maxmemory-policy {policy}), and a run cannot do "
+            "without: CONFIG SET maxmemory-policy noeviction"
+        )
+    if found.get("appendonly") == "no":
+        report.notes.append(
+            "store.url: its Redis has no append-only file: what it has not saved is lost when it dies (CONFIG SET "
+            "appendonly yes)"
+        )
 
 
 def _writable(folder: Path) -> bool:

@@ -57,7 +57,7 @@ class AgentDesk:
         for turn in state.turns.waiting():
             if turn.attempt >= state.settings.broker.max_attempts:
                 state.turns.answered(turn.id)
-                self._answer(turn, b"", f"given to {turn.attempt} rollouts, of which none has answered")
+                self._answer(turn, b"", f"given to {turn.attempt} {m.UNANSWERED}")
                 continue
             oldest, exact = self._bounds(turn)
             able = [r for r in rollouts if r.room > 0 and r.version >= oldest and exact in (None, r.version)]

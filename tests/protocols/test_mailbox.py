@@ -13,7 +13,7 @@ import zmq
 from penstock.protocols import mailbox as mb
 from penstock.protocols import wire
 from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError
-from penstock.protocols.messages import Ack, Credit, Fenced, Heartbeat, Refused, Stop, Take
+from penstock.protocols.messages import Ack, Credit, Fenced, Heartbeat, HelloNeeded, Refused, Stop, Take
 from penstock.protocols.router_server import RouterServer
 
 
@@ -215,3 +215,20 @@ def test_a_heartbeat_that_cannot_be_made_costs_itself_alone(broker: Answering, b
     while not any(isinstance(message, Heartbeat) for _, _, message in broker.seen) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert isinstance(box.ask(Take(step=1), 5), Ack) and len(made) >= 3
+
+
+def test_a_mailbox_that_fails_says_so_to_all_who_wait(broker: Answering, box: Mailbox) -> None:
+    """Its thread is the only one that could answer, or see a deadline pass."""
+    broker.answer = lambda identity, request, message: None
+    waiting = box.ask_later(Take(step=0), 60)
+
+    def fails() -> list[object]:
+        raise RuntimeError("no introduction")
+
+    box.hello = fails  # type: ignore[assignment]
+    broker.answer = lambda identity, request, message: HelloNeeded()
+    box.tell(Credit(total=1))
+    with pytest.raises(DeadlineError, match="the mailbox failed: RuntimeError: no introduction"):
+        waiting.result(10)
+    with pytest.raises(DeadlineError, match="the mailbox failed"):
+        box.ask(Take(step=1), 60)

@@ -1,0 +1,198 @@
+"""A broker that takes up a run: cut short in the middle of something, replaced, or given another config."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.protocols import messages as m
+from penstock.protocols.columns import Column, ColumnTable, WeightedSum
+from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError
+from penstock.protocols.router_server import RouterServer
+from penstock.services.broker import archive
+from penstock.services.broker.archive import Archive
+from penstock.services.broker.config import GateConfig, ReplayConfig
+from penstock.services.broker.rules.gate import Gate
+from penstock.services.broker.rules.groups import GroupTracker
+from penstock.services.broker.service import Broker
+from penstock.services.broker.store import StoreError
+from tests.broker.machine import COLUMNS, Memory
+from tests.broker.test_broker import REWARDS, B, Peer, Stage, settings
+
+OTHER = Column(name="reward/slow", scorer="reward", nullable=True)
+BOTH = ColumnTable(
+    columns=(REWARDS, OTHER), sums=(WeightedSum(name="reward", terms={REWARDS.name: 1.0, OTHER.name: 1.0}),)
+)
+
+
+def train(stage: Stage, steps: int) -> Peer:
+    """The first ``steps`` of them; returns the trainer."""
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=1000))
+    trainer = stage.trainer
+    for step in range(steps):
+        for lease in rollout.leases(B):
+            rollout.finish(lease, step)
+        reward.score(B)
+        assert isinstance(trainer.box.ask(m.Take(step=step), 10), m.Batch)
+        trainer.box.ask(m.Commit(step=step, digest=f"digest-{step}", metrics={}), 5)
+        stage.load(rollout, step + 1)
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["a full disk", "a kill"])
+def test_an_archive_that_is_cut_short_costs_nothing(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    stage = Stage(tmp_path, redis_url, replay=ReplayConfig(archive="all"))
+    trainer = train(stage, 2)
+    written, append = [], Archive.append
+
+    def fails_at_the_second(self: Archive, batch: m.Batch, digest: str) -> None:
+        if written:
+            raise OSError(28, "No space left on device") if how == "a full disk" else SystemExit
+        written.append(batch.step)
+        append(self, batch, digest)
+
+    monkeypatch.setattr(Archive, "append", fails_at_the_second)
+    if how == "a full disk":
+        with pytest.raises(RefusedError, match="No space left"):
+            trainer.box.ask(m.Checkpointed(version=2, path="x"), 5)
+        monkeypatch.setattr(Archive, "append", append)
+    else:
+        trainer.box.tell(m.Checkpointed(version=2, path="x"))
+        stage.thread.join(10)
+        assert not stage.thread.is_alive()
+        monkeypatch.setattr(Archive, "append", append)
+        stage = Stage(tmp_path, redis_url, replay=ReplayConfig(archive="all"))
+        trainer = stage.peer("trainer", "trainer", "2")
+    assert isinstance(trainer.box.ask(m.Checkpointed(version=2, path="x"), 5), m.Keep)
+    stage.close()
+    assert archive.steps(tmp_path) == [0, 1]
+    assert all(len(batch.groups) == B for batch, _ in archive.read(tmp_path))
+
+
+def test_a_step_that_only_the_trainer_remembers_leaves_a_gap_in_the_archive(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url, replay=ReplayConfig(archive="all"))
+    stage.rollout()
+    row = m.LedgerRow(step=0, groups=[0, 1, 2], seed=7, max_lag=1, digest="digest")
+    assert stage.trainer.box.ask(m.LedgerTail(version=1, steps=[row]), 5) == m.Resumed(committed=1)
+    assert isinstance(stage.trainer.box.ask(m.Checkpointed(version=1, path="x"), 5), m.Keep)
+    stage.close()
+    assert archive.steps(tmp_path) == []
+
+
+def test_what_was_not_flushed_is_not_said() -> None:
+    router = RouterServer("tcp://127.0.0.1:0")
+    box = Mailbox(router.address, "rollout-0#1")
+    asked = box.ask_later(m.Credit(total=1), 1.0)
+    (identity, request, _), *_ = [each for _ in range(50) for each in router.receive(0.1)][:1]
+    router.send(identity, m.Ack(), request)
+    threading.Thread(target=router.close).start()
+    with pytest.raises(DeadlineError):
+        asked.result(5)
+    box.close()
+
+
+def test_a_group_that_lacked_a_column_that_is_not_wanted_any_more_is_ready(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url, columns=BOTH)
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(B):
+        rollout.finish(lease)
+    seen: set[int] = set()
+    while len(seen) < B:
+        seen |= {item.number for item in reward.next(m.Work).items}
+    values = np.array([0, 1], np.float32)
+    scores = [m.Score(purpose="train", number=number, values=values) for number in range(B)]
+    reward.box.ask(m.Scores(column=REWARDS.name, scores=scores), 5)
+    stage.close()
+    again = Stage(tmp_path, redis_url)
+    again.rollout(incarnation="2")
+    batch = again.trainer.box.ask(m.Take(step=0), 10)
+    assert isinstance(batch, m.Batch) and [g.number for g in batch.groups] == list(range(B))
+    assert all(group.columns["reward"].tolist() == [0, 1] for group in batch.groups)
+    again.close()
+
+
+@pytest.mark.parametrize("agents", [False, True])
+def test_a_lower_bound_drops_what_is_too_old_whenever_it_comes(tmp_path: Path, redis_url: str, agents: bool) -> None:
+    """What had come before the broker ended, and what a rollout that lives on says afterwards."""
+    stage = Stage(tmp_path, redis_url, gate=GateConfig(max_lag=3, groups_per_step=B))
+    rollout = stage.rollout()
+    leases = rollout.leases(3 * B)
+    for lease in leases[: 2 * B]:
+        rollout.finish(lease)
+    stage.close()
+    lower = settings(tmp_path, gate=GateConfig(max_lag=0, groups_per_step=B))
+    if agents:  # nothing may be missing where what is too old is dropped
+        broker = Broker(dataclasses.replace(lower, agents=True), redis_url)
+        assert set(broker._state.groups.replay.entries) == set(range(B))
+        broker._state.router.close()
+        return
+    again = Stage(tmp_path, redis_url, gate=GateConfig(max_lag=0, groups_per_step=B))
+    rollout = again.rollout(incarnation="2")
+    for lease in leases[2 * B :]:
+        rollout.finish(lease)
+    groups = again.broker._state.groups
+    assert set(groups.replay.entries) == set(range(B)), "those of version 0 that step 0 may take"
+    assert groups.drops == 2 * B and not groups.consecutive_drops
+    again.close()
+
+
+def tracker(journal: Memory, steps: int = 400, max_lag: int = 1) -> GroupTracker:
+    def nothing(*_: Any) -> None:
+        return None
+
+    return GroupTracker(journal, Gate(2, 2, max_lag), COLUMNS, steps, None, None, nothing, nothing, nothing)
+
+
+def test_numbers_between_those_that_the_trainer_remembers_are_generated_again() -> None:
+    groups = tracker(Memory())
+    groups.merge(0, [0, 2], 7, 1, "a")  # 1 was overtaken, and its answer is lost
+    lease = groups.next_lease(5)
+    assert lease and lease.number == 1
+    groups.merge(1, [1, 4], 7, 1, "b")
+    lease = groups.next_lease(5)
+    assert lease and (lease.number, lease.draw) == (3, 3) and groups.leases.next_number == 5
+    groups.leases.grant(lease, "rollout-0#1", 0.0)
+    assert groups.finish(3, 2) and groups.oldest_open() == 3
+
+
+def test_a_trainer_with_a_checkpoint_goes_on_in_a_new_store() -> None:
+    journal = Memory()
+    groups = tracker(journal)
+    for step in range(300, 302):  # 40 groups had been dropped before
+        groups.merge(step, [640 + 2 * (step - 300), 641 + 2 * (step - 300)], 7, 1, f"digest-{step}")
+    journal.commit()
+    for taken_up in (groups, tracker(journal)):
+        assert taken_up.ledger.committed == 302 and taken_up.ledger.first == 300
+        assert taken_up.gate.rank(644) == 604 and taken_up.gate.required_version(644) <= 302
+        lease = taken_up.next_lease(302)
+        assert lease and lease.number == 644, "what serves the newest version goes on"
+
+
+def test_a_broker_that_was_replaced_says_nothing_more(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url)
+    rollout = stage.rollout()
+    (lease,) = rollout.leases(1)
+    second = Broker(settings(tmp_path), redis_url)
+    failed: list[BaseException] = []
+    threading.excepthook, before = lambda found: failed.append(found.exc_value), threading.excepthook  # type: ignore
+    try:
+        with pytest.raises(DeadlineError):
+            rollout.box.ask_later(m.Failed(purpose="train", number=lease.number, attempt=1, error="no"), 2).result(6)
+        stage.thread.join(10)
+    finally:
+        threading.excepthook = before
+    assert isinstance(failed[0], StoreError) and "this one was replaced" in str(failed[0])
+    assert second._state.groups.leases.open[lease.number].attempt == 1, "nothing was written"
+    second._state.router.close()
+    for peer in stage.peers:
+        peer.box.close()
