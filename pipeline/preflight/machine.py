@@ -88,15 +88,15 @@ def _look_into(store: Any, report: Report) -> None:
     """Whether a Redis of the user's own keeps what it is given. Raises what redis-py does where none answers."""
     store.ping()
     try:
-        found = store.config_get("maxmemory-policy", "appendonly")
+        found = store.config_get("maxmemory-policy") | store.config_get("appendonly")
     except redis.ResponseError:  # a hosted one does not tell
         report.notes.append("store.url: its Redis does not say whether it keeps what it is given (CONFIG is forbidden)")
         return
     policy = found.get("maxmemory-policy", "noeviction")
     if policy != "noeviction":
         report.here.append(
-            f"store.url: its Redis throws away what it has no room for (maxmemory-policy {policy}), and a run cannot do "
-            "without: CONFIG SET maxmemory-policy noeviction"
+            f"store.url: its Redis throws away what it has no room for (maxmemory-policy {policy}); a run needs it all: "
+            "CONFIG SET maxmemory-policy noeviction"
         )
     if found.get("appendonly") == "no":
         report.notes.append(
