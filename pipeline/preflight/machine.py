@@ -95,7 +95,7 @@ def _look_into(store: Any, report: Report) -> None:
     policy = found.get("maxmemory-policy", "noeviction")
     if policy != "noeviction":
         report.here.append(
-            f"store.url: its Redis throws away what it has no room for (maxmemory-policy {policy}); a run needs it all: "
+            f"store.url: its Redis may throw away what it holds (maxmemory-policy {policy}): "
             "CONFIG SET maxmemory-policy noeviction"
         )
     if found.get("appendonly") == "no":
