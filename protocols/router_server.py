@@ -16,6 +16,8 @@ from penstock.protocols.messages import Message, Refused, from_envelope, to_enve
 
 log = structlog.get_logger()
 
+TURN_BYTES = 256 << 20
+"""Received at once: all of a turn is made durable in one write, and Redis takes a gigabyte."""
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -78,8 +80,8 @@ class RouterServer:
         self._outgoing: list[tuple[str, list[bytes | memoryview]]] = []
 
     def receive(self, timeout_s: float, limit: int = 256) -> list[tuple[str, int, Message]]:
-        """Up to ``limit`` messages as ``(identity, request id, message)``, waiting ``timeout_s`` for the first.
-        A malformed one is answered with `Refused` and costs only itself."""
+        """Up to ``limit`` messages, or the first beyond `TURN_BYTES`, as ``(identity, request id, message)``, waiting
+        ``timeout_s`` for the first. A malformed one is answered with `Refused` and costs only itself."""
         received: list[tuple[str, int, Message]] = []
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
@@ -87,11 +89,13 @@ class RouterServer:
             log.warning("a peer was refused at the door: no key, or a wrong one", refused=self.strangers)
         if not self._socket.poll(int(timeout_s * 1000)):
             return received
-        while len(received) < limit:
+        taken = 0
+        while len(received) < limit and taken < TURN_BYTES:
             try:
                 sender, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            taken += sum(len(part) for part in parts)
             identity = sender.bytes.decode("latin-1")  # any bytes, and back without loss
             request_id = 0
             if self._run_key and (public := sender.get("User-Id")) != self._run_key:

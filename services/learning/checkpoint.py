@@ -100,7 +100,10 @@ class Saver:
         """All but the newest ones, and those of the ``spared`` versions."""
         for old in versions(self._folder)[: -self._keep]:
             if old not in spared:
-                shutil.rmtree(path_of(self._folder, old))
+                aside = _aside(path_of(self._folder, old))  # one that has its name is whole, to the last
+                shutil.rmtree(aside, ignore_errors=True)
+                path_of(self._folder, old).rename(aside)
+                shutil.rmtree(aside)
 
     def close(self) -> None:
         """Until nothing is being written. Raises what went wrong."""

@@ -74,7 +74,8 @@ class StepDesk:
         waited = time.monotonic()
         while True:
             try:
-                reply = self._answer(self._actor.mailbox.ask_later(Take(step=step, after=list(after)), TAKE_DEADLINE_S))
+                take = Take(step=step, after=list(after))  # a batch that is long on its way is not asked for again
+                reply = self._answer(self._actor.mailbox.ask_later(take, TAKE_DEADLINE_S, again=False))
             except RefusedError as refusal:
                 if refusal.code != "not_ready":
                     raise
