@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.config.schema import Config, PretrainedModel
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.user_folders import find_folder, look_in
+from penstock.services.runtime.user_folders import find_folder, look_first_in, look_in
 
 
 class ConfigError(SetupError):
@@ -32,6 +33,8 @@ class _Loader(yaml.SafeLoader):
         lines: dict[Any, int] = {}
         for key_node, _ in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.YAMLError(f"line {line}: a key must be a word")
             if key in lines and key != "<<":
                 raise _TwiceError(
                     f"line {line}: {key!r} is given twice, first in line {lines[key]}; put both into one section"
@@ -40,13 +43,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# As people write numbers: 010 is ten, and 1:30 is no number.
+_Loader.yaml_implicit_resolvers = {
+    first: [each for each in known if each[0] != "tag:yaml.org,2002:int"]
+    for first, known in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
+
+
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """The config in ``path`` with ``dotted.key=value`` overrides (values are YAML). Raises `ConfigError`."""
     data = read_sections(path)
     look_in(path.parent)
-    if began := origin.read(path.parent):  # the run's own copy: what it names lies beside the file that it came from
-        look_in(Path(began.file).parent)
-        look_in(Path(began.started_in))
+    began = origin.read(path.parent)  # the run's own copy: what it names lies beside the file that it came from
+    look_first_in([Path(began.started_in), Path(began.file).parent] if began else [])
     for override in overrides or []:
         _apply(data, override)
     return _with_folders(parse(data))
@@ -66,9 +78,11 @@ def options_of(overrides: Sequence[str], what: str) -> dict[str, Any]:
 def read_sections(path: Path) -> dict[str, Any]:
     """What a config file says, not checked yet. Raises `ConfigError`."""
     try:
-        data = yaml.load(path.read_text(), _Loader)
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     except _TwiceError as error:
@@ -115,7 +129,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     for index, parent in enumerate(parents):
         place = _enter(place, parent, ".".join(parents[: index + 1]), override)
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from None
     if isinstance(place, list):

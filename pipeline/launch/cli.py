@@ -135,7 +135,7 @@ def on_ray(
             console.print(part.words, highlight=False)
         return
     make_ready(console, config, origin, folder)
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     code = ray_cluster.launch(folder, Path.cwd(), parts, address, say)
     if code and (read_summary(folder) or {}).get("outcome") != "complete":

@@ -315,7 +315,7 @@ def _resources(part: Part, needs: HostNeeds | None) -> Manifest:
     requests = {"cpu": str(part.cpus)}
     if needs:
         gib = PROCESS_GIB * part.processes + needs.shared
-        gib += needs.staging + needs.offloaded if part.kind == "head" else 2 * part.each * needs.version
+        gib += needs.staging + needs.offloaded if part.kind == "head" else 2 * part.each * needs.version * needs.workers
         requests["memory"] = f"{round(SPARE * gib + 0.5)}Gi"
     gpus = {"limits": {"nvidia.com/gpu": part.gpus}} if part.gpus else {}
     return {"requests": requests, **gpus}

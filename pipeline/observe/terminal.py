@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
+import structlog
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+log = structlog.get_logger()
 
 PLAIN_EVERY_S = 5.0
 BARS = "▁▂▃▄▅▆▇█"
@@ -32,22 +38,38 @@ class View:
         self._step = -1
         self._phase = self._said = ""
         self._plain_at = 0.0
-        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
 
     def __enter__(self) -> View:
-        if self._live:
-            self._live.start()
+        with self._seen():
+            if self._live:
+                self._live.start()
         return self
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """A terminal that goes away, or a pipe that nobody reads any more, ends the view, and not the run."""
+        try:
+            yield
+        except OSError as error:
+            log.warning("nobody sees the run any more: it goes on", error=str(error))
+            live, self._live = self._live, None
+            self._console = Console(file=io.StringIO(), force_terminal=False)
+            with suppress(OSError):
+                if live:
+                    live.stop()  # which takes back what it has done to stdout
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live:
-            self._live.stop()
+        with self._seen():
+            if self._live:
+                self._live.stop()
 
     def note(self, text: str) -> None:
         """A line of its own, such as a restart."""
-        self._console.print(text, highlight=False)
+        with self._seen():
+            self._console.print(text, highlight=False)
 
     def update(self, state: dict[str, Any], restarts: int) -> None:
         """Shows ``state`` (`protocols.messages.Status`)."""
@@ -57,7 +79,8 @@ class View:
             self._step = state["step"]
         phase = state["phase"].replace("_", " ")
         if self._live:
-            self._live.update(self.render(state, restarts))
+            with self._seen():
+                self._live.update(self.render(state, restarts), refresh=True)
         elif time.monotonic() - self._plain_at > PLAIN_EVERY_S or (phase != self._phase and self._phase):
             self._plain_at = time.monotonic()
             self._say(self._line(state, phase, restarts))
@@ -73,7 +96,8 @@ class View:
 
     def _say(self, line: str) -> None:
         self._said = line
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        with self._seen():
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, state: dict[str, Any], phase: str, restarts: int) -> str:
         metrics, queues = state["metrics"], state["queues"]

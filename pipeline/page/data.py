@@ -15,6 +15,8 @@ from penstock.pipeline.run.summary import read_lines, read_summary, steps_in
 
 BEATS = 1500
 """Points over time, at most: of more, every second, every third, … is kept."""
+LATEST = 120
+"""Of the last ones all are looked at: a row a second."""
 DIGITS = 6
 Rows = Sequence[dict[str, Any]]
 
@@ -25,10 +27,9 @@ def run_data(folder: Path, after: int = -1, summary: dict[str, Any] | None = Non
     rows = read_lines(folder / "metrics.jsonl")
     every = steps_in(rows)
     steps = [row for row in every if row["step"] > after]
-    beats = read_lines(folder / "actors.jsonl")
+    beats, last = _beats_of(folder / "actors.jsonl")
     summary = summary or read_summary(folder)
-    look = summary.get("look_at_this", []) if summary else alerts(config, every, beats, time.time())
-    beats = beats[:: max(1, -(-len(beats) // BEATS))]
+    look = summary.get("look_at_this", []) if summary else alerts(config, every, [*beats, *last], time.time())
     loads = read_lines(folder / "weights.jsonl")
     return {
         "name": folder.name,
@@ -46,6 +47,18 @@ def run_data(folder: Path, after: int = -1, summary: dict[str, Any] | None = Non
             [{key: row.get(key) for key in ("time", "receiver", "version", "pause_s", "receive_s")} for row in loads]
         ),
     }
+
+
+def _beats_of(path: Path) -> tuple[Rows, Rows]:
+    """`BEATS` of the rows at most, from end to end; and the latest that are not among them. A run writes one a second:
+    of all of them few are taken apart."""
+    if not path.is_file():
+        return [], []
+    with path.open("rb") as file:
+        count = sum(1 for _ in file)
+    every = max(1, -(-count // BEATS))
+    rows = read_lines(path, every)
+    return rows, [] if every == 1 else read_lines(path, 1, skip=max(0, count - LATEST))
 
 
 def by_column(rows: Rows) -> dict[str, list[Any]]:

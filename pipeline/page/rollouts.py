@@ -87,7 +87,10 @@ class Texts:
 
 def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:
     """Groups of an archived step that can be read, with their columns."""
-    batch = next((batch for batch, _ in archive.read(folder, step)), None)
+    try:
+        batch = next((batch for batch, _ in archive.read(folder, step)), None)
+    except FileNotFoundError:  # the run keeps the last steps alone, and this one has just gone
+        return
     if batch is None or batch.step != step:
         return
     for taken in batch.groups:

@@ -75,9 +75,9 @@ def _answers(state: dict[str, Any], steps: Rows) -> Iterator[str]:
         yield f"{share:.0f} % of the last steps' answers were cut off at rollout.sampling.max_new_tokens"
     bounds = [row for row in steps if row.get("mismatch_kl_k3", 0.0) > row.get("mismatch_bound", float("inf"))]
     if len(bounds) > OFTEN * max(1, len(steps)):
-        fresh = max((row["mismatch_fresh"] for row in steps if "mismatch_fresh" in row), default=0.0)
+        by_rounding = sum(row.get("mismatch_fresh_kl_k3", 0.0) > row["mismatch_bound"] for row in bounds)
         which = f"in {len(bounds)} of {len(steps)} steps (mismatch_kl_k3 above trainer.mismatch_warning)"
-        if fresh > bounds[0]["mismatch_bound"]:
+        if by_rounding > len(bounds) / 2:
             yield f"engines and trainer disagreed {which}, at lag 0 too; penstock doctor engine FILE looks closer"
         else:
             yield (

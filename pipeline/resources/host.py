@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.protocols.versions import DTYPE_BYTES
-from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
 SHM = "PENSTOCK_SHM"
@@ -36,6 +37,8 @@ class HostNeeds:
     """Which experts the embedded engine has sent the tokens of its slots to (`rollout.sampling.routing_replay`)."""
     checkpoints: float
     """On the disk: those that are kept, and the one that is being written."""
+    workers: int
+    """Processes that hold the weights of one rollout."""
 
     def trainer_node(self, config: Config, gpus: int = 8) -> float:
         """Of the node of the trainer's first rank, where each has ``gpus``: processes, their part of a checkpoint, and
@@ -44,19 +47,31 @@ class HostNeeds:
         own = (self.staging + self.offloaded + self.resting) * ranks / config.trainer.ranks
         return ranks * PROCESS_GIB + own + self.shared
 
+    def received(self, config: Config) -> float:
+        """Of a rollout: each process that holds its weights has two versions of its own, unless they share memory with
+        the trainer."""
+        alone = "rollout" in config.run.elsewhere or config.weights.transport not in ("auto", "shm")
+        return 2 * self.version * (self.workers if alone else 1)
+
     def compose(self, config: Config) -> dict[str, str]:
         """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
         asleep = self.version * config.run.colocated
         uses = {
             SHM: self.shared,
             "PENSTOCK_TRAINER_MEMORY": self.trainer_node(config, config.trainer.ranks),
-            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + 2 * self.version + self.shared + self.routing + asleep,
+            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + self.received(config) + self.shared + self.routing + asleep,
             "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version + asleep,
         }
         if config.with_critic:
             offloaded = self.staging * 16 / 12 * config.critic.offload
             uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.staging + offloaded
         return {name: f"{max(8, round(SPARE * gib + 0.5))}g" for name, gib in uses.items()}
+
+
+def _workers(config: Config) -> int:
+    engine = config.rollout.engine
+    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
+    return prod(int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
 
 
 def too_small(config: Config, environment: Mapping[str, str]) -> list[str]:
@@ -95,4 +110,5 @@ def host_needs(config: Config) -> HostNeeds | None:
     resting = 0.0
     if config.run.colocated and not config.trainer.offload:
         resting = state + 4 * (shape.parameters if lora else 0) / GIB  # what is frozen has no moments
-    return HostNeeds(version, shared, offloaded, resting, state, routing, (config.trainer.checkpoint.keep + 1) * state)
+    checkpoints = (config.trainer.checkpoint.keep + 1) * state
+    return HostNeeds(version, shared, offloaded, resting, state, routing, checkpoints, _workers(config))

@@ -56,8 +56,10 @@ def open_folder(config: Config, folder: Path, origin: Origin) -> list[str]:
         )
     before = complete(folder, config)
     if began and before:
+        reward = before["reward_last"]
         raise ConfigError(
-            f"the run in {folder} is complete: {before['steps']} steps, reward {before['reward_last']:.3f}, see "
+            f"the run in {folder} is complete: {before['steps']} steps"
+            f"{'' if reward is None else f', reward {reward:.3f}'}, see "
             f"{folder / 'summary.json'}; raise trainer.steps to go on, or choose another folder for another run"
         )
     begin(config, folder, origin)

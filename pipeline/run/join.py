@@ -18,7 +18,7 @@ from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.folder import address_file, keys_folder, run_key
 from penstock.pipeline.run.forking import fork_server
-from penstock.pipeline.run.launcher import BROKER_SILENT_S, DRAIN_S, STATUS_EVERY_S, RunError
+from penstock.pipeline.run.launcher import BROKER_SILENT_S, DRAIN_S, STATUS_EVERY_S, RunError, ends
 from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.summary import check_run, read_summary
 from penstock.pipeline.run.supervisor import Supervisor
@@ -39,7 +39,7 @@ def join(
     console: Console, folder: Path, kind: str, count: int | None, name: str, patience_s: float, overrides: list[str]
 ) -> bool:
     """Runs ``count`` processes of ``kind`` (None: as many as this machine's GPUs take) until the run in ``folder`` is
-    over; ``name`` tells them from other machines'. Returns whether it is: False where SIGINT or SIGTERM came first.
+    over; ``name`` tells them from other machines'. Returns whether it is: False where one of `ends` came first.
     Raises `RunError` where the run has failed, or no broker of it answered for ``patience_s``, and `ConfigError`."""
     if not folder.is_dir():
         check_run(folder)
@@ -47,7 +47,7 @@ def join(
         _spec(load(folder / "config.yaml", overrides), kind)
     logs.configure(folder.name, f"join-{kind}-{name}", folder / "logs" / f"join-{kind}-{name}.jsonl", "info")
     interrupted: list[int] = []
-    previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in (2, 15)}
+    previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in ends()}
     try:
         return _Join(console, folder, kind, count, name, patience_s, overrides, interrupted).run()
     finally:

@@ -68,13 +68,20 @@ def run(config: Config, folder: Path, console: Console) -> dict[str, Any]:
     logs.configure(folder.name, "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
     interrupted: list[int] = []
     launch = _Launch(config, folder, console, interrupted)
-    previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in (2, 15)}
+    previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in ends()}
     try:
         return launch.run()
     finally:
         launch.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def ends() -> tuple[int, ...]:
+    """Signals that end a run in good order: Ctrl-C, SIGTERM, and that its terminal is gone, unless that is to be
+    ignored (nohup)."""
+    gone = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *gone)
 
 
 class _Launch:

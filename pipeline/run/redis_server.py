@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from urllib.parse import quote
 
 from penstock.pipeline.config import ConfigError
 from penstock.services.runtime.install import install
@@ -41,10 +43,10 @@ class PrivateRedis:
         self._folder.mkdir(parents=True, exist_ok=True)
         socket = self._folder / "redis.sock"
         self._short: Path | None = None
-        if len(str(socket)) > SOCKET_PATH_LIMIT:
+        if len(os.fsencode(socket)) > SOCKET_PATH_LIMIT:
             self._short = Path(tempfile.mkdtemp(prefix="penstock-"))
             socket = self._short / "redis.sock"
-        self.url = f"unix://{socket}"
+        self.url = f"unix://{quote(str(socket))}"
         self.command = [
             find_server(), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700",
             "--dir", str(self._folder), "--appendonly", "yes", "--appendfsync", fsync, "--save", "",

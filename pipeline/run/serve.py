@@ -147,6 +147,7 @@ def environment(spec: ActorSpec, config: Config) -> dict[str, str]:
     """Environment variables of an actor's process."""
     threads = str(spec.threads(config))
     found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as the driver numbers GPUs, and so what we give out
     if config.run.deterministic and visible_gpus():
         found |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
     return found

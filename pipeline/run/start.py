@@ -114,7 +114,7 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
 
 def _run(console: Console, config: Config, origin: Origin, folder: Path, show: Show) -> int:
     begin(config, folder, origin)
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     try:
         summary = launch(config, folder, console)
     except RunError as error:
@@ -123,7 +123,7 @@ def _run(console: Console, config: Config, origin: Origin, folder: Path, show: S
     show(console, summary, folder)
     if summary["outcome"] == "complete":
         return COMPLETE
-    console.print(go_on(folder), highlight=False, soft_wrap=True)
+    console.print(go_on(folder), highlight=False, markup=False, soft_wrap=True)
     return INTERRUPTED
 
 

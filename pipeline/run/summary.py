@@ -17,13 +17,14 @@ WINDOW = 10
 """reward_last is the mean over this many steps."""
 
 
-def read_lines(path: Path, every: int = 1) -> list[dict[str, Any]]:
-    """The rows of a JSONL file, or one of ``every`` so many; a last line that was cut short is left out."""
+def read_lines(path: Path, every: int = 1, skip: int = 0) -> list[dict[str, Any]]:
+    """The rows of a JSONL file behind the first ``skip``, or one of ``every`` so many; a last line that was cut short
+    is left out."""
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
     with path.open() as lines:
-        for line in islice(lines, 0, None, every):
+        for line in islice(lines, skip, None, every):
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError:

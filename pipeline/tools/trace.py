@@ -6,11 +6,11 @@ is an actor of the run. Nothing was recorded for it: it is made of the files tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.pipeline.page.data import as_json
 from penstock.pipeline.run.summary import check_run, read_lines, steps_in
 from penstock.services.runtime.files import write_whole
 
@@ -31,7 +31,7 @@ def write_trace(run: Path, file: Path) -> int:
     rows = read_lines(run / "metrics.jsonl")
     beats, loads = read_lines(run / "actors.jsonl"), read_lines(run / "weights.jsonl")
     found = list(events(steps_in(rows), [row for row in rows if row["kind"] == "eval"], beats, loads))
-    write_whole(file, json.dumps({"displayTimeUnit": "ms", "traceEvents": found}))
+    write_whole(file, as_json({"displayTimeUnit": "ms", "traceEvents": found}))
     return len(found)
 
 

@@ -296,7 +296,7 @@ def make_engine(
         generation_config: Any = GenerationConfig.from_pretrained(model_path)
     except OSError:
         generation_config = model_config
-    stop_ids = text.stop_ids(generation_config)
+    stop_ids = text.stop_ids(generation_config) | text.special_ids(config.sampling.stop)
     if isinstance(engine, TorchEngineConfig):
         from penstock.services.rollout.engines.torch.engine import TorchEngine
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+FIRST = "PENSTOCK_FOLDERS_FIRST"
+"""Environment variable: those that are looked in before the current one."""
 VARIABLE = "PENSTOCK_FOLDERS"
 """Environment variable: the folders beside the current one, for the processes that this one starts."""
 
@@ -16,10 +19,17 @@ def look_in(folder: Path) -> None:
         os.environ[VARIABLE] = os.pathsep.join([*filter(None, known), str(folder.resolve())])
 
 
+def look_first_in(found: Sequence[Path]) -> None:
+    """Before the current folder and all others: a run that goes on has what it began with, wherever it is resumed."""
+    os.environ[FIRST] = os.pathsep.join(str(folder.resolve()) for folder in found)
+
+
 def folders() -> list[Path]:
-    """All of them, the current one first."""
-    given = [Path(folder) for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
-    return list(dict.fromkeys([Path.cwd(), *given]))
+    """All of them: those to look first in, then the current one."""
+    first, given = (
+        [Path(folder) for folder in os.environ.get(name, "").split(os.pathsep) if folder] for name in (FIRST, VARIABLE)
+    )
+    return list(dict.fromkeys([*first, Path.cwd(), *given]))
 
 
 def may_be_on_hub(path: str) -> bool:

@@ -15,7 +15,7 @@ from penstock.services.learning.masked_mean import LOG_RATIO_LIMIT
 from penstock.services.modeling.parallel.world import World
 
 SUMS = (
-    "tokens", "absolute", "kl", "kl_k3", "chi2_token", "weight", "weight2", "fresh_tokens", "fresh",
+    "tokens", "absolute", "kl", "kl_k3", "chi2_token", "weight", "weight2", "fresh_tokens", "fresh", "fresh_kl_k3",
     "rows", "chi2_sequence", "train_ppl", "rollout_ppl", "train_log_ppl", "rollout_log_ppl", "log_ppl_abs_diff",
 )  # fmt: skip
 
@@ -48,6 +48,7 @@ class Mismatch:
             "weight2": ((2 * bounded).exp() * valid).sum(),
             "fresh_tokens": (fresh & mask).sum(),
             "fresh": (d.abs() * fresh).sum(),
+            "fresh_kl_k3": ((d.exp() - d - 1) * valid * fresh).sum(),
             "rows": some.sum(),
             "chi2_sequence": (((2 * d.sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp() - 1) * some).sum(),
             "train_ppl": (train_log.exp() * some).sum(),
@@ -63,7 +64,8 @@ class Mismatch:
 
     def metrics(self, world: World) -> dict[str, float]:
         """Over all ranks. ``mismatch`` is the mean absolute difference, ``mismatch_ess`` the effective sample size of
-        the importance weights as a share of the tokens; ``mismatch_fresh`` is there where tokens were fresh."""
+        the importance weights as a share of the tokens; ``mismatch_fresh``, and its k3, are there where tokens were
+        fresh."""
         sums = dict(zip(SUMS, world.sum([self.sums[name] for name in SUMS]), strict=True))
         tokens, rows = max(sums["tokens"], 1.0), max(sums["rows"], 1.0)
         found = {
@@ -75,5 +77,5 @@ class Mismatch:
         by_row = ("chi2_sequence", "train_ppl", "rollout_ppl", "train_log_ppl", "rollout_log_ppl", "log_ppl_abs_diff")
         found |= {f"mismatch_{name}": sums[name] / rows for name in by_row}
         if sums["fresh_tokens"]:
-            found["mismatch_fresh"] = sums["fresh"] / sums["fresh_tokens"]
+            found |= {f"mismatch_{name}": sums[name] / sums["fresh_tokens"] for name in ("fresh", "fresh_kl_k3")}
         return found

@@ -156,6 +156,10 @@ class Tokenizer:
         """The library's own object."""
         return self._tokenizer
 
+    def special_ids(self, texts: Sequence[str]) -> set[int]:
+        """Of those ``texts`` that are special tokens, which no decoded text shows."""
+        return {id for id, text in self._special.items() if text in texts}
+
     def stop_ids(self, generation_config: Any) -> set[int]:
         """The ids that end a response: the tokenizer's end of sequence and the model's own list."""
         stops = getattr(generation_config, "eos_token_id", None)

@@ -75,6 +75,11 @@ class HostBuffer:
         """Registers it with CUDA, where there is one."""
         self._pinned = pin(self.tensor) if self._pinned is None else self._pinned
 
+    @property
+    def registered(self) -> bool:
+        """With CUDA."""
+        return bool(self._pinned)
+
     def unlink(self) -> None:
         """Removes a segment's name; the memory goes when the last mapping does."""
         if self.name:
@@ -146,12 +151,19 @@ class BufferPool:
         if taken is None:
             taken = HostBuffer(nbytes, self._shared, new_name(self._run_key) if self._run_key else "")
             taken.begin(version)
-        stay = [b for b in self._buffers if b is not taken and (b.name or b in keep)]
+        stay = [b for b in self._buffers if b is not taken and (b.name or b in keep or b.registered)]
         self._buffers = [*stay, taken]
         for old in self._buffers[:-SEGMENTS]:
             old.unlink()
         del self._buffers[:-SEGMENTS]
         return taken
+
+    def register(self, nbytes: int, count: int) -> None:
+        """Has ``count`` buffers of this size ready that are registered with CUDA, which takes long: page by page."""
+        known = [buffer for buffer in self._buffers if buffer.tensor.numel() == nbytes]
+        self._buffers += [HostBuffer(nbytes, self._shared) for _ in range(count - len(known))]
+        for buffer in self._buffers:
+            buffer.pin()
 
     def close(self) -> None:
         """Lets go of them, and removes the segments."""

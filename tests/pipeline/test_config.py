@@ -49,6 +49,9 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("prompts.train={type: sorted}", "prompts.train: type is 'sorted', but must be one of 'sort', 'hub',"),
         ("prompts.train={type: sorted}", "did you mean 'sort'?"),
         ("nonsense", "is not of the form dotted.key=value"),
+        ("trainer.steps=true", "trainer: steps=true is no number"),
+        ("trainer.steps=1:30", "trainer.steps: Input should be a valid integer"),
+        ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr: Input should be a finite number"),
         ("gate.max_lag.x=1", "gate.max_lag is a value, not a section"),
     ],
 )
@@ -56,6 +59,21 @@ def test_mistakes_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(QUICKSTART, [override])
     assert message in str(caught.value)
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    read = load(QUICKSTART, ["trainer.steps=010", "trainer.optimizer.lr=1e-6", "run.seed=1_000"])
+    assert (read.trainer.steps, read.trainer.optimizer.lr, read.run.seed) == (10, 1e-6, 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("run: {name: b\xfcrger}".encode("latin-1"), "it is not UTF-8"), (b"? [a, b]\n: 1", "a key must be a word")],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "bad.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "bad.yaml")
 
 
 def test_an_adapter_lies_beside_only_where_it_is_sent() -> None:

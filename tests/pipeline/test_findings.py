@@ -46,8 +46,18 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(), steps(), [DROP], "1 prompts were dropped, since they cannot be used; the last one: row 7"),
         (state(totals={"eval_unusable": 2}), steps(), [], "2 evaluation prompts have no reward"),
         (state(), steps(finished_share=0.2), [], "80 % of the last steps' answers were cut off"),
-        (state(), steps(mismatch_kl_k3=0.2, mismatch_fresh=0.3), [], "engines and trainer disagreed in 10 of 10 steps"),
-        (state(), steps(mismatch_kl_k3=0.2, mismatch_fresh=1e-7), [], "the policy had moved far from the versions"),
+        (
+            state(),
+            steps(mismatch_kl_k3=0.2, mismatch_fresh_kl_k3=0.3),
+            [],
+            "engines and trainer disagreed in 10 of 10 steps",
+        ),
+        (
+            state(),
+            steps(mismatch_kl_k3=0.2, mismatch_fresh=0.06, mismatch_fresh_kl_k3=2e-3),
+            [],
+            "the policy had moved far from the versions",
+        ),
         (state(), steps(mismatch_kl_k3=0.2), [], "a lower gate.max_lag"),
     ],
 )

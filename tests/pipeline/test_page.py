@@ -17,11 +17,13 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config import load as load_config
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.page import data
 from penstock.pipeline.page.alerts import alerts
 from penstock.pipeline.page.build import whole
 from penstock.pipeline.page.data import by_column, evenly, run_data
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.pipeline.page.server import make_app
+from penstock.pipeline.run import summary
 from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import pack_group
@@ -251,3 +253,21 @@ def test_what_the_trainer_made_of_tokens_is_on_the_page(folder: Path) -> None:
     assert first["by_token"]["advantages"] == [None, 2.0, 2.0, 2.0]
     assert second["by_token"]["trainer_logprobs"] == [None] * 4, "it has no reward, and no part in the loss"
     assert "trainer_logprobs" not in groups_of(folder)[0]["members"][0]["by_token"], "of step 1 nothing is noted"
+
+
+def test_of_a_long_run_few_rows_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row a second: all of them at once would take gigabytes after a week."""
+    path = tmp_path / "actors.jsonl"
+    path.write_text("".join(f'{{"time": {second}, "actors": {{}}, "queues": {{}}}}\n' for second in range(20_000)))
+    seen: list[str] = []
+
+    def loads(line: str) -> Any:
+        seen.append(line)
+        return read(line)
+
+    read = json.loads
+    monkeypatch.setattr(summary.json, "loads", loads)
+    beats, last = data._beats_of(path)
+    assert len(beats) <= data.BEATS and beats[0]["time"] == 0 and beats[-1]["time"] > 19_900
+    assert [beat["time"] for beat in last] == list(range(20_000 - data.LATEST, 20_000))
+    assert len(seen) <= data.BEATS + data.LATEST

@@ -11,6 +11,7 @@ from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run.folder import begin
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.resume import check_fixed, complete, resumed
+from penstock.services.runtime.user_folders import FIRST, VARIABLE, find_file
 
 FILE = """
 model: {type: tiny}
@@ -133,3 +134,21 @@ def test_no_password_is_written_down_and_none_is_made_up(folder: Path, override:
     assert "secret" not in (folder / "origin.json").read_text()
     with pytest.raises(ConfigError, match=r"store\.url: .*give it again"):
         resumed(folder, folder.parents[1] / "run.yaml", [])
+
+
+def test_a_run_that_is_resumed_from_elsewhere_has_the_data_that_it_began_with(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a file of the same name lies there."""
+    began, elsewhere = tmp_path / "began", tmp_path / "elsewhere"
+    for place in (began, elsewhere):
+        place.mkdir()
+        (place / "rows.jsonl").write_text(f'{{"prompt": "{place.name}", "answer": "a"}}\n')
+    write(folder, Origin(str(tmp_path / "run.yaml"), (), str(began)))
+    monkeypatch.setenv(FIRST, "")
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.chdir(elsewhere)
+    load(folder / "config.yaml")
+    assert find_file("rows.jsonl") == began / "rows.jsonl"
+    load(tmp_path / "run.yaml")  # a run of its own
+    assert find_file("rows.jsonl") == elsewhere / "rows.jsonl"

@@ -287,6 +287,8 @@ class Receiver:
             if self._group is None or self._group.epoch != proposal.epoch or self._group.route.type != route.type:
                 if self._group:
                     self._group.close()
+                if route.type == "nccl":  # before anybody waits for a bucket to move
+                    self._buffers.register(shadow.layout.nbytes, 2)
                 rank, device = route.ranks[identity], self._engine.device
                 self._group = BroadcastGroup(route, proposal.epoch, rank, self._config.host, device=device)
             self._group.route = route

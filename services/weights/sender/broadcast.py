@@ -19,6 +19,8 @@ from penstock.services.weights.transports.broadcast_group import BroadcastGroup,
 log = structlog.get_logger()
 
 Backend = Literal["gloo", "nccl"]
+REGISTERED_S = 0.5e9
+"""Bytes of a version for which a receiver registers host memory with CUDA in a second, two versions of it, at least."""
 BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
 
 
@@ -35,10 +37,11 @@ class Broadcast:
         self._groups: dict[Backend, BroadcastGroup] = {}
 
     def routes(
-        self, epoch: Epoch, base: str, workers: Callable[[str], int], cut: Cut
+        self, epoch: Epoch, base: str, workers: Callable[[str], int], cut: Cut, nbytes: int
     ) -> dict[Backend, CollectiveRoute]:
         """How the epoch's members are reached that a group reaches. ``base``: digest of the version that changes are
-        sent of; ``workers``: how many processes of a member hold its weights; ``cut``: how the trainer's ranks are."""
+        sent of; ``workers``: how many processes of a member hold its weights; ``cut``: how the trainer's ranks are;
+        ``nbytes`` has a version."""
         found: dict[Backend, CollectiveRoute] = {}
         for backend in BACKENDS:
             ranks, size = {}, cut.ranks
@@ -52,7 +55,7 @@ class Broadcast:
                     size=size,
                     cut=cut,
                     stall_s=self._config.stall_s,
-                    meet_s=self._config.meet_s,
+                    meet_s=self._config.meet_s + nbytes / REGISTERED_S,
                     sparse_from=base if backend == "gloo" else "",
                 )
         return found

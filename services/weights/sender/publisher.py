@@ -308,8 +308,9 @@ class Publisher:
 
     def _routes(self, snapshot: Snapshot, epoch: Epoch) -> dict[Backend, CollectiveRoute]:
         return self._broadcast.routes(
-            epoch, snapshot.base, lambda identity: len(self._ways.places[identity]), self._source.cut
-        )
+            epoch, snapshot.base, lambda identity: len(self._ways.places[identity]), self._source.cut,
+            self._source.layout.nbytes,
+        )  # fmt: skip
 
     def _meet(self, snapshot: Snapshot, epoch: Epoch, routes: dict[Backend, CollectiveRoute]) -> list[BroadcastGroup]:
         def propose(targets: list[str], route: Route) -> None:

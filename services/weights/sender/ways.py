@@ -32,10 +32,12 @@ class Ways:
         ``nccl`` are the rollouts that are served by that."""
         gpus = [place.gpu for place in reach.places]
         by_gpu = bool(self._gpu) and not self._shared
+        apart = any(cuda_ipc.namespace_of(gpu) != cuda_ipc.namespace_of(self._gpu) for gpu in gpus)
         shares_memory = self._nonce is not None and all(place.nonce == self._nonce for place in reach.places)
         possible: list[tuple[Transport, bool]] = [
             ("cuda_ipc", by_gpu and self._ranks == 1 and all(gpu == self._gpu for gpu in gpus)),
-            ("shm", shares_memory and not any(gpus)),
+            # Between containers of a host NCCL has sockets alone.
+            ("shm", shares_memory and (apart or not any(gpus))),
             ("nccl", by_gpu and all(gpus) and self._are_distinct(reach, nccl)),
             ("shm", shares_memory),
             ("gloo", True),

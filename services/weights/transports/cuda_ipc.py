@@ -26,6 +26,11 @@ def uuid_of(gpu: str) -> str:
     return gpu.partition("@")[0]
 
 
+def namespace_of(gpu: str) -> str:
+    """The PID namespace of `gpu_of`: another container has another."""
+    return gpu.partition("@")[2]
+
+
 def share(buffer: torch.Tensor) -> CudaIpcRoute:
     """How another process maps ``buffer`` (uint8 ``[bytes]`` on a GPU), which must live until it has let go."""
     device, handle, size, offset, counter, counter_offset, event, event_sync = buffer.untyped_storage()._share_cuda_()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,11 @@ UNDEFINED = -(1 << 31)
 MAGIC, CONFIG_VERSION = 0xCAFEBEEF, 21800
 POLL_S = 0.0001
 ABORT_S = 5.0
+
+
+around_meeting: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Around the making of a group: who has set variables of NCCL's for groups of its own takes them away there, since all
+members of a group must have the same."""
 
 
 class NcclError(RuntimeError):
@@ -143,8 +149,9 @@ class NcclLane:
         threading.Thread(target=self._run, name=f"nccl-{rank}", daemon=True).start()
         try:
             made = name(self._nccl.unique_id)
-            self._communicator = self._call(lambda: self._nccl.begin(size, made, rank), deadline, "be made")
-            self._until(lambda: self._state() == SUCCESS, deadline, "be made: some rank does not answer")
+            with around_meeting():
+                self._communicator = self._call(lambda: self._nccl.begin(size, made, rank), deadline, "be made")
+                self._until(lambda: self._state() == SUCCESS, deadline, "be made: some rank does not answer")
         except BaseException:
             self.abort()
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -113,7 +114,9 @@ class HttpEngine(AsyncEngine):
         self._folder = Path(options.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(f"{_OWNER}*"):  # by rollouts of this host that were killed
-            if not psutil.pid_exists(int(left.name.removeprefix(_OWNER).partition("-")[0])):
+            match = re.fullmatch(re.escape(_OWNER) + r"(\d+)-\w{8}", left.name)
+            # In a container that was started again this process has the number of the one before it.
+            if match and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
                 shutil.rmtree(left, ignore_errors=True)
         key = os.environ.get(options.key_env) if options.key_env else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -38,6 +38,8 @@ def environment(threads: int) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled at first use, by an nvcc that need not be there
+        "TRITON_F32_DEFAULT": "ieee",  # or attention in fp32 is computed in TF32
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -18,6 +18,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.nccl import unpinned_nccl_env
 
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.versions import Layout
@@ -30,6 +31,7 @@ from penstock.services.weights.buffers import Mappings
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import view_weights
 from penstock.services.weights.receiver.worker_receiver import WorkerReceiver
+from penstock.services.weights.transports import nccl
 
 
 @dataclass
@@ -168,6 +170,7 @@ class Extension:
         """From now on this worker receives versions: it connects to its rollout's desk."""
         weights = WeightsConfig.model_validate_json(config)
         pair = ClientKeys(**keys) if keys else None
+        nccl.around_meeting = unpinned_nccl_env  # what vLLM sets for its own groups, the trainer has not
         receiver = WorkerReceiver(address, f"worker-{self.rank}-{os.getpid()}", weights, pair, self.device)
         self.weight_transfer_engine.receiver = receiver
 
