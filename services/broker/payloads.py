@@ -20,6 +20,10 @@ Key = tuple[Purpose, int]
 Parts = dict[str, bytes]
 
 
+class PayloadLostError(StoreError):
+    """The store answers, and has not what it was given."""
+
+
 class Payloads:
     """Parts of groups by name: the experience, then a part for each column. Evaluation groups are in memory alone."""
 
@@ -69,7 +73,7 @@ class Payloads:
         for number in numbers:
             parts = read[number] if number in read else self._held["train", number]
             if EXPERIENCE not in parts:
-                raise StoreError(f"the store has lost group {number}: its step cannot be redone")
+                raise PayloadLostError(f"the store has lost group {number}: its step cannot be redone")
             if missing := [name for name in columns if name not in parts]:
                 raise StoreError(
                     f"group {number} was taken by a step when this run had no column {', '.join(missing)}: go on with "

@@ -29,7 +29,7 @@ from penstock.services.broker.config import (
 )
 from penstock.services.broker.latency import Latency
 from penstock.services.broker.membership import Member, Members
-from penstock.services.broker.payloads import Payloads
+from penstock.services.broker.payloads import PayloadLostError, Payloads
 from penstock.services.broker.prometheus import Exporter
 from penstock.services.broker.recorder import Recorder
 from penstock.services.broker.records import Records
@@ -43,7 +43,7 @@ from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import Step
 from penstock.services.broker.rules.turns import Turns
 from penstock.services.broker.samples import best_and_worst, rows
-from penstock.services.broker.store import Store, StoreError
+from penstock.services.broker.store import Store
 from penstock.services.broker.tally import Tally
 from penstock.services.broker.traces import Traces
 from penstock.services.broker.trackers import Trackers
@@ -382,7 +382,7 @@ class BrokerState:
             assert step.digest is not None
             try:
                 batch = self._read_batch(step)
-            except StoreError as error:  # known from the trainer alone, after the store had lost it
+            except PayloadLostError as error:  # known from the trainer alone, after the store had lost it
                 log.warning("a step is not in the archive", step=step.step, error=str(error))
                 continue
             self.archive.append(batch, step.digest)
@@ -394,8 +394,6 @@ class BrokerState:
 
     def receivers(self) -> m.Receivers:
         """What each live rollout serves."""
-        rollouts = self.members.of_kind("rollout")
-        nothing = (-1, "")
-        return m.Receivers(
-            serves={r.identity: (r.version, r.digest) if self.serves_current(r) else nothing for r in rollouts}
-        )
+        every = self.members.of_kind("rollout")
+        serves = {r.identity: (r.version, r.digest) if self.serves_current(r) else (-1, "") for r in every}
+        return m.Receivers(serves=serves)

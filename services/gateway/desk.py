@@ -22,7 +22,7 @@ from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
-from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.errors import LEAVING, LOST, AgentError, refused
 from penstock.services.gateway.measured import checked
 from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.questions import ONCE, Ask, Asking
@@ -36,7 +36,6 @@ from penstock.services.turns.tokenizer import Tokenizer
 log = structlog.get_logger()
 
 NOTE_S, BUSY_S = 60.0, 2.0
-LOST, LEAVING = "session_lost", "gateway_leaves"
 UNASKED_S = 5.0
 """Without an agent that asks for a session, groups that nobody is at are given back after so long."""
 SETTLING_S = 20.0
@@ -142,11 +141,8 @@ class Desk:
 
     def gauges(self) -> dict[str, float]:
         """For the dashboard."""
-        return self._times.means() | {
-            "sessions": float(len(self._held)),
-            "sessions_free": float(len(self._free)),
-            "turns_waiting": float(self._waiting),
-        }
+        counts = {"sessions": len(self._held), "sessions_free": len(self._free), "turns_waiting": self._waiting}
+        return self._times.means() | {name: float(count) for name, count in counts.items()}
 
     # --- agents ------------------------------------------------------------------------------------------------------
 
@@ -376,10 +372,9 @@ class Desk:
 
     def _refused(self, key: Key, error: RefusedError) -> AgentError:
         """What an agent is told where the broker has refused what was said of its group."""
-        if error.code != "not_held":
-            return AgentError(503, "broker_away", f"the broker has refused it: {error}; ask again", 5.0)
-        self.forget(key)
-        return AgentError(410, LOST, f"the session is not this gateway's any more: {error}")
+        if error.code == "not_held":
+            self.forget(key)
+        return refused(error)
 
     def _give_back(self) -> None:
         """Groups that no agent is at are for gateways that have agents."""

@@ -8,6 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from penstock.protocols.mailbox import RefusedError
+
+LOST, LEAVING = "session_lost", "gateway_leaves"
+
 
 class AgentError(Exception):
     """Costs this request alone. ``retry_s``: it may be asked again after so long."""
@@ -64,3 +68,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Refused, "description": meaning} for status, meaning in MEANINGS.items()
 }
 """For the document that describes the routes."""
+
+
+def refused(error: RefusedError) -> AgentError:
+    """What an agent is told where the broker has refused what was said of its group."""
+    if error.code == "not_held":
+        return AgentError(410, LOST, f"the session is not this gateway's any more: {error}")
+    return AgentError(503, "broker_away", f"the broker has refused it: {error}; ask again", 5.0)

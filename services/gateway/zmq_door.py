@@ -18,8 +18,8 @@ from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
 from penstock.services.gateway.access import OWNER, WHO, Access, Visitor
 from penstock.services.gateway.chat import ChatRequest
-from penstock.services.gateway.desk import LEAVING, Desk
-from penstock.services.gateway.errors import AgentError, what_is_wrong
+from penstock.services.gateway.desk import Desk
+from penstock.services.gateway.errors import LEAVING, AgentError, what_is_wrong
 from penstock.services.gateway.http import Tokens
 from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.session import Turn
