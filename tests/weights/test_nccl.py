@@ -183,7 +183,7 @@ def test_an_abort_that_never_returns_is_left_behind(channel: Channel, library: c
 
 def test_two_on_one_gpu_are_not_put_into_one_group(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     first = join(channel)
-    monkeypatch.setattr(cuda_ipc, "gpu_of", lambda device: "GPU-9@there")
+    monkeypatch.setattr(cuda_ipc, "gpu_of", lambda device: "GPU-9@here")
     second, third = join(channel), join(channel)
     channel.publish(0)
     for rollout in (first, second, third):
