@@ -62,6 +62,10 @@ class Store:
                 f"store.url: {self._where} holds another run by the name {run!r}; choose another run.name, "
                 "or give this run a store of its own"
             )
+        self._meta = meta
+        self._line: Any = None
+        """The connection that commits go over, which watches whether another broker writes; and what it saw last."""
+        self._seen: tuple[int, int] | None = None
         self._epoch = int(self._persist(lambda: self._redis.hincrby(meta, "epoch", 1)))
         self._commits = int(self._persist(lambda: self._redis.hget(meta, "commits")) or 0)
 
@@ -94,6 +98,7 @@ class Store:
 
         commits, *groups = self._persist(read)
         if int(commits or 0) < self._commits:
+            self._seen = None  # that was another store
             self._bring()
             _, *groups = self._persist(read)
         return [{part.decode(): data for part, data in group.items()} for group in groups]
@@ -126,26 +131,39 @@ class Store:
     def _next(self) -> int:
         """Sends the first commit that the store lacks, if it lacks one; returns which it has then. Raises `StoreError`
         where another broker has opened it since."""
-        meta = self._prefix + "meta"
-        with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.watch(meta)  # what is read now holds until the commit, or nothing of that is done
-            epoch, commits = (int(value or 0) for value in pipeline.hmget(meta, "epoch", "commits"))
-            if epoch > self._epoch or commits > self._commits:
-                raise StoreError(
-                    f"store at {self._where}: another broker writes to this run; this one was replaced, and ends"
-                )
-            if commits == self._commits:
-                return commits
-            number, commands = commits + 1, self._commands(commits + 1)
-            pipeline.multi()
-            for command in commands:
-                pipeline.execute_command(*command)
-            pipeline.hset(meta, mapping={"commits": number, "epoch": self._epoch})
-            try:
-                pipeline.execute()
-            except redis.WatchError:
-                return commits  # and look again
-            return number
+        look: list[tuple[Any, ...]] = [("WATCH", self._meta), ("HMGET", self._meta, "epoch", "commits")]
+        if self._seen is None:
+            self._seen = _numbers(self._exchange(look)[-1])
+        epoch, commits = self._seen
+        if epoch > self._epoch or commits > self._commits:
+            raise StoreError(
+                f"store at {self._where}: another broker writes to this run; this one was replaced, and ends"
+            )
+        if commits == self._commits:
+            return commits
+        commands = self._commands(commits + 1)
+        count = ("HSET", self._meta, "commits", commits + 1, "epoch", self._epoch)
+        # What was seen last still holds, or nothing of this is done; and it is looked again, all in one round trip.
+        *_, done, _, seen = self._exchange([("MULTI",), *commands, count, ("EXEC",), *look])
+        if wrong := [each for each in done or () if isinstance(each, redis.RedisError)]:
+            raise wrong[0]
+        self._seen = _numbers(seen)
+        return self._seen[1]
+
+    def _exchange(self, commands: list[tuple[Any, ...]]) -> list[Any]:
+        """What is answered to each, over the one connection that watches."""
+        line = self._line
+        try:
+            if line is None:
+                line = self._line = self._redis.connection_pool.get_connection()
+            line.send_packed_command(line.pack_commands(commands))
+            return [line.read_response() for _ in commands]
+        except BaseException:  # what it still has to say nobody would understand
+            self._seen = self._line = None
+            if line is not None:
+                line.disconnect()
+                self._redis.connection_pool.release(line)
+            raise
 
     def _commands(self, number: int) -> list[tuple[Any, ...]]:
         oldest = self._kept[0][0] if self._kept else self._commits + 1
@@ -179,6 +197,12 @@ class Store:
                 wait = min(1.0, wait * 2)
             except redis.RedisError as error:
                 raise StoreError(f"store at {self._where}: {error}") from None
+
+
+def _numbers(values: list[Any]) -> tuple[int, int]:
+    """Epoch and commits, 0 where there are none."""
+    epoch, commits = (int(value or 0) for value in values)
+    return epoch, commits
 
 
 def end_server(url: str) -> None:
