@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import shutil
 import warnings
@@ -37,6 +36,7 @@ from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.files import sync
 
 log = structlog.get_logger()
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # a world of one
@@ -138,10 +138,10 @@ class Saver:
         state = {"version": staged.version, "ledger": staged.ledger, "state": staged.state}
         (aside / "trainer" / STATE).write_text(json.dumps(state))
         for path in aside.rglob("*"):
-            _sync(path)
-        _sync(aside)
+            sync(path)
+        sync(aside)
         aside.rename(target)
-        _sync(self._folder)
+        sync(self._folder)
         log.info("checkpoint saved", version=staged.version, path=str(target))
 
     def _write_config(self, folder: Path) -> None:
@@ -305,11 +305,3 @@ def _numbered(sizes: dict[str, int]) -> dict[str, int]:
             number, room = number + 1, FILE_BYTES
         numbers[name], room = number, room - size
     return numbers
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,11 +24,16 @@ def write_whole(path: Path, data: bytes | str, mode: int | None = None, durable:
         aside.unlink(missing_ok=True)
         raise
     if durable:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Until the disk has it: a file's bytes, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def open_lines(path: Path) -> TextIO:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.families import STAGED
 from penstock.services.modeling.parallel.stage_layers import stage_layers
-from penstock.services.modeling.parallel.world import DEADLINE, World
+from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.errors import SetupError
 
 T = TypeVar("T")
@@ -43,7 +43,8 @@ class Stage:
         """The embedding's name, where it is the head too: first and last stage both have it."""
         self._before, self._behind = world.rank - world.breadth, world.rank + world.breadth
         self._states, self._gradients = world.column_group(), world.column_group()
-        self._ends = _group_of_ends(world) if tied else None
+        ends = ((place, world.size - world.breadth + place) for place in range(world.breadth))
+        self._ends = world.group_among(ends) if tied else None
         self._hidden, self._dtype, self._device = hidden, dtype, world.device
         self._anchor = torch.zeros((), device=world.device, requires_grad=True)
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
@@ -192,13 +193,3 @@ def ahead(items: Iterable[T], count: int) -> Iterator[T]:
         if len(made) > count:
             yield made.popleft()
     yield from made
-
-
-def _group_of_ends(world: World) -> Any:
-    """Of the first and the last stage's rank of this one's column; None for those between. All ranks must ask."""
-    found = None
-    for place in range(world.breadth):
-        members = [place, world.size - world.breadth + place]
-        group = dist.new_group(members, timeout=DEADLINE)
-        found = group if world.rank in members else found
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -133,13 +133,10 @@ class World:
         size, tensor = self.shape.sequence, self.shape.tensor
         if size == 1:
             return None
-        found = None
-        for first in range(0, self.size, size * tensor):
-            for place in range(tensor):
-                members = range(first + place, first + size * tensor, tensor)
-                group = dist.new_group(list(members), timeout=DEADLINE)
-                found = group if self.rank in members else found
-        return found
+        firsts = range(0, self.size, size * tensor)
+        return self.group_among(
+            range(first + place, first + size * tensor, tensor) for first in firsts for place in range(tensor)
+        )
 
     @property
     def last_stage(self) -> bool:
@@ -148,10 +145,15 @@ class World:
 
     def column_group(self) -> Any:
         """A new one, of the ranks that have this one's place in each stage. All ranks must ask at once."""
+        return self.group_among(range(place, self.size, self.breadth) for place in range(self.breadth))
+
+    def group_among(self, every: Iterable[Sequence[int]]) -> Any:
+        """Makes a group of each of ``every`` set of ranks, which are the same on all of them; returns this rank's, None
+        where it is in none. All ranks must ask at once."""
         found = None
-        for place in range(self.breadth):
-            group = dist.new_group(list(range(place, self.size, self.breadth)), timeout=DEADLINE)
-            found = group if place == self.rank % self.breadth else found
+        for members in every:
+            group = dist.new_group(list(members), timeout=DEADLINE)
+            found = group if self.rank in members else found
         return found
 
     @cached_property
