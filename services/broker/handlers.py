@@ -12,7 +12,7 @@ from penstock.protocols import messages as m
 from penstock.protocols import wire
 from penstock.protocols.columns import ColumnError
 from penstock.protocols.experience import ExperienceError
-from penstock.services.broker import scoring
+from penstock.services.broker import clock, scoring
 from penstock.services.broker.agents import AgentDesk, NotHeldError
 from penstock.services.broker.membership import Member, MembershipError
 from penstock.services.broker.rules.ledger import LedgerError, Step
@@ -74,7 +74,7 @@ class Handlers:
             if not isinstance(message, m.Bye):
                 state.router.send(identity, m.HelloNeeded())
             return
-        member.heard_at = time.time()
+        member.heard_at = clock.now()
         handler = self._handlers.get(type(message))
         if handler is None or not self._may_say(member, type(message)):
             reason = f"{type(message).__name__} is not for a {member.kind} to say to the broker"
@@ -111,7 +111,7 @@ class Handlers:
         if state.settings.agents:
             kinds.add("gateway")
         try:
-            older = state.members.join(identity, hello, time.time(), kinds)
+            older = state.members.join(identity, hello, clock.now(), kinds)
         except MembershipError as error:
             state.router.send(identity, m.Refused(code="not_allowed", reason=str(error)), request)
             return
@@ -147,7 +147,7 @@ class Handlers:
         member.gauges = beat.gauges
         if member.kind in state.scorers:
             state.progress.scorer_gauges[member.name] = beat.gauges
-        deadline = time.time() + state.settings.broker.lease_s
+        deadline = clock.now() + state.settings.broker.lease_s
         for purpose, numbers in beat.holding.items():
             for holds in state.holds(purpose):
                 holds.renew(member.identity, set(numbers), deadline)
@@ -230,7 +230,7 @@ class Handlers:
                 f"step {take.step - 1} has other groups than this {member.kind} was given: start it again"
             )
         waiting = self._scheduler.waiting.get(member.kind)
-        since = waiting.since if waiting and waiting.identity == member.identity else time.time()
+        since = waiting.since if waiting and waiting.identity == member.identity else clock.now()
         self._scheduler.waiting[member.kind] = Waiting(member.identity, request, take.step, since)
 
     def _on_step_column(self, member: Member, request: int, said: m.StepColumn) -> None:
@@ -266,7 +266,7 @@ class Handlers:
         step = state.groups.ledger.taken(commit.step)
         assert step
         state.recorder.ledger({name: getattr(step, name) for name in ("step", "groups", "seed", "max_lag", "digest")})
-        state.progress.at = time.time()
+        state.progress.at = clock.now()
         if first:
             self._record_step(commit, step)
         absent = self._publish(commit.version) if commit.version else []
@@ -275,7 +275,7 @@ class Handlers:
 
     def _record_step(self, commit: m.Commit, step: Step) -> None:
         state, progress, metrics = self._state, self._state.progress, commit.metrics
-        now = progress.trained_until = time.time()
+        now = progress.trained_until = clock.now()
         state.traces.trained(step)
         progress.totals["trained"] += len(step.groups)
         progress.totals["trained_tokens"] += int(metrics.get("tokens", 0))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
+from penstock.services.broker.beats import Beats
 from penstock.services.broker.trackers import Trackers
 from penstock.services.runtime.files import open_lines
 
@@ -37,7 +37,7 @@ class Recorder:
         self._folder = folder
         self._learners: dict[str, TextIO] = {}
         self._metrics = open_lines(folder / "metrics.jsonl")
-        self._actors = open_lines(folder / "actors.jsonl")
+        self._beats = Beats(folder / "actors.jsonl")
         self._ledger = open_lines(folder / "ledger.jsonl")
         self._drops = open_lines(folder / "dropped.jsonl")
         self._weights = open_lines(folder / "weights.jsonl")
@@ -59,7 +59,7 @@ class Recorder:
 
     def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int]) -> None:
         """One line a beat: what every actor does, and how deep the queues are."""
-        self._write(self._actors, {"time": time.time(), "actors": members, "queues": queues})
+        self._beats.write(members, queues)
 
     def ledger(self, row: dict[str, Any]) -> None:
         """One line a commit; a step that was redone has several, of which the last counts."""
@@ -91,8 +91,8 @@ class Recorder:
 
     def close(self) -> None:
         """Closes the files."""
-        files = (self._metrics, self._actors, self._ledger, self._drops, self._weights, self._samples)
-        for file in (*files, *self._learners.values()):
+        files = (self._metrics, self._ledger, self._drops, self._weights, self._samples, *self._learners.values())
+        for file in (self._beats, *files):
             file.close()
         self._trackers.close()
 

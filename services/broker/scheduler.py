@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from dataclasses import dataclass
 
 import structlog
@@ -12,6 +11,7 @@ from penstock.protocols import messages as m
 from penstock.protocols import wire
 from penstock.protocols.columns import Column
 from penstock.protocols.experience import Prompt, Purpose
+from penstock.services.broker import clock
 from penstock.services.broker.granting import SUSPECT_AFTER, Room, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Lease
@@ -138,7 +138,7 @@ class Scheduler:
 
     def _offer(self, scorer: str, purpose: Purpose, room: Room, work: dict[str, list[m.WorkItem]]) -> None:
         state, replay = self._state, replay_of(self._state, purpose)
-        deadline = time.time() + state.settings.broker.lease_s
+        deadline = clock.now() + state.settings.broker.lease_s
         for entry, columns in replay.unoffered(scorer):
             attempts = max(entry.attempts.get(column.name, 0) for column in columns)
             if attempts >= state.settings.broker.max_attempts:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.services.broker import scoring
+from penstock.services.broker import clock, scoring
 from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.handlers import Handlers
 from penstock.services.broker.scheduler import Scheduler
@@ -61,9 +60,9 @@ class Broker:
         progress.checkpoints |= row.get("checkpoints", {})
         progress.final_checkpoints |= row.get("final_checkpoints", {})
         progress.learned |= row.get("learned", {})
-        now = time.time()
+        now = clock.now()
         if progress.training_since:  # the time that no broker was there is not training time
-            away = now - row["at"]
+            away = max(0.0, now - row["at"])  # a clock may have been set back
             progress.training_since += away
             progress.started_at += away
         self._extend_deadlines(now)
@@ -89,7 +88,7 @@ class Broker:
         }
         if row != self._written:
             self._written = row
-            state.store.put("broker", "all", {**row, "at": time.time()})
+            state.store.put("broker", "all", {**row, "at": clock.now()})
 
     @property
     def address(self) -> str:
@@ -146,11 +145,11 @@ class Broker:
         if waited > 0.5:
             log.warning("the store was away", waited_s=round(waited, 1))
             state.members.excuse(waited)
-            self._extend_deadlines(time.time())
+            self._extend_deadlines(clock.now())
 
     def _turn(self) -> None:
         state, progress = self._state, self._state.progress
-        now = time.time()
+        now = clock.now()
         self._excuse(now)
         for member in state.members.silent(now, state.settings.broker.dead_after_s):
             log.warning("member is dead", member=member.name, silent_s=state.settings.broker.dead_after_s)
@@ -263,15 +262,15 @@ class Broker:
         log.info("phase", phase=phase, before=progress.phase)
         progress.phase = phase
         if phase == "training":
-            progress.training_since = progress.training_since or time.time()
+            progress.training_since = progress.training_since or clock.now()
         if phase in ("done", "stopping"):
-            self._over_since = time.time()
+            self._over_since = clock.now()
             progress.stop_reason = progress.stop_reason or "the run is complete"
 
     def _over(self) -> bool:
         if self._over_since is None:
             return False
-        now = time.time()
+        now = clock.now()
         if any(member.kind != "observer" for member in self._state.members):
             self._alone_since = None
             return now - self._over_since > LEAVE_S

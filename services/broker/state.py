@@ -17,6 +17,7 @@ from penstock.protocols.experience import ExperienceError, Purpose, Sampling, as
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
 from penstock.protocols.wire import WireError
+from penstock.services.broker import clock
 from penstock.services.broker.archive import Archive, open_group
 from penstock.services.broker.config import (
     BrokerConfig,
@@ -105,10 +106,10 @@ class Progress:
     """How far the run has come."""
 
     phase: Phase = "starting"
-    started_at: float = field(default_factory=time.time)
+    started_at: float = field(default_factory=clock.now)
     training_since: float | None = None
     trained_until: float | None = None
-    at: float = field(default_factory=time.time)
+    at: float = field(default_factory=clock.now)
     """When a step was committed last."""
     checkpoints: dict[str, int] = field(default_factory=dict)
     """Learner to the version of its newest durable checkpoint."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 from penstock.protocols.messages import LedgerReply
+from penstock.services.broker import clock
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
 
@@ -85,7 +85,7 @@ def ledger_state(state: BrokerState) -> LedgerReply:
 
 def live_state(state: BrokerState) -> dict[str, Any]:
     """`protocols.messages.Status`."""
-    now = time.time()
+    now = clock.now()
     members = {
         member.name: {
             "kind": member.kind,

@@ -211,6 +211,15 @@ def test_a_dead_rollouts_groups_are_leased_again_and_its_late_answer_counts_once
     assert state["totals"]["finished"] == 2 and state["totals"]["late_answers"] == 2
 
 
+def test_a_clock_that_is_set_back_holds_no_dead_rollouts_groups(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = stage.rollout("rollout-0")
+    held, second = first.leases(2 * B), stage.rollout("rollout-1")
+    hour_ago = time.time() - 3600
+    monkeypatch.setattr(time, "time", lambda: hour_ago)
+    first.box.beat = None
+    assert [lease.number for lease in second.leases(2 * B)] == [lease.number for lease in held]
+
+
 def test_a_new_incarnation_fences_the_old(stage: Stage) -> None:
     old = stage.rollout()
     held = old.leases(2 * B)

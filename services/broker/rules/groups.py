@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import structlog
 
 from penstock.protocols.columns import Column
+from penstock.services.broker import clock
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.journal import Journal
 from penstock.services.broker.rules.leases import Lease, Leases
@@ -127,7 +127,7 @@ class GroupTracker:
     def merge(self, step: int, groups: list[int], seed: int, max_lag: int, digest: str) -> None:
         """The trainer remembers committing ``step``: what the store has lost of it is true again."""
         new = not self.ledger.length
-        if not self.ledger.merge(step, groups, seed, max_lag, digest, time.time()):
+        if not self.ledger.merge(step, groups, seed, max_lag, digest, clock.now()):
             return
         log.warning("merged a step that the store had lost", step=step)
         if new and step and groups:  # numbers that no step took were dropped
@@ -190,7 +190,7 @@ class GroupTracker:
             batch = self.gate.batch
         if not batch or len(eligible) < batch or step >= self.steps:
             return None
-        taken = self.ledger.take(step, eligible[:batch], seed, self.gate.max_lag, time.time())
+        taken = self.ledger.take(step, eligible[:batch], seed, self.gate.max_lag, clock.now())
         for number in taken.groups:
             self.replay.remove(number)
         return taken

@@ -24,7 +24,7 @@ class Hold:
     holder: str
     """Identity of the actor."""
     deadline: float
-    """Wall-clock seconds."""
+    """Of `clock.now`."""
 
 
 class Holds(Generic[Key]):

@@ -25,7 +25,7 @@ class Step:
     max_lag: int
     """The bound that it was taken under: a run may be resumed with another one."""
     taken_at: float
-    """Wall-clock seconds."""
+    """Of `clock.now`."""
     digest: str | None = None
     """Of the version that the step yielded; None until it is committed."""
     columns: list[str] = field(default_factory=list)

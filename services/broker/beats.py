@@ -1,0 +1,43 @@
+"""What every actor does, a line each second: actors.jsonl, which a run of months does not let grow for ever."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.services.runtime.files import open_lines, write_whole
+
+LIMIT = 64 << 20
+"""Bytes. A file that is larger is thinned."""
+WHOLE = 600
+"""So many of the last lines are never thinned: what is wrong now is read from them."""
+
+
+class Beats:
+    """Appends lines, and leaves out every other one of the older ones when there are too many."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, open_lines(path)
+        self._limit = LIMIT
+
+    def write(self, members: dict[str, dict[str, Any]], queues: dict[str, int]) -> None:
+        """One line."""
+        row = {"time": time.time(), "actors": members, "queues": queues}
+        self._file.write(json.dumps(row, default=float) + "\n")
+        if self._file.tell() > self._limit:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Whoever reads it meanwhile has the file as it was."""
+        self._file.close()
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        last = lines[-WHOLE:]
+        write_whole(self._path, b"".join(lines[:-WHOLE:2] + last))
+        self._limit = max(LIMIT, 2 * sum(map(len, last)))  # of a thousand actors these alone may be as much
+        self._file = open_lines(self._path)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

@@ -1,0 +1,30 @@
+"""actors.jsonl of a run of months."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.run.summary import read_lines
+from penstock.services.broker import beats
+from penstock.services.broker.beats import Beats
+
+
+def test_older_lines_are_thinned_and_the_last_ones_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beats, "LIMIT", 20_000)
+    monkeypatch.setattr(beats, "WHOLE", 50)
+    path = tmp_path / "actors.jsonl"
+    written = Beats(path)
+    for second in range(5_000):
+        written.write({}, {"leased": second})
+        assert path.stat().st_size <= 20_100
+        if second == 2_500:  # a broker is started again
+            written.close()
+            written = Beats(path)
+    written.close()
+    seconds = [row["queues"]["leased"] for row in read_lines(path)]
+    assert seconds[-50:] == list(range(4_950, 5_000)) and seconds[0] == 0
+    assert seconds == sorted(set(seconds)) and len(seconds) > 100
+    oldest, newest = (seconds[10] - seconds[0]), (seconds[-1] - seconds[-11])
+    assert newest == 10 < oldest
