@@ -219,7 +219,7 @@ def prepare(
 
     config = load(file, overrides)
     if not looked:
-        report = look(config)
+        report = look(config, folder)
         report.problems += too_small(config, os.environ)
         report.check(elsewhere=True)
         for note in report.notes:

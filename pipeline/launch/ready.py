@@ -71,7 +71,7 @@ def make_ready(console: Console, config: Config, origin: Origin, folder: Path) -
     if is_live(folder):
         raise ConfigError(f"the run in {folder} is going on; watch it with: penstock top {folder}")
     with console.status("looking at data, model and functions …"):
-        report = look(config)
+        report = look(config, folder)
     report.check(elsewhere=True)
     for note in [*report.notes, *(f"on this machine: {lack}" for lack in report.here)]:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)

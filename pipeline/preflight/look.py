@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import structlog
 
@@ -26,13 +27,14 @@ from penstock.pipeline.resources.memory import plan
 from penstock.services.runtime.gpus import visible_gpus
 
 
-def look(config: Config) -> Report:
-    """All that is found, wrong or right: nothing is raised for what a better config would mend. Loads no weights, and
-    starts nothing that stays."""
+def look(config: Config, folder: Path) -> Report:
+    """All that is found, wrong or right, of a run in ``folder``: nothing is raised for what a better config would mend.
+    Loads no weights, and starts nothing that stays."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     report = Report()
     with without_hub(config, report):
-        for part in (gpus, machine, data, model, lora, optimizer, rewards, environment, gateway, algorithm, scorers):
+        machine.look(config, folder, report)
+        for part in (gpus, data, model, lora, optimizer, rewards, environment, gateway, algorithm, scorers):
             part.look(config, report)
     needs = plan(config)
     here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"

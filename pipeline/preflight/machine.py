@@ -33,8 +33,8 @@ FILES, FILES_EACH = 256, 32
 STORE_S = 2.0
 
 
-def look(config: Config, report: Report) -> None:
-    """Adds to ``report`` what is lacking here."""
+def look(config: Config, folder: Path, report: Report) -> None:
+    """Adds to ``report`` what is lacking here for a run in ``folder``."""
     generates = "rollout" not in config.run.elsewhere
     if generates and isinstance(config.rollout.engine, VllmEngineConfig) and find_spec("vllm") is None:
         report.here.append(
@@ -63,7 +63,7 @@ def look(config: Config, report: Report) -> None:
                 "their network, e.g. weights.host=10.1.0.0/16"
             )
     _look_at_store(config, report)
-    _look_at_disk(config, report)
+    _look_at_disk(config, folder, report)
     _look_at_memory(config, report)
     _look_at_limits(config, report)
 
@@ -114,15 +114,17 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def _look_at_disk(config: Config, report: Report) -> None:
-    folder = Path(config.run.folder).absolute()
+def _look_at_disk(config: Config, folder: Path, report: Report) -> None:
+    begun = (folder / "config.yaml").is_file()
+    key, remedy = ("the run's folder", "move it") if begun else ("run.folder", "choose another folder")
+    folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not _writable(folder):
-        report.here.append(f"run.folder: cannot write to {folder}; choose another folder")
+        report.here.append(f"{key}: cannot write to {folder}; {remedy}")
     elif shutil.disk_usage(folder).free < LEAST_MIB << 20:
         free = shutil.disk_usage(folder).free >> 20
-        report.here.append(f"run.folder: {free} MiB are free on the disk of {folder}; free some, or choose another one")
+        report.here.append(f"{key}: {free} MiB are free on the disk of {folder}; free some, or {remedy}")
         return
     needs = host_needs(config)
     left = shutil.disk_usage(folder).free / GIB
@@ -130,7 +132,7 @@ def _look_at_disk(config: Config, report: Report) -> None:
         report.here.append(
             f"trainer.checkpoint.keep={config.trainer.checkpoint.keep}: checkpoints take {needs.checkpoints:.0f} GiB, "
             f"one that is being written included, and {left:.0f} GiB are free on the disk of {folder}; keep fewer, or "
-            "set run.folder"
+            f"{'move' if begun else 'set'} {key}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +43,7 @@ def start(
 ) -> int:
     """Checks everything, runs it, has ``show`` print what it came to; returns the exit code. ``wait_s``: for somebody
     else who is still at work in the folder. Raises `ConfigError`."""
-    if file is not None and "=" in file and not Path(file).exists():
+    if file is not None and "=" in file and not os.path.exists(file):  # noqa: PTH110 - a Path's raises for long ones
         overrides, file = [file, *overrides], None
     if file is None and resume is None:
         raise ConfigError("give a config, e.g. penstock run configs/quickstart.yaml, or a run's folder with --resume")
@@ -55,7 +56,7 @@ def start(
         return COMPLETE
     try:
         with console.status("looking at data, model and functions …"):
-            report = look(config)
+            report = look(config, folder)
     except KeyboardInterrupt:
         typer.echo("interrupted before the run began", err=True)
         return INTERRUPTED

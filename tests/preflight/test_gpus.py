@@ -145,13 +145,13 @@ def test_host_memory_shared_memory_and_disk_are_counted(monkeypatch: pytest.Monk
     assert needs.version == pytest.approx(70.55e9 * 2 / 2**30, rel=0.01)
     assert needs.shared == pytest.approx(4 * needs.version)
     report = Report()
-    machine.look(config, report)
+    machine.look(config, Path("runs/first"), report)
     said = "\n".join(report.here)
     for key in ("weights.transport=auto: 4 versions of 131.4 GiB", "trainer.checkpoint.keep=2", "model.path: versions"):
         assert key in said, said
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (100, 100))
     report = Report()
-    machine.look(load(Path("configs/quickstart.yaml")), report)
+    machine.look(load(Path("configs/quickstart.yaml")), Path("runs/first"), report)
     assert "open files: 100 are allowed, this run may need" in "\n".join(report.here)
 
 
