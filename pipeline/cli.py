@@ -170,7 +170,7 @@ def serve(
 
     For instance: penstock serve rollout --config run.yaml --broker tcp://10.1.0.7:5555 --keys client.json
     """
-    from penstock.pipeline.run.folder import keys_folder
+    from penstock.pipeline.run.folder import keys_folder, run_name
     from penstock.pipeline.run.serve import serve as serve_actor
     from penstock.protocols.keys import load_client
     from penstock.services.runtime import registry
@@ -185,9 +185,8 @@ def serve(
     folder.mkdir(parents=True, exist_ok=True)
     client = keys or keys_folder(folder) / "client.json"
     mine = load_client(client) if actor != "broker" and (keys or client.is_file()) else None
-    context = ActorContext(
-        name or default_name(actor), folder.name, folder, broker or "", actors[actor].threads(resolved), mine
-    )
+    threads = actors[actor].threads(resolved)
+    context = ActorContext(name or default_name(actor), run_name(folder), folder, broker or "", threads, mine)
     store = os.environ.pop("PENSTOCK_STORE", None)
     end(serve_actor(actor, resolved, context, store, supervised, ready_fd))
 

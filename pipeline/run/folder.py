@@ -75,6 +75,7 @@ def begin(config: Config, folder: Path, origin: Origin) -> None:
         origin = replace(origin, file=began.file, started_in=began.started_in)
     write_origin(folder, origin)
     write_whole(own, dump(config))
+    run_name(folder)  # now, before the folder can be moved
     (folder / "summary.json").unlink(missing_ok=True)
     device_turn.forget_turns(folder)
     crashes.forget(folder)
@@ -107,6 +108,15 @@ def run_key(folder: Path) -> str:
     path = folder / "run.key"
     if not path.is_file():
         write_whole(path, secrets.token_hex(16), mode=0o600)
+    return path.read_text().strip()
+
+
+def run_name(folder: Path) -> str:
+    """What the run in ``folder`` is called: as that was when it began, whatever it is called now. By it the store knows
+    what is this run's."""
+    path = folder / "run.name"
+    if not path.is_file():
+        write_whole(path, folder.resolve().name)
     return path.read_text().strip()
 
 

@@ -19,7 +19,7 @@ from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.finish import conclude
-from penstock.pipeline.run.folder import keys_folder, run_key
+from penstock.pipeline.run.folder import keys_folder, run_key, run_name
 from penstock.pipeline.run.forking import fork_server
 from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.pipeline.run.serve import environment
@@ -65,7 +65,7 @@ class InterruptedRunError(RunError):
 
 def run(config: Config, folder: Path, console: Console) -> dict[str, Any]:
     """Runs everything; returns the summary. Raises `RunError` or a `SetupError`."""
-    logs.configure(folder.name, "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
+    logs.configure(run_name(folder), "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
     interrupted: list[int] = []
     launch = _Launch(config, folder, console, interrupted)
     previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in ends()}
@@ -106,14 +106,8 @@ class _Launch:
         for spec in registry.started_here(self._config):
             for name in spec.names(self._config):
                 self._start(spec, name, ["--broker", address])
-        client_keys = keys_folder(self._folder) / "client.json"
-        keys = load_client(client_keys) if client_keys.is_file() else None
-        self._mailbox = Mailbox(address, incarnation_of("supervisor"), keys)
-        hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
-        self._mailbox.hello = lambda: [hello]
-        self._mailbox.beat = Heartbeat
-        self._mailbox.ask(hello, client.DEADLINE_S)
-        with View(self._console, f"penstock {self._folder.name}") as view:
+        self._say_hello(address)
+        with View(self._console, f"penstock {run_name(self._folder)}") as view:
             error, outcome = self._watch(view)
             return self._finish(view, error, outcome)
 
@@ -203,6 +197,18 @@ class _Launch:
     def _stderr(self, name: str) -> Path:
         return self._folder / "logs" / f"{name}.stderr"
 
+    def _say_hello(self, address: str) -> None:
+        client_keys = keys_folder(self._folder) / "client.json"
+        keys = load_client(client_keys) if client_keys.is_file() else None
+        self._mailbox = Mailbox(address, incarnation_of("supervisor"), keys)
+        hello = Hello(kind="observer", name="supervisor", host="", pid=os.getpid())
+        self._mailbox.hello = lambda: [hello]
+        self._mailbox.beat = Heartbeat
+        try:
+            self._insist(hello, begun=False)
+        except (DeadlineError, RefusedError) as late:
+            raise RunError(f"the run did not begin; {late}") from None
+
     # --- watching ----------------------------------------------------------------------------------------------------
 
     def _hear_interrupt(self) -> None:
@@ -286,11 +292,14 @@ class _Launch:
                 log.warning("not drained in time", children=left)
                 return
 
-    def _insist(self, message: Message) -> Message:
-        """Asks a broker that may die and be started again meanwhile."""
+    def _insist(self, message: Message, begun: bool = True) -> Message:
+        """Asks a broker that may die and be started again meanwhile. Before the run has ``begun`` the first Ctrl-C ends
+        it at once."""
         assert self._mailbox
         answer = self._mailbox.ask_later(message, BROKER_SILENT_S)
         while not answer.done():
+            if not begun:
+                self._hear_interrupt()
             self._keep_books()
             time.sleep(0.02)
         return answer.result()

@@ -95,9 +95,10 @@ def _is_number(value: Any) -> bool:
 
 def run_id(folder: Path) -> str:
     """The same for the run's whole life: who resumes goes on with the same curves."""
-    key = folder / "run.key"
+    key, name = folder / "run.key", folder / "run.name"
     own = key.read_text() if key.is_file() else str(folder.resolve())
-    return f"{folder.name}-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
+    called = name.read_text() if name.is_file() else folder.name
+    return f"{called}-{hashlib.sha256(own.encode()).hexdigest()[:8]}"
 
 
 class _TensorBoard:

@@ -84,9 +84,11 @@ def test_a_run_goes_on_from_its_folder_alone_with_what_it_was_given(tmp_path: Pa
     run.process.send_signal(signal.SIGINT)
     stopped = run.wait(60, code=130)
     assert f"go on with: penstock run --resume {run.folder}" in " ".join(run.output.read_text().split())
+    run.folder = run.folder.rename(tmp_path / "moved")
     again = Run.resumed(run, [f"trainer.steps={stopped['steps'] + 3}", "gate.max_lag=1"])
     summary = again.wait(120)
     check_promises(summary)
+    assert summary["run"] == "run" and summary["groups_trained"] == 8 * summary["steps"], "all that it had is there"
     assert summary["steps"] == stopped["steps"] + 3 and summary["outcome"] == "complete"
     said = again.output.read_text()
     assert "changed: gate.max_lag: 2 → 1" in said and f"changed: trainer.steps: 100000 → {summary['steps']}" in said

@@ -129,3 +129,15 @@ def test_broker_and_store_may_die_while_everybody_leaves(tmp_path: Path) -> None
     summary = run.wait()
     check_promises(summary)
     assert summary["steps"] == 6 and summary["restarts"] == 2
+
+
+def test_a_broker_that_dies_before_the_run_has_begun_is_started_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, SHORT)
+    deadline = time.monotonic() + 120
+    while not (run.folder / "broker.address").is_file():
+        assert time.monotonic() < deadline and run.process.poll() is None, run.output.read_text()
+        time.sleep(0.01)
+    run.actors()["broker"].kill()
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["steps"] == 6 and summary["restarts"] == 1
