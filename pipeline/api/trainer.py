@@ -63,7 +63,7 @@ class Trainer:
         run = data.setdefault("run", {}) or {}
         data["run"] = run
         run["name"] = name or run.get("name") or time.strftime("run-%Y%m%d-%H%M%S")
-        run["folder"] = str(Path(folder or run.get("folder") or "runs").resolve())
+        run["folder"] = str(Path(folder or run.get("folder") or "runs").expanduser().resolve())
         self.folder = Path(run["folder"]) / run["name"]
         """Where the run will be."""
         self._own = script_folder(self.folder)

@@ -78,15 +78,12 @@ def options_of(overrides: Sequence[str], what: str) -> dict[str, Any]:
 def read_sections(path: Path) -> dict[str, Any]:
     """What a config file says, not checked yet. Raises `ConfigError`."""
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
-    except _TwiceError as error:
-        raise ConfigError(f"{path}, {error}") from None
+    data = _read(text, str(path))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a map of sections")
     return data
@@ -98,6 +95,18 @@ def _with_folders(config: Config) -> Config:
     if isinstance(model, PretrainedModel) and (folder := find_folder(model.path)):
         config = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
     for name in ("reference", "critic"):
+def _read(text: str, what: str) -> Any:
+    """What ``text`` says in YAML. Raises `ConfigError`, which begins with ``what``."""
+    try:
+        return yaml.load(text, _Loader)
+    except _TwiceError as error:
+        raise ConfigError(f"{what}, {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} is not YAML: {error}") from None
+    except ValueError as error:  # a date, say, that there is none of
+        raise ConfigError(f"{what} cannot be read: {error}; put text in quotes") from None
+
+
         section = getattr(config, name)
         if section.path and (folder := find_folder(section.path)):
             config = config.model_copy(update={name: section.model_copy(update={"path": str(folder)})})
@@ -128,10 +137,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     place: Any = data
     for index, parent in enumerate(parents):
         place = _enter(place, parent, ".".join(parents[: index + 1]), override)
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from None
+    value = _read(text, f"override {override!r}: the value")
     if isinstance(place, list):
         place[_position(place, last, override)] = value
     elif isinstance(place, dict):

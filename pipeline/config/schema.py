@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
@@ -85,6 +86,15 @@ class RunConfig(Section):
     def colocated(self) -> bool:
         """The trainer's devices are the rollouts' and the reference's too."""
         return self.placement == "colocated"
+
+    @field_validator("folder")
+    @classmethod
+    def _at_home(cls, value: str) -> str:
+        """A shell does so for ~/runs, and not for run.folder=~/runs."""
+        try:
+            return str(Path(value).expanduser()) if value.startswith("~") else value
+        except RuntimeError:
+            raise ValueError(f"nobody here has the home folder {value}; give the whole path") from None
 
     @model_validator(mode="before")
     @classmethod

@@ -1,10 +1,13 @@
 """The base of every config section."""
 
+import math
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 NUMBERS = (int, float, int | None, float | None)
+OWN = dict[str, Any]
+"""What a field is that takes a map of the user's own."""
 
 
 class Section(BaseModel):
@@ -20,3 +23,26 @@ class Section(BaseModel):
             if isinstance(value, bool) and name in cls.model_fields and cls.model_fields[name].annotation in NUMBERS:
                 raise ValueError(f"{name}={str(value).lower()} is no number")
         return data
+
+    @field_validator("*")
+    @classmethod
+    def _stays_what_it_is(cls, value: Any, info: ValidationInfo) -> Any:
+        """In the run's own copy of the config, which its processes read."""
+        if isinstance(value, dict) and cls.model_fields[info.field_name or ""].annotation == OWN:
+            check_plain(value)
+        return value
+
+
+def check_plain(value: Any, at: str = "") -> None:
+    """Raises `ValueError` where there is something in ``value``, a map of the user's own, that JSON does not have.
+    ``at``: the keys that lead to it, each with a dot behind it."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"the key {at}{key} is no text; put it in quotes")
+            check_plain(each, f"{at}{key}.")
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            check_plain(each, f"{at}{index}.")
+    elif not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"{at[:-1]}={value} is neither text nor a finite number; put it in quotes")

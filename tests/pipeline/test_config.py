@@ -15,6 +15,9 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
+OPTIONS = "reward.functions=[{{function: 'mine:good', options: {}}}]"
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
     config = load(path)
@@ -53,6 +56,16 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("trainer.steps=1:30", "trainer.steps: Input should be a valid integer"),
         ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr: Input should be a finite number"),
         ("gate.max_lag.x=1", "gate.max_lag is a value, not a section"),
+        ("rollout.engine={type: torch, type: vllm}", "the value, line 1: 'type' is given twice"),
+        ("run.name=2024-13-45", "the value cannot be read: month must be in 1..12; put text in quotes"),
+        (
+            OPTIONS.format("{by_level: {1: 0.5}}"),
+            "reward.functions.0.options: the key by_level.1 is no text; put it in",
+        ),
+        (OPTIONS.format("{1: 0.5}"), "reward.functions.0.options.1.[key]: Input should be a valid string"),
+        (OPTIONS.format("{days: [2024-01-01]}"), "options: days.0=2024-01-01 is neither text nor a finite number; put"),
+        (OPTIONS.format("{cap: .inf}"), "reward.functions.0.options: cap=inf is neither text nor a finite number"),
+        ("trainer.algorithm.loss={type: custom, function: 'm:f', options: {at: {2: 1}}}", "loss.options: the key at.2"),
     ],
 )
 def test_mistakes_are_named(override: str, message: str) -> None:
@@ -68,12 +81,29 @@ def test_numbers_are_read_as_people_write_them() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("run: {name: b\xfcrger}".encode("latin-1"), "it is not UTF-8"), (b"? [a, b]\n: 1", "a key must be a word")],
+    [
+        ("run: {name: b\xfcrger}".encode("latin-1"), "it is not UTF-8"),
+        (b"? [a, b]\n: 1", "a key must be a word"),
+        (b"run: {name: 2024-13-45}", "cannot be read: month must be in"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: bytes, message: str) -> None:
     (tmp_path / "bad.yaml").write_bytes(text)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "bad.yaml")
+
+
+def test_options_are_the_same_in_the_runs_own_copy() -> None:
+    given = "{levels: {'1': 0.5, 'no': [1, true, null]}, day: '2024-01-01', cap: 1.0e+300, text: '010'}"
+    config = load(QUICKSTART, [OPTIONS.format(given)])
+    assert parse(yaml.safe_load(dump(config))) == config
+    options = config.reward.functions[0].options
+    assert options["levels"] == {"1": 0.5, "no": [1, True, None]} and options["day"] == "2024-01-01"
+
+
+def test_a_folder_at_home_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert load(QUICKSTART, ["run.folder=~/runs"]).run.folder == "/home/ada/runs"
 
 
 def test_an_adapter_lies_beside_only_where_it_is_sent() -> None:
