@@ -13,9 +13,12 @@ from pydantic import ValidationError
 from penstock.pipeline.config import origin
 from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.passwords import hide_password
-from penstock.pipeline.config.schema import Config, PretrainedModel
+from penstock.pipeline.config.schema import Config, TinyModel
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import find_folder, look_first_in, look_in
+from penstock.services.trainer.presets import without_choices
+
+PRESET = "trainer.algorithm.preset"
 
 
 class ConfigError(SetupError):
@@ -57,8 +60,11 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     """The config in ``path`` with ``dotted.key=value`` overrides (values are YAML). Raises `ConfigError`."""
     data = read_sections(path)
     look_in(path.parent)
-    began = origin.read(path.parent)  # the run's own copy: what it names lies beside the file that it came from
+    # Where there is one this is a run's own copy: what that names lies beside the file that it came from.
+    began = origin.read(path.parent)
     look_first_in([Path(began.started_in), Path(began.file).parent] if began else [])
+    if began:
+        _give_up_preset(data, overrides or [])
     for override in overrides or []:
         _apply(data, override)
     return _with_folders(parse(data))
@@ -89,12 +95,6 @@ def read_sections(path: Path) -> dict[str, Any]:
     return data
 
 
-def _with_folders(config: Config) -> Config:
-    """A model's folder is found where files are, and known by its whole path from then on."""
-    model = config.model
-    if isinstance(model, PretrainedModel) and (folder := find_folder(model.path)):
-        config = config.model_copy(update={"model": model.model_copy(update={"path": str(folder)})})
-    for name in ("reference", "critic"):
 def _read(text: str, what: str) -> Any:
     """What ``text`` says in YAML. Raises `ConfigError`, which begins with ``what``."""
     try:
@@ -107,9 +107,17 @@ def _read(text: str, what: str) -> Any:
         raise ConfigError(f"{what} cannot be read: {error}; put text in quotes") from None
 
 
+def _with_folders(config: Config) -> Config:
+    """A model's or an adapter's folder is found where files are, and known by its whole path from then on."""
+    for name in ("model", "reference", "critic"):
         section = getattr(config, name)
-        if section.path and (folder := find_folder(section.path)):
+        path = None if isinstance(section, TinyModel) else section.path
+        if path and (folder := find_folder(path)):
             config = config.model_copy(update={name: section.model_copy(update={"path": str(folder)})})
+    lora = config.trainer.lora
+    if lora and lora.start and (folder := find_folder(lora.start)):
+        lora = lora.model_copy(update={"start": str(folder)})
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": lora})})
     return config
 
 
@@ -127,6 +135,19 @@ def dump(config: Config) -> str:
     if url := data["store"]["url"]:
         data["store"]["url"] = hide_password(url)
     return yaml.safe_dump(data, sort_keys=False)
+
+
+def _give_up_preset(data: dict[str, Any], overrides: list[str]) -> None:
+    """What the preset of a run had chosen stands in its own copy of the config as if it had been given: where another
+    preset is asked for, that is left out."""
+    asked: dict[str, Any] = {}
+    for override in overrides:
+        if origin.key_of(override) == PRESET:
+            _apply(asked, override)
+    written = data.get("trainer")
+    if asked and isinstance(written, dict) and isinstance(written.get("algorithm"), dict):
+        preset = asked["trainer"]["algorithm"]["preset"]
+        written["algorithm"] = without_choices(written["algorithm"], preset)
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

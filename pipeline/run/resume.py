@@ -16,6 +16,8 @@ FIXED = (
     "trainer.lora",
 )  # fmt: skip
 """What a resumed run must have as it began."""
+FOLDERS = ("model.path", "trainer.lora.start")
+"""Among these, folders, which may have been moved: where one is gone, another may be given."""
 NOWHERE = ("run.name", "run.folder")
 """Where a run lies is known by then."""
 ABSENT = "not given"
@@ -75,12 +77,19 @@ def check_fixed(began: Config, config: Config) -> None:
         )
     before, now = leaves(began.model_dump(mode="json")), leaves(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
+        if key in FOLDERS and key in now and _is_gone(before.get(key)):
+            continue
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED) and _differ(key, before, now):
             kind = next((k for k in _kinds(key) if k in before and k in now and _differ(k, before, now)), key)
             raise ConfigError(
                 f"{kind}: {_words(kind, now)}, but the run began with {_words(kind, before)}; a resumed run cannot "
                 "change that: begin a new one"
             )
+
+
+def _is_gone(folder: Any) -> bool:
+    """A ``folder`` that was found when the run began, and so is known by its whole path, is not there any more."""
+    return isinstance(folder, str) and Path(folder).is_absolute() and not Path(folder).is_dir()
 
 
 def _kinds(key: str) -> list[str]:

@@ -56,3 +56,12 @@ def expand(given: dict[str, Any]) -> dict[str, Any]:
                 )
             found[key] = value | mine
     return found
+
+
+def without_choices(written: dict[str, Any], preset: Any) -> dict[str, Any]:
+    """``written``, in which every choice stands, without those that its own preset has made or that another ``preset``
+    makes; as it is where that is the same one."""
+    own = written.get("preset")
+    names = {name for name in (own, preset) if isinstance(name, str)} if preset != own else set()
+    made = {key for name in names for key in PRESETS.get(name, {})}
+    return {key: value for key, value in written.items() if key not in made}

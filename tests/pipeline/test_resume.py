@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from penstock.pipeline.config import ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
-from penstock.pipeline.run.folder import begin
+from penstock.pipeline.run.folder import begin, run_name
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.resume import check_fixed, complete, resumed
+from penstock.pipeline.run.start import start
+from penstock.services.broker.trackers import run_id
 from penstock.services.runtime.user_folders import FIRST, VARIABLE, find_file
 
 FILE = """
@@ -134,6 +137,70 @@ def test_no_password_is_written_down_and_none_is_made_up(folder: Path, override:
     assert "secret" not in (folder / "origin.json").read_text()
     with pytest.raises(ConfigError, match=r"store\.url: .*give it again"):
         resumed(folder, folder.parents[1] / "run.yaml", [])
+
+
+def test_its_name_stays_whatever_its_folder_is_called(folder: Path) -> None:
+    config, origin, _ = resumed(folder, None, [])
+    begin(config, folder, origin)
+    moved = folder.rename(folder.with_name("second"))
+    latest = folder.with_name("latest")
+    latest.symlink_to(moved)
+    assert run_name(moved) == run_name(latest) == "first"
+    own = run_id(moved)
+    assert own.startswith("first-") and run_id(latest) == own, "trackers go on with their curves"
+    (moved / "run.name").unlink()  # of a run that began before there was one
+    assert run_name(latest) == "second"
+
+
+@pytest.mark.parametrize("preset", ["dapo", "dr_grpo", "gspo", "rloo", "gpg"])
+def test_another_preset_is_that_method_and_none_undoes_it(folder: Path, preset: str) -> None:
+    asked = [f"trainer.algorithm.preset={preset}", "trainer.algorithm.length_scale=12"]
+    fresh = load(folder.parents[1] / "run.yaml", asked)
+    config, origin, changed = resumed(folder, None, asked)
+    assert config.trainer.algorithm == fresh.trainer.algorithm and len(changed) > 2
+    assert load(folder / "config.yaml", asked).trainer == config.trainer, "also for a run of its own"
+    begin(config, folder, origin)
+    plain, _, _ = resumed(folder, None, ["trainer.algorithm.preset=null", "trainer.algorithm.length_scale=null"])
+    assert plain.trainer.algorithm == load(folder.parents[1] / "run.yaml").trainer.algorithm
+
+
+def test_a_preset_with_a_choice_of_ones_own_keeps_it(folder: Path) -> None:
+    tuned, origin, _ = resumed(folder, None, ["trainer.algorithm.loss.clip_high=0.3", "trainer.algorithm.preset=dapo"])
+    assert tuned.trainer.algorithm.loss.clip_high == 0.3  # type: ignore[union-attr]
+    assert tuned.trainer.algorithm.aggregation == "token-mean"
+    begin(tuned, folder, origin)
+    again, _, changed = resumed(folder, folder / "config.yaml", ["trainer.algorithm.preset=dapo"])
+    assert again == tuned and not changed
+
+
+def test_a_value_longer_than_a_files_name_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--resume: .* is not a run's folder"):
+        start(Console(), f"rollout.sampling.stop=[{'x' * 300}]", [], tmp_path, True)
+
+
+def test_a_model_and_an_adapter_may_be_elsewhere_once_their_folders_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    for name in ("model", "adapter", "other"):
+        (project / name).mkdir(parents=True)
+    (project / "run.yaml").write_text(FILE.replace("{type: tiny}", "{type: pretrained, path: model}"))
+    monkeypatch.setenv(FIRST, "")
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.chdir(project)
+    config = load(Path("run.yaml"), ["trainer.lora={start: adapter}"])
+    assert config.trainer.lora and config.trainer.lora.start == str(project / "adapter"), "wherever it goes on"
+    run = project / "runs" / "first"
+    run.mkdir(parents=True)
+    begin(config, run, Origin(str(project / "run.yaml")))
+    for other in ("model.path=other", "trainer.lora.start=other"):
+        with pytest.raises(ConfigError, match="but the run began with"):
+            resumed(run, None, [other])
+    moved = project.rename(tmp_path / "moved")
+    monkeypatch.chdir(moved)
+    config, _, changed = resumed(moved / "runs" / "first", None, ["model.path=model", "trainer.lora.start=adapter"])
+    assert config.model.path == str(moved / "model")  # type: ignore[union-attr]
+    assert [line.partition(":")[0] for line in changed] == ["model.path", "trainer.lora.start"]
 
 
 def test_a_run_that_is_resumed_from_elsewhere_has_the_data_that_it_began_with(

@@ -170,7 +170,7 @@ MISTAKES = [
     m("a tracker that nobody knows", "run.trackers.0", "tensorboard", overrides=["run.trackers=[comet]"]),
     m("an adapter that is not there", "trainer.lora.start: nowhere has no adapter_config.json, so it is no adapter",
       overrides=["trainer.lora={start: nowhere}"]),
-    m("an adapter of another rank", "trainer.lora.rank=4: the adapter in adapter has rank 8; set",
+    m("an adapter of another rank", "trainer.lora.rank=4: the adapter in ", "adapter has rank 8; set trainer.lora.rank to it",
       files={"adapter/adapter_config.json": '{"r": 8}', "adapter/adapter_model.safetensors": ""},
       overrides=["trainer.lora={rank: 4, start: adapter}"]),
     m("a store of another scheme", "store.url", "'^(redis|rediss|unix)://'", overrides=["store.url=postgres://h/1"]),
