@@ -43,6 +43,8 @@ class Child:
     """It may be forked from a process that has loaded torch and transformers."""
     process: subprocess.Popen[bytes] | Forked | None = None
     started_at: float = 0.0
+    said_before: int = 0
+    """Bytes of `stderr` that processes before this one wrote."""
     restarts: int = 0
     failures: int = 0
     """Deaths in quick succession."""
@@ -62,7 +64,9 @@ class Child:
     def last_words(self) -> str:
         """The last line it wrote to stderr; its own rather than one of a library that was still cleaning up."""
         try:
-            lines = self.stderr.read_text(errors="replace").strip().splitlines()
+            with self.stderr.open("rb") as file:
+                file.seek(self.said_before)
+                lines = file.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
         own = [line for line in lines[-20:] if line.startswith(f"{self.name}: ")]
@@ -159,6 +163,7 @@ class Supervisor:
     def _spawn(self, child: Child, pass_fds: tuple[int, ...] = ()) -> None:
         child.stderr.parent.mkdir(parents=True, exist_ok=True)
         with child.stderr.open("ab") as stderr:
+            child.said_before = stderr.tell()
             child.process = self._forked(child, stderr) or subprocess.Popen(
                 child.command,
                 stdin=subprocess.PIPE,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.meeting import meeting
 from penstock.services.runtime.address import interface_of
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
@@ -112,7 +113,7 @@ def _run(config: LaunchConfig) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[_OURS] = "1"
-    command = [sys.executable, "-m", "penstock.pipeline.cli", *sys.argv[1:]]
+    command = penstock(*sys.argv[1:])
     try:
         elastic_launch(config, command[0])(*command[1:])
     except SignalException:

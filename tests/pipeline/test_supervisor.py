@@ -28,3 +28,14 @@ def test_a_process_that_starts_slowly_is_not_wedged(tmp_path: Path, monkeypatch:
         assert child.process and child.process.wait(5) == -9, "it was heard, and is silent"
     finally:
         watched.stop(1)
+
+
+def test_why_it_died_is_said_in_its_own_words_alone(tmp_path: Path) -> None:
+    stderr = tmp_path / "stderr"
+    stderr.write_text("trainer: what it died of last week\n")
+    watched = Supervisor(0)
+    child = watched.start("trainer", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], stderr)
+    assert child.process and child.process.wait(10) == -9
+    assert child.last_words() == ""
+    assert (watched.poll() or watched.poll()) == "trainer was killed by SIGKILL after 0 restarts (run.max_restarts); "
+    watched.stop(1)
