@@ -16,7 +16,7 @@ from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.lock import holder
 from penstock.pipeline.run.summary import check_run, read_summary, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
-from penstock.services.runtime.user_folders import VARIABLE
+from penstock.services.runtime.user_folders import VARIABLE, listed
 
 FOLDERS, OUTPUT = "folders.json", "output.log"
 """In a run's `script_folder`: where modules of the script lie, and what the command has said."""
@@ -150,8 +150,8 @@ def launched(command: list[str], folder: Path) -> Run:
     own = script_folder(folder)
     own.mkdir(parents=True, exist_ok=True)
     modules = json.loads((own / FOLDERS).read_text()) if (own / FOLDERS).is_file() else []
-    known = [str(own.resolve()), *modules, *filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))]
-    env = os.environ | {VARIABLE: os.pathsep.join(dict.fromkeys(known))}
+    known = [str(own.resolve()), *modules, *listed(VARIABLE)]
+    env = os.environ | {VARIABLE: json.dumps(list(dict.fromkeys(known)))}
     with (own / OUTPUT).open("wb") as file:  # in a session of its own: Ctrl-C is handed on once, by `wait`'s caller
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env)
     return Run(folder, process)

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 FIRST = "PENSTOCK_FOLDERS_FIRST"
-"""Environment variable: those that are looked in before the current one."""
+"""Environment variable: those that are looked in before the current one, as a list in JSON."""
 VARIABLE = "PENSTOCK_FOLDERS"
-"""Environment variable: the folders beside the current one, for the processes that this one starts."""
+"""Environment variable: the folders beside the current one, for the processes that this one starts, likewise."""
 
 
 def look_in(folder: Path) -> None:
     """Modules and files are looked for in ``folder`` too, by this process and by those that it starts."""
-    known = os.environ.get(VARIABLE, "").split(os.pathsep)
+    known = listed(VARIABLE)
     if str(folder.resolve()) not in known:
-        os.environ[VARIABLE] = os.pathsep.join([*filter(None, known), str(folder.resolve())])
+        os.environ[VARIABLE] = json.dumps([*known, str(folder.resolve())])
 
 
 def look_first_in(found: Sequence[Path]) -> None:
     """Before the current folder and all others: a run that goes on has what it began with, wherever it is resumed."""
-    os.environ[FIRST] = os.pathsep.join(str(folder.resolve()) for folder in found)
+    os.environ[FIRST] = json.dumps([str(folder.resolve()) for folder in found])
+
+
+def listed(variable: str) -> list[str]:
+    """The folders in one of the two environment variables."""
+    return json.loads(os.environ.get(variable) or "[]")
 
 
 def folders() -> list[Path]:
     """All of them: those to look first in, then the current one."""
-    first, given = (
-        [Path(folder) for folder in os.environ.get(name, "").split(os.pathsep) if folder] for name in (FIRST, VARIABLE)
-    )
+    first, given = (map(Path, listed(variable)) for variable in (FIRST, VARIABLE))
     return list(dict.fromkeys([*first, Path.cwd(), *given]))
 
 

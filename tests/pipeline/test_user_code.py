@@ -37,6 +37,14 @@ def test_modules_and_files_are_found_beside_the_config(elsewhere: Path) -> None:
     assert os.environ[VARIABLE].count(str(elsewhere)) == 1
 
 
+def test_a_folder_may_be_called_by_the_hour(elsewhere: Path) -> None:
+    by_hour = elsewhere / "2026-11-26T10:30"
+    by_hour.mkdir()
+    (by_hour / "rows.jsonl").write_text("{}")
+    look_in(by_hour)
+    assert find_file("rows.jsonl") == by_hour / "rows.jsonl"
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
