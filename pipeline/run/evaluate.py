@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -30,11 +31,12 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     about = adapter_of(Path(path))
     model = json.dumps({"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype})
     own = [f"model={model}", f"trainer.lora={json.dumps(_adapter(about, path))}", "trainer.steps=0"]
-    own += [NOTHING_LEARNED, "replay.filter=none", "replay.archive=none"]
+    own += [NOTHING_LEARNED, "reference.refresh_every=0", "replay.filter=none", "replay.archive=none"]
     if getattr(config.rollout.engine, "adapter", "merged") != "merged":
         own.append("rollout.engine.adapter=merged")  # what is published is whole
     if config.run.name is None:
-        own.append(f"run.name=eval-{Path(path).name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name)
+        own.append(f"run.name=eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return start(console, str(file), [*overrides, *own], None, False, print_evaluation)
 
 

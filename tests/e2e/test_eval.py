@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from penstock.pipeline.config import TinyModel
+from penstock.pipeline.config import Config, TinyModel, load
 from penstock.pipeline.models.tiny import build
+from penstock.pipeline.run import evaluate as evaluation
 from penstock.services.data.config import SortData
 from penstock.services.data.sort import SortSource
 from tests.e2e.runs import ROOT
@@ -53,3 +55,18 @@ def test_nothing_to_evaluate_on_is_told(checkpoint: Path, tmp_path: Path) -> Non
     command += [str(ROOT / "configs" / "quickstart.yaml"), "prompts.eval=null", f"run.folder={tmp_path}"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert told.returncode == 2 and "prompts.eval: there is nothing to evaluate on" in told.stderr
+
+
+def test_what_training_alone_needs_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Config] = []
+
+    def begun(_console: Console, file: str, overrides: list[str], *_: object) -> int:
+        read.append(load(Path(file), overrides))
+        return 0
+
+    monkeypatch.setattr(evaluation, "start", begun)
+    model = tmp_path / "my best å"
+    model.mkdir()
+    given = ["trainer.algorithm.kl.coefficient=0.01", "reference.refresh_every=50"]
+    assert evaluation.evaluate(Console(), str(model), ROOT / "configs" / "quickstart.yaml", given) == 0
+    assert not read[0].with_reference and (read[0].run.name or "").startswith("eval-my-best-")
