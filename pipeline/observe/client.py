@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from rich.console import Console
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.run.folder import address_file, keys_folder
+from penstock.pipeline.run.lock import holder
 from penstock.protocols.keys import ClientKeys, load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
 from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusRequest
@@ -24,8 +26,10 @@ SILENT_S = 60.0
 EVERY_S = 1.0
 
 
-def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tuple[str, Path | None]:
-    """The broker's address, and the keys to speak to it with, if there are any. Raises `ConfigError`."""
+def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tuple[str, Path | None, Path | None]:
+    """The broker's address, the keys to speak to it with, if there are any, and the run's folder, where that has named
+    it. Raises `ConfigError`."""
+    named = run if broker is None else None
     if run is None and broker is None:
         raise ConfigError("give a run's folder, or the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
     if broker is None:
@@ -39,7 +43,7 @@ def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tupl
         broker = address_file(run).read_text().strip()
     if keys is None and run and (keys_folder(run) / "client.json").is_file():
         keys = keys_folder(run) / "client.json"
-    return broker, keys
+    return broker, keys, named
 
 
 def join(broker: str, keys: ClientKeys | None) -> Mailbox:
@@ -58,23 +62,32 @@ def join(broker: str, keys: ClientKeys | None) -> Mailbox:
 
 
 @contextmanager
-def watching(broker: str, keys: Path | None) -> Iterator[Mailbox]:
-    """A mailbox of an observer that the broker has let in. Raises `ConfigError` where it does not answer."""
+def watching(broker: str, keys: Path | None, run: Path | None = None) -> Iterator[Mailbox]:
+    """A mailbox of an observer that the broker, of the run in the folder ``run``, has let in. Raises `ConfigError`
+    where it does not answer."""
     try:
         mailbox = join(broker, load_client(keys) if keys else None)
     except DeadlineError:
-        hint = (
-            f"; are the keys in {keys} those of this run?"
-            if keys
-            else "; the run may be ending, or over (penstock status RUN). Beyond the loopback a broker speaks only "
-            "to --keys FILE, the run's keys/client.json"
-        )
-        raise ConfigError(f"no broker answers at {broker} within {DEADLINE_S:g} s{hint}") from None
+        raise ConfigError(f"no broker answers at {broker} within {DEADLINE_S:g} s; {_silent(keys, run)}") from None
     try:
         yield mailbox
         mailbox.tell(Bye(reason="has seen enough"))
     finally:
         mailbox.close()
+
+
+def _silent(keys: Path | None, run: Path | None) -> str:
+    """Why a broker may be silent, and what to do."""
+    if run and holder(run):
+        return f"penstock run is at work in {run}: the run begins or ends, or its broker is busy; ask again"
+    if run:
+        return f"where nobody is at work in {run} any more, go on with: penstock run --resume {shlex.quote(str(run))}"
+    if keys:
+        return f"are the keys in {keys} those of this run?"
+    return (
+        "the run may be ending, or over (penstock status RUN). Beyond the loopback a broker speaks only to --keys "
+        "FILE, the run's keys/client.json"
+    )
 
 
 def state(mailbox: Mailbox) -> dict[str, Any]:
@@ -84,10 +97,16 @@ def state(mailbox: Mailbox) -> dict[str, Any]:
     return status.state
 
 
-def follow(console: Console, broker: str, keys: Path | None, over: Callable[[], bool] = lambda: False) -> None:
+def follow(
+    console: Console,
+    broker: str,
+    keys: Path | None,
+    run: Path | None = None,
+    over: Callable[[], bool] = lambda: False,
+) -> None:
     """Shows the run until it is over, as the broker or ``over`` says. Raises `ConfigError` where the broker was silent
     for too long."""
-    with watching(broker, keys) as mailbox:
+    with watching(broker, keys, run) as mailbox:
         now = state(mailbox)
         heard = time.monotonic()
         with View(console, f"penstock {now['run']}") as view:

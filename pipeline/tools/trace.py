@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.pipeline.config import ConfigError
 from penstock.pipeline.page.data import as_json
 from penstock.pipeline.run.summary import check_run, read_lines, steps_in
 from penstock.services.runtime.files import write_whole
@@ -26,12 +27,15 @@ LOAD = (("receive_s", "receive"), ("prepare_s", "prepare"), ("pause_s", "swap: d
 
 def write_trace(run: Path, file: Path) -> int:
     """Writes the trace of the run in the folder ``run``; returns how many events it has. Raises `ConfigError` where
-    that is no run's folder."""
+    that is no run's folder, or ``file`` cannot be written."""
     check_run(run)
     rows = read_lines(run / "metrics.jsonl")
     beats, loads = read_lines(run / "actors.jsonl"), read_lines(run / "weights.jsonl")
     found = list(events(steps_in(rows), [row for row in rows if row["kind"] == "eval"], beats, loads))
-    write_whole(file, as_json({"displayTimeUnit": "ms", "traceEvents": found}))
+    try:
+        write_whole(file, as_json({"displayTimeUnit": "ms", "traceEvents": found}))
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {file}: {error.strerror}; choose another file") from None
     return len(found)
 
 

@@ -391,5 +391,8 @@ def test_status_says_what_is_missing(tmp_path: Path) -> None:
     assert nothing.returncode == 2 and "--broker" in nothing.stderr
     stranger = penstock("status", str(tmp_path))
     assert stranger.returncode == 2 and "no broker has ever listened" in stranger.stderr
+    (tmp_path / "broker.address").write_text("tcp://127.0.0.1:9\n")
+    killed = penstock("status", str(tmp_path))
+    assert killed.returncode == 2 and f"go on with: penstock run --resume {tmp_path}" in killed.stderr
     silent = penstock("status", "--broker", "tcp://127.0.0.1:9")
     assert silent.returncode == 2 and "no broker answers at tcp://127.0.0.1:9" in silent.stderr

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.tools.trace import events
+import pytest
+
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.tools.trace import events, write_trace
 
 
 def beat(time: float, trainer: int, rollout: int | None) -> dict[str, Any]:
@@ -40,3 +44,11 @@ def test_each_thing_is_where_it_was_and_as_long() -> None:
 
 def test_a_run_that_has_not_begun_is_an_empty_trace() -> None:
     assert list(events([], [], [], [])) == []
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(
+        ConfigError, match=r"--out: cannot write .*trace\.json: No such file or directory; choose another"
+    ):
+        write_trace(tmp_path, tmp_path / "nowhere" / "trace.json")
