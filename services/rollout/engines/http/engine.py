@@ -120,7 +120,8 @@ class HttpEngine(AsyncEngine):
                 shutil.rmtree(left, ignore_errors=True)
         key = os.environ.get(options.key_env) if options.key_env else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=options.max_sequences, max_keepalive_connections=options.max_sequences)
+        most = options.max_sequences + 1  # one for scores: what waits for a version takes all others when it is there
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
         self._client = httpx.AsyncClient(
             base_url=options.url, headers=headers, timeout=options.deadline_s, limits=limits, trust_env=False
         )
