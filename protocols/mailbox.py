@@ -87,6 +87,11 @@ def incarnation_of(name: str) -> str:
     return f"{name}#{time.time_ns():016x}"
 
 
+def is_yet_to_come(incarnation: str) -> bool:
+    """It began later than now: a clock was set back since, and which of two began first it does not say."""
+    return int(incarnation, 16) > time.time_ns()
+
+
 class Mailbox:
     """An actor's connection to the broker.
 

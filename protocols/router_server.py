@@ -114,6 +114,10 @@ class RouterServer:
         """Queues ``message`` until the next `flush`."""
         self._outgoing.append((identity, wire.encode(to_envelope(message, reply_to=reply_to))))
 
+    def send_now(self, identity: str, message: Message) -> None:
+        """Ahead of what is queued: for what says nothing that must be durable first."""
+        self._transmit(identity, wire.encode(to_envelope(message)))
+
     def _refuse(self, identity: str, error: Exception, reply_to: int, protocol: int = wire.PROTOCOL) -> None:
         """In the peer's own protocol, which it can read; a refusal has looked the same in all of them."""
         self.refused += 1
@@ -124,12 +128,15 @@ class RouterServer:
     def flush(self) -> None:
         """Sends everything queued. A peer that is gone misses its message and asks again."""
         for identity, frames in self._outgoing:
-            try:
-                self._socket.send_multipart([identity.encode("latin-1"), *frames], copy=False)
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
+            self._transmit(identity, frames)
         self._outgoing.clear()
+
+    def _transmit(self, identity: str, frames: list[bytes | memoryview]) -> None:
+        try:
+            self._socket.send_multipart([identity.encode("latin-1"), *frames], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
 
     def close(self) -> None:
         """Closes. What is queued is not sent: it was not made durable, or `flush` was not called."""

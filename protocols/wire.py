@@ -24,7 +24,7 @@ INLINE_BYTES = 16 * 1024
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_FRAME_BYTES = 1 << 30
-MAX_FRAMES = 4096
+MAX_FRAMES = 1 << 16
 MAX_DIMENSIONS = 8
 
 DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
@@ -69,6 +69,8 @@ def encode(envelope: Envelope, protocol: int = PROTOCOL) -> list[bytes | memoryv
         raise WireError(f"{envelope.type}: header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
     if any(len(frame) > MAX_FRAME_BYTES for frame in frames):
         raise WireError(f"{envelope.type}: a frame exceeds {MAX_FRAME_BYTES} bytes")
+    if len(frames) >= MAX_FRAMES:
+        raise WireError(f"{envelope.type}: {len(frames)} arrays need frames of their own; a message has {MAX_FRAMES}")
     return [header, *frames]
 
 
