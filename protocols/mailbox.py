@@ -41,6 +41,10 @@ log = structlog.get_logger()
 RESEND_S = 5.0
 """A request without an answer is sent again after this."""
 
+BESIDE = "~beats"
+"""Heartbeats, and their answers, have a connection of their own, by this name: on the other they would wait behind what
+is large, and whoever is heard of no more counts as dead."""
+
 REHELLO_S = 0.5
 """Between two hellos to a broker that does not know this actor."""
 
@@ -177,18 +181,9 @@ class Mailbox:
             pass  # already awake, or closed
 
     def _run(self) -> None:
-        context = zmq.Context()
-        sock = context.socket(zmq.DEALER)
-        sock.setsockopt(zmq.IDENTITY, self.identity.encode())
-        set_limits(sock)
-        sock.setsockopt(zmq.RECONNECT_IVL, 100)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if self._keys:
-            sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.broker_public.encode())
-            sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
-            sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
-        sock.connect(self.address)
-        poller = zmq.Poller()
+        context, poller = zmq.Context(), zmq.Poller()
+        sock = self._connect(context, self.identity)
+        beats: zmq.Socket | None = None
         poller.register(sock, zmq.POLLIN)
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         waiting: dict[int, _Request] = {}
@@ -200,13 +195,19 @@ class Mailbox:
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)
                 self._transmit(sock, waiting)
-                while self._receive(sock, waiting):
+                while self._receive(sock, sock, waiting):
+                    pass
+                while beats and self._receive(beats, sock, waiting):
                     pass
                 now = time.monotonic()
                 self._overdue(sock, waiting, now)
                 if now >= beat_at:
                     beat_at = now + self.beat_s
-                    self._tell_beat(sock)
+                    if self.beat and not beats:
+                        beats = self._connect(context, self.identity + BESIDE)
+                        poller.register(beats, zmq.POLLIN)
+                    if beats:
+                        self._tell_beat(beats)
                 if self._closing.is_set() and self._outgoing.empty():
                     break
         except Exception as error:  # nobody is left to answer: whoever says something more hears why
@@ -220,10 +221,25 @@ class Mailbox:
                     waiting[item.future.penstock_id] = item  # type: ignore[attr-defined]
             for request in waiting.values():
                 request.future.set_exception(DeadlineError(f"{request.what}: {self._ended}"))
-            sock.close()
+            for each in (sock, beats):
+                if each:
+                    each.close()
             context.term()
             self._wake_read.close()
             self._wake_write.close()
+
+    def _connect(self, context: zmq.Context, identity: str) -> zmq.Socket:
+        sock = context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.IDENTITY, identity.encode())
+        set_limits(sock)
+        sock.setsockopt(zmq.RECONNECT_IVL, 100)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._keys:
+            sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.broker_public.encode())
+            sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
+            sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
+        sock.connect(self.address)
+        return sock
 
     def _tell_beat(self, sock: zmq.Socket) -> None:
         if self.beat is None:
@@ -247,9 +263,9 @@ class Mailbox:
             else:
                 sock.send_multipart(item, copy=False)
 
-    def _receive(self, sock: zmq.Socket, waiting: dict[int, _Request]) -> bool:
+    def _receive(self, line: zmq.Socket, sock: zmq.Socket, waiting: dict[int, _Request]) -> bool:
         try:
-            parts = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+            parts = line.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         self.heard_at = time.monotonic()
