@@ -13,7 +13,9 @@ from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
-SHM = "PENSTOCK_SHM"
+SHM, TRAINER = "PENSTOCK_SHM", "PENSTOCK_TRAINER_MEMORY"
+NEW_SHM = "docker compose down && docker volume rm penstock_shm (of a stack with -p NAME: NAME_shm)"
+"""Takes that volume alone away: ``down -v`` would take the runs, too."""
 PROCESS_GIB = 4.0
 """Of a process that computes: Python, torch, CUDA's context, an engine's own buffers."""
 SPARE = 1.25
@@ -84,7 +86,7 @@ def too_small(config: Config, environment: Mapping[str, str]) -> list[str]:
     for name, wanted in needs.compose(config).items():
         given = environment.get(name, "")
         if given.endswith("g") and given[:-1].isdigit() and int(given[:-1]) < int(wanted[:-1]):
-            again = ", and run docker compose down -v, since the volume is made once" if name == SHM else ""
+            again = f", and run {NEW_SHM}, since a volume keeps the size it was made with" if name == SHM else ""
             problems.append(
                 f"{name}={given}: this model wants {wanted}; put {name}={wanted} into .env (penstock compose-env "
                 f"prints all of it){again}"

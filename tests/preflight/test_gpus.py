@@ -161,9 +161,9 @@ def test_compose_is_given_what_the_model_needs() -> None:
     assert isinstance(needs, HostNeeds)
     enough = needs.compose(config)
     assert not too_small(config, enough)
-    assert too_small(config, enough | {"PENSTOCK_SHM": "8g"})[0].startswith(
-        f"PENSTOCK_SHM=8g: this model wants {enough['PENSTOCK_SHM']}"
-    )
+    (said,) = too_small(config, enough | {"PENSTOCK_SHM": "8g"})
+    assert said.startswith(f"PENSTOCK_SHM=8g: this model wants {enough['PENSTOCK_SHM']}")
+    assert "docker volume rm penstock_shm" in said and "-v," not in said, "runs and Redis are in volumes, too"
     tiny = load(Path("configs/quickstart.yaml"))
     assert host_needs(tiny) is None and not too_small(tiny, {"PENSTOCK_SHM": "1g"})
 
