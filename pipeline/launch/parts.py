@@ -68,6 +68,13 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
     return found
 
 
+def actors_in(config: Config, part: Part) -> dict[str, int]:
+    """How many actors of each kind a task of ``part`` has."""
+    if part.kind == "head":
+        return {spec.kind: len(spec.names(config)) for spec in registry.started_here(config)}
+    return {part.kind: part.each} | (joining_guests(config) if part.kind == "trainer" else {})
+
+
 def head_arguments(folder: str) -> list[str]:
     """Of ``penstock``, for the run itself."""
     return ["run", "--resume", folder, "--wait", str(TAKEOVER_S)]

@@ -55,18 +55,27 @@ class HostNeeds:
         alone = "rollout" in config.run.elsewhere or config.weights.transport not in ("auto", "shm")
         return 2 * self.version * (self.workers if alone else 1)
 
+    def beside(self, kind: str, config: Config) -> float:
+        """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
+        other actors."""
+        asleep = self.version * config.run.colocated
+        held = {
+            "rollout": self.received(config) + self.routing + asleep,
+            "reference": self.version + asleep,
+            "critic": self.staging * (1 + 16 / 12 * config.critic.offload) / config.critic.nodes,
+        }
+        return held.get(kind, 0.0)
+
     def compose(self, config: Config) -> dict[str, str]:
         """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
-        asleep = self.version * config.run.colocated
         uses = {
             SHM: self.shared,
-            "PENSTOCK_TRAINER_MEMORY": self.trainer_node(config, config.trainer.ranks),
-            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + self.received(config) + self.shared + self.routing + asleep,
-            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version + asleep,
+            TRAINER: self.trainer_node(config, config.trainer.ranks),
+            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + self.beside("rollout", config) + self.shared,
+            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.beside("reference", config),
         }
         if config.with_critic:
-            offloaded = self.staging * 16 / 12 * config.critic.offload
-            uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.staging + offloaded
+            uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.beside("critic", config)
         return {name: f"{max(8, round(SPARE * gib + 0.5))}g" for name, gib in uses.items()}
 
 

@@ -19,7 +19,7 @@ from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.launch import kubernetes, ready, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
 from penstock.pipeline.launch.ready import cluster_network
-from penstock.pipeline.resources.host import too_small
+from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too_small
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.run.join import shares
 from penstock.services.runtime import registry
@@ -199,6 +199,58 @@ def test_pods_have_the_shared_memory_that_prepare_asks_for(file: Path) -> None:
     assert "PENSTOCK_SHM" in given and not too_small(spread(file), given)
     (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
     assert shm["sizeLimit"] == given["PENSTOCK_SHM"].replace("g", "Gi")
+
+
+def memory(found: dict[tuple[str, str], dict[str, Any]], part: str) -> int:
+    """GiB that a pod of ``part`` asks for."""
+    pod = found["Job", f"penstock-first-{part}"]["spec"]["template"]["spec"]
+    return int(pod["containers"][0]["resources"]["requests"]["memory"].removesuffix("Gi"))
+
+
+@pytest.mark.parametrize("name", ["grpo-32b", "grpo-30b-a3b", "grpo-70b"])
+def test_memory_is_asked_for_where_the_trainer_is(name: str) -> None:
+    config = load(ROOT / "configs" / f"{name}.yaml")
+    needs, found = host_needs(config), objects(config)
+    assert needs and memory(found, "head") <= 2 * SPARE * PROCESS_GIB, "a head without a trainer"
+    ranks, received = config.trainer.ranks // config.trainer.nodes, needs.received(config)
+    engine = PROCESS_GIB * parts_of(config, True)[1].processes + received
+    assert memory(found, "trainer") == pytest.approx(SPARE * needs.trainer_node(config, ranks), abs=1)
+    assert memory(found, "rollout") == pytest.approx(SPARE * engine, abs=1), "the versions that it receives"
+    joined = load(ROOT / "configs" / f"{name}.yaml", ["run.elsewhere=[rollout]", "trainer.nodes=1"])
+    whole = needs.trainer_node(joined, joined.trainer.ranks) + PROCESS_GIB
+    assert memory(objects(joined), "head") == pytest.approx(SPARE * whole, abs=1)
+
+
+def test_guests_memory_comes_on_top_of_the_trainers() -> None:
+    file, keys = ROOT / "configs" / "grpo-32b.yaml", ["run.placement=colocated", "rollout.count=4"]
+    plain, beside = (load(file, more) for more in ([], [*keys, "run.elsewhere=[trainer,rollout]"]))
+    needs = host_needs(beside)
+    assert needs and needs.resting
+    more = needs.resting / 2 + 2 * (needs.beside("rollout", beside) + PROCESS_GIB)
+    own = memory(objects(plain), "trainer")
+    assert memory(objects(beside), "trainer") == pytest.approx(own + SPARE * more, abs=2)
+
+
+def test_a_scorer_is_an_object_whatever_its_name() -> None:
+    def judged(name: str, *more: str) -> Config:
+        scorers = ", ".join(
+            f'{each}: {{scorer: "m:J", columns: {{s{i}: token}}}}' for i, each in enumerate([name, *more])
+        )
+        return load(QUICKSTART, [f"scorers={{{scorers}}}", f"run.elsewhere=[{','.join(['rollout', name, *more])}]"])
+
+    job = objects(judged("My_judge"), gpus=False)["Job", "penstock-first-my-judge"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "my-judge" and container["args"][2] == "My_judge"
+    assert job["metadata"]["labels"]["app.kubernetes.io/component"] == "My_judge"
+    with pytest.raises(ConfigError, match="the Job of my_judge would be called penstock-first-my-judge"):
+        objects(judged("my_judge", "My_judge"), gpus=False)
+    with pytest.raises(ConfigError, match="at most 63 long; call the scorer otherwise"):
+        objects(judged("judge" * 20), gpus=False)
+
+
+def test_a_pod_is_replaced_before_its_dead_node_says_that_it_has_ended() -> None:
+    jobs = [item["spec"] for (kind, _), item in objects(load(GRPO.with_name("grpo-32b.yaml"))).items() if kind == "Job"]
+    assert len(jobs) == 3 and all(job.get("podReplacementPolicy") != "Failed" for job in jobs)
 
 
 def test_without_gpus_none_is_asked_for() -> None:
