@@ -44,7 +44,7 @@ def spread(file: Path, *overrides: str) -> Config:
 
 
 def test_the_head_has_what_is_not_elsewhere() -> None:
-    config = spread(GRPO, "rollout.count=5", "trainer.ranks=2")
+    config = spread(GRPO, "rollout.count=6", "trainer.ranks=2")
     head, rollouts = parts_of(config, with_gpus=True, each=2)
     assert (head.kind, head.tasks, head.gpus) == ("head", 1, 2 + config.reference.count)
     assert (rollouts.tasks, rollouts.each, rollouts.gpus, rollouts.processes) == (3, 2, 2, 2)
@@ -57,6 +57,15 @@ def test_the_head_has_what_is_not_elsewhere() -> None:
         ("rollout", 4, 2),
         ("trainer", 2, 8),
     ]
+
+
+def test_there_are_as_many_as_the_config_says_or_none() -> None:
+    config = spread(QUICKSTART, "rollout.count=8")
+    with pytest.raises(ConfigError, match=r"--each: 3 does not divide rollout.count=8; take one of 1, 2, 4, 8, or"):
+        parts_of(config, with_gpus=False, each=3)
+    for each in (1, 2, 4, 8, 100):
+        _, rollouts = parts_of(config, with_gpus=False, each=each)
+        assert rollouts.tasks * rollouts.each == 8
 
 
 def test_guests_come_with_the_trainers_machines() -> None:
