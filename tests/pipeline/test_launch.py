@@ -16,11 +16,13 @@ import yaml
 from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.launch import kubernetes, ready, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
 from penstock.pipeline.launch.ready import cluster_network
 from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too_small
 from penstock.pipeline.resources.placement import joining_guests, seated
+from penstock.pipeline.run.folder import open_folder
 from penstock.pipeline.run.join import shares
 from penstock.services.runtime import registry
 
@@ -119,6 +121,33 @@ def test_a_network_that_is_none_is_told() -> None:
             cluster_network(Console(), wrong)
 
 
+def test_a_network_that_is_given_counts_and_one_that_is_guessed_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready, "own_network", lambda: "10.9.0.0/16")
+
+    def placed(*given: str, resume: Path | None = None, network: str | None = None) -> tuple[str, str]:
+        file = None if resume else QUICKSTART
+        config = ready.resolve(Console(), file, [f"run.folder={tmp_path}", *given], resume, network)[0]
+        assert config.run.elsewhere == ("rollout",) or config.run.elsewhere == ["rollout"]
+        return config.broker.bind, config.weights.host
+
+    own = ("broker.bind=tcp://10.1.0.7:5555", "weights.host=10.1.0.0/16")
+    assert placed() == ("tcp://10.9.0.0/16:0", "10.9.0.0/16")
+    assert placed(*own) == ("tcp://10.1.0.7:5555", "10.1.0.0/16")
+    assert placed(*own, network="10.2.0.0/16") == ("tcp://10.2.0.0/16:0", "10.2.0.0/16")
+    alone, beyond = tmp_path / "alone", tmp_path / "beyond"  # as `penstock run` leaves one, and `penstock launch`
+    for folder, overrides in ((alone, ()), (beyond, own)):
+        open_folder(load(QUICKSTART, list(overrides)), folder, Origin(str(QUICKSTART), overrides))
+    assert placed(resume=alone) == ("tcp://10.9.0.0/16:0", "10.9.0.0/16"), "nobody else would reach it"
+    assert placed(resume=beyond) == ("tcp://10.1.0.7:5555", "10.1.0.0/16")
+    assert placed(resume=beyond, network="10.2.0.0/16") == ("tcp://10.2.0.0/16:0", "10.2.0.0/16")
+    monkeypatch.setattr(ready, "own_network", lambda: None)
+    assert placed(*own) == ("tcp://10.1.0.7:5555", "10.1.0.0/16"), "nothing is to be guessed"
+    with pytest.raises(ConfigError, match="--network: this machine does not say"):
+        placed(resume=alone)
+
+
 # --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +163,24 @@ def test_a_slurm_script_asks_for_what_the_part_needs(tmp_path: Path) -> None:
         slurm.scripts(tmp_path / "first try", tmp_path, parts, [])
     for text in made.values():
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_partitions_are_looked_at_wherever_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/sh\necho 'gpu|gpu:a100:8'; echo 'gpu-large|gpu:h100:8'; echo 'cpu*|(null)'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for options, wanted, gpus in (
+        ([], [], False),
+        (["--partition=gpu,gpu-large"], ["gpu", "gpu-large"], True),
+        (["--account=lab", "--partition=gpu"], ["gpu"], True),
+        (["--account=lab -p gpu"], ["gpu"], True),
+        (["--partition=gpu", "-pcpu"], ["cpu"], False),
+        (["--parsable", "--comment=run-p"], [], False),
+    ):
+        assert slurm.partitions(options) == wanted and slurm.offers_gpus(wanted) == gpus
+    with pytest.raises(ConfigError, match="--partition: sinfo knows none that is called 'gpus'; it has cpu, gpu,"):
+        slurm.offers_gpus(["gpu", "gpus"])
 
 
 @pytest.mark.parametrize(
