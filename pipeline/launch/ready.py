@@ -81,6 +81,6 @@ def make_ready(console: Console, config: Config, origin: Origin, folder: Path) -
     with console.status("looking at data, model and functions …"):
         report = look(config)
     report.check(elsewhere=True)
-    for note in [*report.notes, *(f"on this machine: {lack}" for lack in report.here)]:
+    for note in report.remarks:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     open_folder(config, folder, origin)

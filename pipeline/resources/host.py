@@ -11,6 +11,7 @@ from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
 SHM, TRAINER = "PENSTOCK_SHM", "PENSTOCK_TRAINER_MEMORY"
@@ -101,6 +102,18 @@ def too_small(config: Config, environment: Mapping[str, str]) -> list[str]:
                 f"prints all of it){again}"
             )
     return problems
+
+
+def to_scale(config: Config, environment: Mapping[str, str]) -> list[str]:
+    """Of which services docker compose, where ``environment`` is from it, starts one while the config says more; a line
+    each."""
+    counts = {spec.kind: len(spec.names(config)) for spec in registry.actors(config).values()}
+    return [
+        f"{kind}.count={count}: docker compose up -d --no-recreate --scale {kind}={count} starts so many ({kind}-gpu="
+        f"{count} in the profile gpu)"
+        for kind, count in counts.items()
+        if TRAINER in environment and count > 1 and kind not in config.scorers
+    ]
 
 
 def host_needs(config: Config) -> HostNeeds | None:
