@@ -105,6 +105,12 @@ def unpack(data: bytes | memoryview) -> Any:
     return _unpack(data, ())
 
 
+def check(value: Any) -> None:
+    """Raises `WireError` where ``value`` would not arrive: it has what cannot be packed, or maps with keys other than
+    text."""
+    unpack(pack(value))
+
+
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 

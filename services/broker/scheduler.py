@@ -222,5 +222,5 @@ class Scheduler:
 
 def _sendable(prompt: Prompt) -> Prompt:
     """``prompt``, once it is known to survive the wire. Raises `WireError` where its truth holds what cannot."""
-    wire.unpack(wire.pack(prompt.model_dump()))
+    wire.check(prompt.model_dump())
     return prompt

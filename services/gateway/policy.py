@@ -24,12 +24,10 @@ from penstock.services.gateway.work import Held, Work
 from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.joining import routed_before
 from penstock.services.turns.streams import turn_stream
-from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tokenizer import Tokenizer, too_long
 
 log = structlog.get_logger()
 
-MOST_CHARACTERS = 32
-"""For each token that there may be; text has four or five."""
 LOST_S = 5.0
 """Before a turn is asked for again whose rollouts have all gone."""
 
@@ -84,13 +82,9 @@ class Policy:
             raise AgentError(400, "invalid_messages", f"the text cannot be told to the model: {error}") from error
 
     def _check_size(self, *added: str) -> None:
-        """Raises `AgentError` where there is no need to count tokens, which takes long: this loop has other agents."""
-        size = sum(map(len, added))
-        if self._max_length is not None and size > MOST_CHARACTERS * self._max_length:
-            raise AgentError(
-                400, "context_length_exceeded",
-                f"the conversation adds {size} characters: too many for rollout.engine.max_length={self._max_length}",
-            )  # fmt: skip
+        """Raises `AgentError` where it cannot have room."""
+        if reason := too_long(sum(map(len, added)), self._max_length):
+            raise AgentError(400, "context_length_exceeded", reason)
 
     async def ask(
         self,

@@ -163,6 +163,36 @@ def test_a_prompt_without_room_is_nobodys_turn(table: Any) -> None:
     assert all("no room" in t.failure and not t.sampled and not t.turns for t in found)
 
 
+def test_what_is_far_too_long_is_not_counted(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = table(environment="tests.environments.games:Long", max_turns=3)
+    counted: list[int] = []
+    plain = at.text._tokenizer
+
+    def count(text: str, **more: Any) -> Any:
+        counted.append(len(text))
+        return plain(text, **more)
+
+    monkeypatch.setattr(at.text, "_tokenizer", Spied(plain, count))
+    said, begun = (group(found).trajectories for found in at.play(lease(0), lease(1, "long")))
+    assert all(not t.failure and len(t.turns) == 1 and t.finish == "length" for t in said)
+    assert all(float(t.rewards.sum()) == 0.5 and t.loss_mask[-1] == 1 for t in said)
+    assert all("too many for rollout.engine.max_length=64" in t.failure for t in begun)
+    assert counted and max(counted) < 1000
+
+
+class Spied:
+    """A tokenizer whose calls are seen."""
+
+    def __init__(self, plain: Any, call: Any) -> None:
+        self._plain, self._call = plain, call
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return self._call(*args, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
 def test_single_answers_have_a_greedy_one_more(folder: Path, model: Any) -> None:
     engine = engine_for(model, {1})
     maker = SingleTurn(engine, Tokenizer(str(folder)))
