@@ -88,7 +88,7 @@ class Rollout:
         self.engine = make_engine(config, model_path, dtype, self._text, turn is not None, adapter_rank)
         self._guest = _as_guest(turn, self.engine) if turn else None
         self._receiver = self._make_receiver(weights, context, base)
-        self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
+        self._maker, self._turns = self._make_maker(config), TurnServer(self.engine, self._text)
         self._config, self._group_size = config, group_size
         self._outbox = Outbox(self.actor, self._limit)
         self._prepared: deque[Prepared] = deque()

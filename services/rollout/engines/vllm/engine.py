@@ -252,7 +252,7 @@ class VllmEngine(AsyncEngine):
                 max_tokens=sampling.max_new_tokens,
                 seed=seed if self._config.seeded else None,
                 stop=list(sampling.stop) or None,
-                stop_token_ids=self._stop_ids,
+                stop_token_ids=sorted({*self._stop_ids, *request.stop_ids}),
                 ignore_eos=True,  # the stop ids are ours alone
                 logprobs=sampling.top_k if sampling.candidates else 0,
                 flat_logprobs=True,
