@@ -89,7 +89,8 @@ class Policy:
         if self._max_length is not None and size > MOST_CHARACTERS * self._max_length:
             raise AgentError(
                 400, "context_length_exceeded",
-                f"the conversation adds {size} characters: too many for rollout.engine.max_length={self._max_length}",
+                f"the conversation adds {size} characters: too many for the {self._max_length} tokens that "
+                "rollout.engine and the model take",
             )  # fmt: skip
 
     async def ask(
@@ -162,7 +163,8 @@ class Policy:
         if new < 1:
             raise AgentError(
                 400, "context_length_exceeded",
-                f"the conversation has {size} tokens: no room is left in rollout.engine.max_length={self._max_length}",
+                f"the conversation has {size} tokens: no room is left of the {self._max_length} that rollout.engine "
+                "and the model take",
             )  # fmt: skip
         greedy = session.place == own.n  # the group's baseline
         return own.one(greedy, max_new_tokens=new, stop=(*own.stop, *stop))

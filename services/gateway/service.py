@@ -20,6 +20,8 @@ from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.doors import Doors
 from penstock.services.gateway.work import Key
+from penstock.services.modeling.lengths import longest_sequence, positions_of
+from penstock.services.modeling.load import load_config
 from penstock.services.runtime import health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
@@ -170,7 +172,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Gateway:
         context,
         config.gateway,
         context.run,
-        getattr(config.rollout.engine, "max_length", None),
+        longest_sequence(config.rollout.engine, positions_of(load_config(context.model_path))),
         config.sampling.trajectories,
         "environment" in functions,
         config.template,

@@ -15,6 +15,7 @@ import torch
 from penstock.protocols.experience import Finish, no_candidates
 from penstock.protocols.routing import no_routing
 from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.resting import Resting, forget, remember
 from penstock.services.rollout.config import TorchEngineConfig
@@ -85,8 +86,7 @@ class TorchEngine:
         self._capacity = config.max_sequences
         self._config = config
         self.device = device_of(config.device, "rollout.engine.device")
-        limit = getattr(model_config, "max_position_embeddings", None) or config.max_length
-        self._length = min(config.max_length, limit)
+        self._length = min(config.max_length, positions_of(model_config) or config.max_length)
         self._model = _make_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device)
         self._vocabulary = model_config.vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
