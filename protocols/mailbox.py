@@ -40,6 +40,10 @@ log = structlog.get_logger()
 
 RESEND_S = 5.0
 """A request without an answer is sent again after this."""
+SLOW_LINE = 1 << 20
+"""Bytes a second: what is still on its way by such a line is not sent once more behind itself."""
+MOST_RESEND_S = 60.0
+"""One whose answer may take long is sent again less and less often, down to this."""
 
 BESIDE = "~beats"
 """Heartbeats, and their answers, have a connection of their own, by this name: on the other they would wait behind what
@@ -76,6 +80,10 @@ class _Request:
     future: Future[Message]
     deadline: float
     resend_at: float
+    pause_s: float
+    """Before it is sent the next time."""
+    most_pause_s: float
+    """Each pause is twice the one before, up to this."""
 
 
 def set_limits(sock: zmq.Socket) -> None:
@@ -138,15 +146,20 @@ class Mailbox:
         except TimeoutError:
             raise DeadlineError(f"the mailbox thread did not answer for {type(message).__name__}") from None
 
-    def ask_later(self, message: Message, deadline_s: float, again: bool = True) -> Future[Message]:
+    def ask_later(
+        self, message: Message, deadline_s: float, again: bool = True, patient: bool = False
+    ) -> Future[Message]:
         """As `ask`, answered through a future. Without ``again`` it is sent once: for answers so large that a second
-        would stand in the way of the first."""
+        would stand in the way of the first. ``patient``: less and less often, for what is large itself and may wait
+        long for its answer; a broker that does not know this actor is told it again at once, as all that waits."""
         now = time.monotonic()
         request_id = next(self._ids)
         frames = wire.encode(to_envelope(message, id=request_id))
+        pause = RESEND_S + sum(map(len, frames)) / SLOW_LINE if again else deadline_s
         request = _Request(
-            frames, type(message).__name__, Future(), now + deadline_s, now + (RESEND_S if again else deadline_s)
-        )
+            frames, type(message).__name__, Future(), now + deadline_s, now + pause, pause,
+            max(MOST_RESEND_S, pause) if patient else pause,
+        )  # fmt: skip
         request.future.set_running_or_notify_cancel()
         request.future.penstock_id = request_id  # type: ignore[attr-defined]
         self._send(request)
@@ -321,5 +334,6 @@ class Mailbox:
                     DeadlineError(f"{request.what}: no answer from the broker at {self.address} in time")
                 )
             elif now >= request.resend_at:
-                request.resend_at = now + RESEND_S
+                request.pause_s = min(2 * request.pause_s, request.most_pause_s)
+                request.resend_at = now + request.pause_s
                 sock.send_multipart(request.frames, copy=False)

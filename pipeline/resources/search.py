@@ -18,6 +18,7 @@ from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
 from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
@@ -216,7 +217,7 @@ def _tensor_parallel(config: Config, shape: Shape, device: Device) -> Iterator[i
 
 
 def _longest(config: Config, shape: Shape) -> float:
-    return float(min(getattr(config.rollout.engine, "max_length", shape.max_length), shape.max_length))
+    return float(longest_sequence(config.rollout.engine, shape.max_length) or shape.max_length)
 
 
 def sequences(

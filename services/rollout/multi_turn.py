@@ -204,7 +204,8 @@ class MultiTurn:
         if self._max_length is not None:
             new = min(new, self._max_length - len(tokens))
         if new < 1:
-            return self._refused(session, f"no room is left in rollout.engine.max_length={self._max_length}")
+            full = f"no room is left of the {self._max_length} tokens that rollout.engine and the model take"
+            return self._refused(session, full)
         stream = turn_stream(lease, session.place, len(session.turns))
         given = session.parts[-1]
         assert isinstance(given, np.ndarray)

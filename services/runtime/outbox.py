@@ -137,7 +137,7 @@ class Outbox:
         def answered(future: Future[Message]) -> None:
             self._actor.mailbox.post(Answered(message, future.exception()))
 
-        self._actor.mailbox.ask_later(message, DURABLE_DEADLINE_S).add_done_callback(answered)
+        self._actor.mailbox.ask_later(message, DURABLE_DEADLINE_S, patient=True).add_done_callback(answered)
 
     def _remember(self, message: Finished) -> None:
         row = {"group": message.number, "attempt": message.attempt, "tokens": message.summary.sampled}

@@ -176,7 +176,10 @@ def too_long(size: int, max_length: int | None) -> str:
     wait. Empty: they may have room in ``max_length`` tokens, None where only the engine knows how many there may be."""
     if max_length is None or size <= MOST_CHARACTERS * max_length:
         return ""
-    return f"the conversation adds {size} characters: too many for rollout.engine.max_length={max_length}"
+    return (
+        f"the conversation adds {size} characters: too many for the {max_length} tokens that rollout.engine and the "
+        "model take"
+    )
 
 
 def _contents(messages: Sequence[Message]) -> str:

@@ -32,6 +32,7 @@ from penstock.protocols.messages import (
     Take,
 )
 from penstock.protocols.router_server import RouterServer
+from tests.weights.channel import until
 
 
 class Answering:
@@ -108,6 +109,23 @@ def test_requests_are_sent_again(broker: Answering, box: Mailbox, monkeypatch: p
     broker.answer = lambda *_: next(answers)
     assert box.ask(Take(step=1), 5) == Ack()
     assert len({request for _, request, _ in broker.seen}) == 1 and len(broker.seen) == 3
+
+
+def test_a_patient_request_is_sent_again_less_and_less_often(
+    broker: Answering, box: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mb, "RESEND_S", 0.3)
+    broker.answer = lambda *_: None
+    box.hello = lambda: [Credit(total=1)]
+    patient, plain = box.ask_later(Take(step=1), 60, patient=True), box.ask_later(Take(step=2), 60)
+
+    def sent(step: int) -> int:
+        return sum(message == Take(step=step) for _, _, message in broker.seen)
+
+    until(lambda: sent(1) == 4, 20, "the patient one")  # at 0, 0.3, 0.9 and 2.1 s
+    assert sent(2) >= 6 and not patient.done() and not plain.done()
+    broker.exchange.send("tester#1", HelloNeeded())  # of a broker that has none of it
+    until(lambda: sent(1) == 5, 1.5, "the patient one to be said again at once")
 
 
 def test_being_fenced_ends_every_wait(broker: Answering, box: Mailbox) -> None:

@@ -19,6 +19,7 @@ from penstock.protocols.keys import ClientKeys
 from penstock.protocols.routing import routing_dtype, unrouted
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.experts import mixture_layers
+from penstock.services.modeling.lengths import positions_of
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
 from penstock.services.rollout.engines.base import (
@@ -90,7 +91,7 @@ class VllmEngine(AsyncEngine):
         beside: int = 0,
     ) -> None:
         """``sleeps``: see `base.SleepingEngine`. ``beside``: rank of adapters that are not merged; 0: all are."""
-        positions = getattr(model_config, "max_position_embeddings", None) or config.max_length + 1
+        positions = positions_of(model_config) or config.max_length + 1
         length = min(config.max_length, positions)
         self._replicas = int(config.vllm.get("data_parallel_size", 1))
         self._seated = config.max_sequences * self._replicas
@@ -252,7 +253,7 @@ class VllmEngine(AsyncEngine):
                 max_tokens=sampling.max_new_tokens,
                 seed=seed if self._config.seeded else None,
                 stop=list(sampling.stop) or None,
-                stop_token_ids=self._stop_ids,
+                stop_token_ids=sorted({*self._stop_ids, *request.stop_ids}),
                 ignore_eos=True,  # the stop ids are ours alone
                 logprobs=sampling.top_k if sampling.candidates else 0,
                 flat_logprobs=True,
