@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
@@ -343,21 +344,8 @@ class Config(Section):
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"
             )
-        if self.run.colocated and isinstance(engine, VllmEngineConfig) and engine.start_s >= self.run.turn_s:
-            raise ValueError(
-                f"rollout.engine.start_s={engine.start_s:g} must be less than run.turn_s={self.run.turn_s:g}: while an "
-                "engine starts it does not give its GPUs up"
-            )
-        if self.run.colocated and isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:
-            raise ValueError(
-                f"run.placement=colocated: a server over HTTP ({engine.name}) does not sleep; use "
-                "rollout.engine.type=torch or vllm, or run.placement=as_given"
-            )
-        if self.run.colocated and self.weights.transport in ("nccl", "cuda_ipc"):
-            raise ValueError(
-                f"weights.transport={self.weights.transport}: with run.placement=colocated versions go by the hosts' "
-                "memory; use auto"
-            )
+        if self.run.colocated:
+            check_colocated(self)
         for kind in self.run.elsewhere:
             if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):
                 raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")

@@ -11,9 +11,9 @@ from typing import Any
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.devices import Device, device_called
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.search import Layout, layouts
+from penstock.pipeline.resources.search import Layout, layouts, unsearched
 from penstock.pipeline.resources.step_time import Load
-from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime.gpus import chosen_gpus
 from penstock.services.trainer.config import TrainerConfig
 
@@ -54,10 +54,10 @@ def choose(config: Config) -> Choice:
     shape = shape_of(config)
     if shape is None:
         raise ConfigError("run.placement: auto needs the model's sizes, and there is no config.json at model.path")
-    every = list(layouts(config, shape, len(gpus), device, load_of(config, half_of_the_longest(config))))
-    every = [layout for layout in every if bool(layout.trainer.lora) == bool(config.trainer.lora)]
+    found = layouts(config, shape, len(gpus), device, load_of(config, half_of_the_longest(config)))
+    every = [layout for layout in found if bool(layout.trainer.lora) == bool(config.trainer.lora)]
     if not every:
-        raise ConfigError(f"run.placement: auto: {nothing_fits(len(gpus), device)}")
+        raise ConfigError(f"run.placement: auto: {nothing_fits(config, len(gpus), device)}")
     best, why = best_of(config, every)
     taken = overrides(config, best)
     title = f"run.placement: auto takes {shlex.join(taken)} on {len(gpus)} x {device.name}, the fastest on paper"
@@ -86,11 +86,15 @@ def load_of(config: Config, response: int) -> Load:
     return Load(float(config.gate.groups_per_step * config.sampling.trajectories * response), float(response))
 
 
-def nothing_fits(count: int, device: Device) -> str:
+def nothing_fits(config: Config, count: int, device: Device) -> str:
     """For people."""
+    if why := unsearched(config, device):
+        return f"no layout was looked for on {count} x {device.name}: {why}"
+    static = isinstance(config.rollout.engine, TorchEngineConfig)
     return (
-        f"nothing fits {count} x {device.name} of {device.gib:g} GiB: take more of them, or larger ones; fewer "
-        "trainer.tokens_per_micro_batch or a shorter rollout.engine.max_length need less"
+        f"nothing fits {count} x {device.name} of {device.gib:.3g} GiB: take more of them, or larger ones; fewer "
+        f"trainer.tokens_per_micro_batch{', fewer rollout.engine.max_sequences' * static} or a shorter "
+        "rollout.engine.max_length need less"
     )
 
 

@@ -72,7 +72,7 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     groups = config.gate.groups_per_step * config.sampling.trajectories
     every = list(layouts(config, shape, count, device, load_of(config, response)))
     if not every:
-        console.print(nothing_fits(count, device), style="red", highlight=False)
+        console.print(nothing_fits(config, count, device), style="red", highlight=False)
         return
     for title, lora in (("training all weights", False), ("training an adapter (LoRA)", True)):
         some = [layout for layout in every if (layout.trainer.lora is not None) == lora]
