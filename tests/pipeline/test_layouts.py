@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.pipeline.cli import app
 from penstock.pipeline.config import Config, load
-from penstock.pipeline.resources.choice import half_of_the_longest, load_of, nothing_fits, overrides
+from penstock.pipeline.resources.choice import best_of, half_of_the_longest, load_of, nothing_fits, overrides
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.memory import plan, references_each
@@ -92,3 +95,17 @@ def test_what_keeps_the_search_from_looking_is_said(key: str) -> None:
     config, found = searched([key], "8xH100")
     assert not found
     assert nothing_fits(config, *devices_of("8xH100")).startswith(f"no layout was looked for on 8 x H100: {key}: ")
+
+
+@pytest.mark.parametrize("gpus", ["2xH100", "4xH100", "8xA100"])
+def test_without_lag_the_first_row_is_what_is_taken(gpus: str) -> None:
+    given = ["gate.max_lag=0", ALONE]
+    config, found = searched(given, gpus)
+    best, _ = best_of(config, found)
+    shown = CliRunner().invoke(app, ["plan", str(BIG), *given, "--gpus", gpus]).output
+    first = re.findall(r"(\d+\.\d) [│┃|]\s*$", shown[shown.index(": the fastest that fit") :], re.MULTILINE)[0]
+    assert first == f"{best.synchronous_s:.1f}"
+
+
+def test_a_response_has_a_length() -> None:
+    assert CliRunner().invoke(app, ["plan", str(BIG), "--gpus", "8xH100", "--length", "-5"]).exit_code == 2
