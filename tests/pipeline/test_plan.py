@@ -15,6 +15,7 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
+from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import embedded_gib, plan, reference_gib
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
@@ -157,6 +158,9 @@ def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
         assert [large in problem for problem in plan(config).problems] == [True]
         assert large in unsearched(config, devices_of("8xA100-40")[1])  # type: ignore[operator]
         assert large in too_much(config, {large: "0", "rollout-0": "0"}, {"0": 40.0})[0]
+    needs = host_needs(load(Path("configs/grpo-0.5b.yaml"), [f"critic.path={LARGE}", ppo]))
+    assert needs and needs.critic == pytest.approx(12 * 32.76e9 / 2**30, rel=0.01)
+    assert needs.checkpoints == pytest.approx(3 * (needs.staging + needs.critic))
     config = load(Path("configs/grpo-70b.yaml"), [f"reference.path={SMALL}", kl])
     assert not [problem for problem in plan(config).problems if "reference" in problem]
     config = load(Path("configs/grpo-0.5b.yaml"), ["reference.path=no/such-model", kl])
