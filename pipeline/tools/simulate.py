@@ -69,7 +69,7 @@ def show(
         table.add_column(name, justify="right", no_wrap=True)
     first: Outcome | None = None
     with Progress(console=console, transient=True) as bar:
-        for values in product(*(values.split(",") for _, values in keys)):
+        for values in product(*(_values(values) for _, values in keys)):
             config = load(path, [*overrides, *(f"{key}={value}" for (key, _), value in zip(keys, values, strict=True))])
             task = bar.add_task(" ".join(values) or "simulating", total=steps)
             found = World(config, costs(config), steps).run(lambda step, task=task: bar.update(task, completed=step))  # type: ignore[misc]
@@ -93,6 +93,18 @@ def _waits_for(found: Outcome) -> str:
     shares = {"trainer": found.trainer_busy, "rollouts": found.rollouts_busy, **found.scorers_busy}
     busiest = max(shares, key=lambda kind: shares[kind])
     return busiest if shares[busiest] > BUSY else "each other"
+
+
+def _values(text: str) -> list[str]:
+    """Those between commas, of which braces and brackets may have some of their own."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:
