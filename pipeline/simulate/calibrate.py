@@ -7,7 +7,7 @@ that answer at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
@@ -37,8 +37,9 @@ STOOD = 10
 """A run that took so many times as long as it mostly does stood still meanwhile, and was taken up again."""
 
 
-def like(run: Path) -> Costs:
-    """As the run in this folder had them, on this machine. Raises `ConfigError` where it says too little."""
+def like(run: Path, warn: Callable[[str], None]) -> Costs:
+    """As the run in this folder had them, on this machine. Raises `ConfigError` where it says too little; ``warn`` is
+    told where it does not show what decoding takes."""
     config = load(run / "config.yaml")
     rows = steps_of(run)[SKIPPED:]
     if len(rows) < LEAST:
@@ -58,7 +59,7 @@ def like(run: Path) -> Costs:
         score_token_s=_scoring(run, config, rows[0]["time"], rows[-1]["time"]) / tokens,
         cores=None if visible_gpus() else float(psutil.cpu_count() or 1),
     )
-    return known.model_copy(update=_decoding(run, config, known, _rate([row["time"] for row in rows])))
+    return known.model_copy(update=_decoding(config, known, _rate([row["time"] for row in rows]), warn))
 
 
 def _rate(times: Sequence[float]) -> float:
@@ -99,8 +100,8 @@ def _scoring(run: Path, config: Config, begun: float, ended: float) -> float:
     return worked / max(1, len(kinds))
 
 
-def _decoding(run: Path, config: Config, known: Costs, steps_per_s: float) -> dict[str, float]:
-    """What a decoding step takes, found by halving. Raises `ConfigError` where none makes the simulated run as fast as
+def _decoding(config: Config, known: Costs, steps_per_s: float, warn: Callable[[str], None]) -> dict[str, float]:
+    """What a decoding step takes, found by halving. ``warn`` is told where nothing makes the simulated run as fast as
     the real one."""
     low, high = FASTEST_S, SLOWEST_S
     for _ in range(TRIALS):
@@ -112,9 +113,10 @@ def _decoding(run: Path, config: Config, known: Costs, steps_per_s: float) -> di
             high = middle
     if low == FASTEST_S or high == SLOWEST_S:
         other = "slower" if low == FASTEST_S else "faster"
-        raise ConfigError(
-            f"--like {run}: however long decoding took, the simulated run is {other} than its {steps_per_s:.3g} steps "
-            "a second; take a run with gate.max_lag=0 and rewards that answer at once, or --costs FILE"
+        warn(
+            f"--like: however long decoding took, the simulated run is {other} than the real one's {steps_per_s:.3g} "
+            "steps a second, so decode_s means nothing; take a run with gate.max_lag=0, rewards that answer at once, "
+            "and cores enough, or give --cost decode_s=…"
         )
     return _step((low * high) ** 0.5)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
-from penstock.pipeline.config import Config, ConfigError, dump, load
+from penstock.pipeline.config import Config, dump, load
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.simulate.calibrate import like
@@ -163,14 +163,14 @@ def test_a_run_is_as_fast_as_it_was_while_it_was_at_work(tmp_path: Path, stood_s
     times = [number + stood_s * (number > 9) for number in range(20)]
     rows = [json.dumps(step | {"step": number, "time": time}) for number, time in enumerate(times)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
-    found = like(tmp_path)
-    spread = found.model_copy(update={"length_spread": 0.0})
+    warned: list[str] = []
+    found = like(tmp_path, warned.append)
     assert World(made, found, 40).run().steps_per_s == pytest.approx(1.0, rel=0.05)
-    assert 1e-4 < spread.decode_s < 1e-2
+    assert 1e-4 < found.decode_s < 1e-2 and not warned
     slow = [json.dumps(step | {"step": number, "time": number, "train_step_s": 2.0}) for number in range(20)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(slow))
-    with pytest.raises(ConfigError, match="however long decoding took, the simulated run is slower than its 1 steps"):
-        like(tmp_path)
+    like(tmp_path, warned.append)
+    assert "however long decoding took, the simulated run is slower than the real one's 1 steps" in warned[0]
 
 
 def test_values_may_have_commas_of_their_own() -> None:
