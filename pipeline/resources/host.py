@@ -11,9 +11,12 @@ from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.services.learning.config import CheckpointConfig
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
-SHM = "PENSTOCK_SHM"
+SHM, TRAINER = "PENSTOCK_SHM", "PENSTOCK_TRAINER_MEMORY"
+NEW_SHM = "docker compose down && docker volume rm penstock_shm (of a stack with -p NAME: NAME_shm)"
+"""Takes that volume alone away: ``down -v`` would take the runs, too."""
 PROCESS_GIB = 4.0
 """Of a process that computes: Python, torch, CUDA's context, an engine's own buffers."""
 SPARE = 1.25
@@ -57,18 +60,27 @@ class HostNeeds:
         alone = "rollout" in config.run.elsewhere or config.weights.transport not in ("auto", "shm")
         return 2 * self.version * (self.workers if alone else 1)
 
+    def beside(self, kind: str, config: Config) -> float:
+        """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
+        other actors."""
+        asleep = self.version * config.run.colocated
+        held = {
+            "rollout": self.received(config) + self.routing + asleep,
+            "reference": self.reference * (1 + config.run.colocated),
+            "critic": self.critic * (1 + 16 / 12 * config.critic.offload) / config.critic.nodes,
+        }
+        return held.get(kind, 0.0)
+
     def compose(self, config: Config) -> dict[str, str]:
         """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
-        asleep = self.version * config.run.colocated
         uses = {
             SHM: self.shared,
-            "PENSTOCK_TRAINER_MEMORY": self.trainer_node(config, config.trainer.ranks),
-            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + self.received(config) + self.shared + self.routing + asleep,
-            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.reference * (1 + config.run.colocated),
+            TRAINER: self.trainer_node(config, config.trainer.ranks),
+            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + self.beside("rollout", config) + self.shared,
+            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.beside("reference", config),
         }
         if config.with_critic:
-            offloaded = self.critic * 16 / 12 * config.critic.offload
-            uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.critic + offloaded
+            uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.beside("critic", config)
         return {name: f"{max(8, round(SPARE * gib + 0.5))}g" for name, gib in uses.items()}
 
 
@@ -88,12 +100,24 @@ def too_small(config: Config, environment: Mapping[str, str]) -> list[str]:
     for name, wanted in needs.compose(config).items():
         given = environment.get(name, "")
         if given.endswith("g") and given[:-1].isdigit() and int(given[:-1]) < int(wanted[:-1]):
-            again = ", and run docker compose down -v, since the volume is made once" if name == SHM else ""
+            again = f", and run {NEW_SHM}, since a volume keeps the size it was made with" if name == SHM else ""
             problems.append(
                 f"{name}={given}: this model wants {wanted}; put {name}={wanted} into .env (penstock compose-env "
                 f"prints all of it){again}"
             )
     return problems
+
+
+def to_scale(config: Config, environment: Mapping[str, str]) -> list[str]:
+    """Of which services docker compose, where ``environment`` is from it, starts one while the config says more; a line
+    each."""
+    counts = {spec.kind: len(spec.names(config)) for spec in registry.actors(config).values()}
+    return [
+        f"{kind}.count={count}: docker compose up -d --no-recreate --scale {kind}={count} starts so many ({kind}-gpu="
+        f"{count} in the profile gpu)"
+        for kind, count in counts.items()
+        if TRAINER in environment and count > 1 and kind not in config.scorers
+    ]
 
 
 def host_needs(config: Config) -> HostNeeds | None:

@@ -28,6 +28,7 @@ from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.placement import GUESTS
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
@@ -241,7 +242,7 @@ def _has_room(config: Config, shape: Shape, tensor: int, device: Device, share: 
     engine = config.rollout.engine
     if isinstance(engine, TorchEngineConfig):
         return embedded_gib(config, shape) <= device.gib * share
-    longest = float(min(getattr(engine, "max_length", shape.max_length), shape.max_length))
+    longest = float(longest_sequence(engine, shape.max_length) or shape.max_length)
     return sequences(config, shape, tensor, device, longest, share) >= LEAST_SEQUENCES
 
 

@@ -93,7 +93,7 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     best, why = best_of(config, every)
     for reason in why:
         console.print(f"why: {reason}", highlight=False, markup=False)
-    taken = shlex.join(overrides(config, best))
+    taken = shlex.join(overrides(config, best, count))
     console.print(f"take the first: {taken}", highlight=False, markup=False, soft_wrap=True)
 
 

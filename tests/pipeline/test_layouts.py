@@ -62,7 +62,7 @@ def test_gpus_of_scorers_are_theirs(also: list[str]) -> None:
     config, found = searched([scorer, *also], "8xH100")
     assert found and {layout.colocated for layout in found} == {False, True}
     for layout in found:
-        made = load(BIG, [scorer, *also, *overrides(config, layout)])
+        made = load(BIG, [scorer, *also, *overrides(config, layout, 8)])
         assert total_gpus(made) <= 8 and not plan(made).problems
 
 
@@ -73,7 +73,7 @@ def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
     config, found = searched([engine.format(48)], "8xH100")
     assert {layout.colocated for layout in found} == {False, True}
     for layout in found:
-        assert not plan(load(BIG, [engine.format(48), *overrides(config, layout)])).problems
+        assert not plan(load(BIG, [engine.format(48), *overrides(config, layout, 8)])).problems
 
 
 def test_several_references_may_lie_on_one_gpu() -> None:
@@ -81,7 +81,7 @@ def test_several_references_may_lie_on_one_gpu() -> None:
     shared = [layout for layout in found if layout.colocated]
     assert shared and references_each(config, 2) == 2 and references_each(config, 4) == 1
     for layout in shared:
-        made = load(BIG, ["reference.count=3", *overrides(config, layout), "run.gpu_gib=141"])
+        made = load(BIG, ["reference.count=3", *overrides(config, layout, 2), "run.gpu_gib=141"])
         assert not plan(made).problems
         assert layout.share == pytest.approx(
             math.floor(20 * (1 - (1.5 + 2 * (16.38e9 / 2**30 + 3)) / 141)) / 20, abs=0.051

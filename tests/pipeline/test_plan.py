@@ -24,11 +24,13 @@ from penstock.pipeline.resources.search import FILL, layouts, shapes, unsearched
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.services.runtime import registry
 from penstock.services.trainer.config import TrainerConfig
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
 LARGE, SMALL = "Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"
 GRPO = [path for path in CONFIGS if path.name.startswith("grpo-")]
+JUDGED = ('scorers={judge: {scorer: "mine:Judge", columns: {judged: token}}}', "run.elsewhere=[rollout,trainer,judge]")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -108,6 +110,23 @@ def test_why_a_layout_is_the_first_is_said() -> None:
     said = " ".join(result.output.split())
     assert re.search(r"why: with fewer ranks \(\d+\), (training|generating) takes longest, and a step [\d.]+ s", said)
     assert re.search(r"why: 32 ranks \(.*\) would train in [\d.]+ s and not [\d.]+, but take 1\d\d GiB each", said)
+
+
+@pytest.mark.parametrize(
+    "gpus, more, elsewhere, there",
+    [("8xH100", (), [], True), ("24xH100", (), ["rollout", "trainer"], False), ("8xH100", JUDGED, ["judge"], True)],
+    ids=["one machine", "three", "a scorer stays elsewhere"],
+)
+def test_a_layout_of_one_machine_needs_nobody_to_join(
+    gpus: str, more: tuple[str, ...], elsewhere: list[str], there: bool
+) -> None:
+    """configs/grpo-32b.yaml is for several machines, and says who joins."""
+    result = CliRunner().invoke(app, ["plan", "configs/grpo-32b.yaml", *more, "--gpus", gpus])
+    taken = shlex.split(result.output.partition("take the first: ")[2])
+    config = load(Path("configs/grpo-32b.yaml"), [*more, *taken])
+    assert list(config.run.elsewhere) == elsewhere
+    here = {spec.kind for spec in registry.started_here(config) if spec.count(config)}
+    assert ({"trainer", "rollout"} <= here) == there
 
 
 def test_what_fits_nowhere_is_said_with_what_would_help() -> None:

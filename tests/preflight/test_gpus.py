@@ -13,7 +13,7 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.preflight import gpus, machine
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources import gpu_locks
-from penstock.pipeline.resources.host import HostNeeds, host_needs, too_small
+from penstock.pipeline.resources.host import HostNeeds, host_needs, to_scale, too_small
 from penstock.pipeline.run.serve import environment
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.parallel.world import local_device
@@ -179,11 +179,18 @@ def test_compose_is_given_what_the_model_needs() -> None:
     assert isinstance(needs, HostNeeds)
     enough = needs.compose(config)
     assert not too_small(config, enough)
-    assert too_small(config, enough | {"PENSTOCK_SHM": "8g"})[0].startswith(
-        f"PENSTOCK_SHM=8g: this model wants {enough['PENSTOCK_SHM']}"
-    )
+    (said,) = too_small(config, enough | {"PENSTOCK_SHM": "8g"})
+    assert said.startswith(f"PENSTOCK_SHM=8g: this model wants {enough['PENSTOCK_SHM']}")
+    assert "docker volume rm penstock_shm" in said and "-v," not in said, "runs and Redis are in volumes, too"
     tiny = load(Path("configs/quickstart.yaml"))
     assert host_needs(tiny) is None and not too_small(tiny, {"PENSTOCK_SHM": "1g"})
+
+
+def test_what_compose_starts_one_of_is_noted() -> None:
+    config = load(Path("configs/quickstart.yaml"), ["rollout.count=3"])
+    (said,) = to_scale(config, {"PENSTOCK_TRAINER_MEMORY": "8g"})
+    assert said.startswith("rollout.count=3: ") and "--scale rollout=3 " in said and "(rollout-gpu=3 " in said
+    assert not to_scale(config, {}), "elsewhere the config says how many"
 
 
 def test_a_deterministic_run_on_gpus_tells_cublas_and_vllm(nvml: FakeNvml) -> None:
