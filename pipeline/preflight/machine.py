@@ -136,7 +136,7 @@ def _look_at_disk(config: Config, report: Report) -> None:
 
 def _look_at_memory(config: Config, report: Report) -> None:
     needs = host_needs(config)
-    if needs is None:
+    if needs is None or "trainer" in config.run.elsewhere:
         return
     room, memory = shutil.disk_usage(directory()).total / GIB, psutil.virtual_memory().total / GIB
     if needs.shared > room:
@@ -145,10 +145,11 @@ def _look_at_memory(config: Config, report: Report) -> None:
             f"into {directory()}, which has {room:.0f} GiB (docker: --shm-size; compose: PENSTOCK_SHM); or set "
             "weights.transport=nccl"
         )
-    if needs.shared + needs.staging > memory:
+    trainer = config.trainer
+    if (node := needs.trainer_node(config, trainer.ranks // trainer.nodes)) > memory:
         report.here.append(
-            f"model.path: versions in shared memory and a checkpoint's staging take {needs.shared + needs.staging:.0f} "
-            f"GiB of this host's memory, which has {memory:.0f} GiB; use more hosts, or weights.transport=nccl"
+            f"model.path: the trainer, with versions in shared memory and a checkpoint's staging, takes {node:.0f} GiB "
+            f"of this host's memory, which has {memory:.0f} GiB; use more hosts, or weights.transport=nccl"
         )
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.trainer_memory import GIB
-from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
@@ -42,6 +42,10 @@ class HostNeeds:
     """On the disk: those that are kept, and the one that is being written."""
     workers: int
     """Processes that hold the weights of one rollout."""
+    reference: float
+    """The reference's model, as `version`; where its sizes are not known, as large as the policy."""
+    critic: float
+    """Copies of the critic's, as `staging`, and as large; 0: there is none."""
 
     def trainer_node(self, config: Config, gpus: int = 8) -> float:
         """Of the node of the trainer's first rank, where each has ``gpus``: processes, their part of a checkpoint, and
@@ -62,8 +66,8 @@ class HostNeeds:
         asleep = self.version * config.run.colocated
         held = {
             "rollout": self.received(config) + self.routing + asleep,
-            "reference": self.version + asleep,
-            "critic": self.staging * (1 + 16 / 12 * config.critic.offload) / config.critic.nodes,
+            "reference": self.reference * (1 + config.run.colocated),
+            "critic": self.critic * (1 + 16 / 12 * config.critic.offload) / config.critic.nodes,
         }
         return held.get(kind, 0.0)
 
@@ -121,18 +125,32 @@ def host_needs(config: Config) -> HostNeeds | None:
     shape = shape_of(config)
     if shape is None:
         return None
-    version, lora = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB, config.trainer.lora
+    version, lora = _version(shape), config.trainer.lora
+    frozen = shape.learned_bytes * shape.parameters / GIB if lora else 0.0
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
     state = 12 * trained / GIB  # fp32 weights and AdamW's two moments
     published = 4 * trained / GIB if config.trainer.sends_adapter else version
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
-    offloaded = 16 * trained / GIB * config.trainer.offload  # and gradients
+    offloaded = (16 * trained / GIB + frozen) * config.trainer.offload  # and gradients
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
         routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
         routing = engine.max_sequences * engine.max_length * routed / GIB
     resting = 0.0
     if config.run.colocated and not config.trainer.offload:
-        resting = state + 4 * (shape.parameters if lora else 0) / GIB  # what is frozen has no moments
-    checkpoints = (config.trainer.checkpoint.keep + 1) * state
-    return HostNeeds(version, shared, offloaded, resting, state, routing, checkpoints, _workers(config))
+        resting = state + frozen
+    others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
+    reference, critic = _version(others[0]), 12 * others[1].parameters / GIB * config.with_critic
+    checkpoints = _kept(config.trainer.checkpoint) * state + _kept(config.critic.checkpoint) * critic
+    return HostNeeds(
+        version, shared, offloaded, resting, state, routing, checkpoints, _workers(config), reference, critic
+    )
+
+
+def _version(shape: Shape) -> float:
+    return shape.parameters * shape.served_bytes / GIB
+
+
+def _kept(checkpoint: CheckpointConfig) -> int:
+    """Checkpoints on the disk, with the one that is being written."""
+    return checkpoint.keep + checkpoint.keep_best + 1

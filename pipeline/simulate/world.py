@@ -119,6 +119,8 @@ class World:
         counts = {kind: registry.actors(config)[kind].count(config) for kind in self._columns}
         self._scorers = {kind: Scorer(self.clock, counts[kind]) for kind in self._columns if kind != REWARD}
         slots = 256 if isinstance(engine, PluginEngineConfig) else engine.max_sequences
+        if config.run.deterministic:  # each group is decoded alone
+            slots = self._n
         if isinstance(engine, VllmEngineConfig):
             slots *= int(engine.vllm.get("data_parallel_size", 1))
         slots = min(slots, costs.most_sequences or slots)

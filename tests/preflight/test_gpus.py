@@ -144,15 +144,33 @@ def test_host_memory_shared_memory_and_disk_are_counted(monkeypatch: pytest.Monk
     assert needs
     assert needs.version == pytest.approx(70.55e9 * 2 / 2**30, rel=0.01)
     assert needs.shared == pytest.approx(4 * needs.version)
-    report = Report()
-    machine.look(config, report)
-    said = "\n".join(report.here)
-    for key in ("weights.transport=auto: 4 versions of 131.4 GiB", "trainer.checkpoint.keep=2", "model.path: versions"):
-        assert key in said, said
+    said = {}
+    for elsewhere in ("[]", "[rollout, trainer]"):
+        report = Report()
+        machine.look(load(Path("configs/grpo-70b.yaml"), [f"run.elsewhere={elsewhere}"]), report)
+        said[elsewhere] = "\n".join(report.here)
+    memory = ("weights.transport=auto: 4 versions of 131.4 GiB", "model.path: the trainer")
+    assert all(key in said["[]"] for key in (*memory, "trainer.checkpoint.keep=2")), said
+    assert not any(key in said["[rollout, trainer]"] for key in memory), "the trainer is on another machine"
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (100, 100))
     report = Report()
     machine.look(load(Path("configs/quickstart.yaml")), report)
     assert "open files: 100 are allowed, this run may need" in "\n".join(report.here)
+
+
+def test_what_lies_on_the_host_of_an_adapters_trainer_is_counted() -> None:
+    """The model is frozen, in bf16 or else fp32, and lies where its trainer's weights do."""
+    weights = 8.19e9 / 2**30
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        given = ["trainer.lora={rank: 32}", f"model.dtype={dtype}", "trainer.checkpoint.keep=1"]
+        offloaded = host_needs(load(Path("configs/grpo-8b.yaml"), [*given, "trainer.offload=true"]))
+        resting = host_needs(load(Path("configs/grpo-8b.yaml"), [*given, "run.placement=colocated"]))
+        assert offloaded and resting
+        assert offloaded.offloaded - 16 / 12 * offloaded.staging == pytest.approx(size * weights, rel=0.01)
+        assert resting.resting - resting.staging == pytest.approx(size * weights, rel=0.01)
+    best = ["prompts.eval_every=50", "trainer.checkpoint={every: 50, keep: 1, keep_best: true}"]
+    needs = host_needs(load(Path("configs/grpo-8b.yaml"), best))
+    assert needs and needs.checkpoints == pytest.approx(3 * needs.staging), "the newest, the best, the next one"
 
 
 def test_compose_is_given_what_the_model_needs() -> None:
