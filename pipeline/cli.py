@@ -206,22 +206,24 @@ def prepare(
 ) -> None:
     """Make FOLDER ready for actors that are started one by one: its config.yaml, and a tiny model with its warm start.
 
-    Looks at data, model and functions first, as `penstock run` does; GPUs and Redis may be another machine's.
+    Looks at data, model and functions first, as `penstock run` does; what this machine lacks, GPUs and Redis among it,
+    may be another machine's, and is a note.
     Said again, it makes a stopped or failed run ready to go on; for one that is complete it says so, and exits with 2.
     `penstock run` does all of this by itself.
 
     For instance: penstock prepare configs/quickstart.yaml trainer.steps=50 --folder runs/served
     """
     from penstock.pipeline.preflight.look import look
-    from penstock.pipeline.resources.host import too_small
+    from penstock.pipeline.resources.host import to_scale, too_small
     from penstock.pipeline.run.folder import open_folder
+    from penstock.services.runtime.install import in_container
 
     config = load(file, overrides)
     if not looked:
         report = look(config, folder)
-        report.problems += too_small(config, os.environ)
+        report.problems += too_small(config, os.environ) + report.packages * in_container()
         report.check(elsewhere=True)
-        for note in report.notes:
+        for note in [*report.remarks, *to_scale(config, os.environ)]:
             typer.echo(f"note: {note}", err=True)
     for change in open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ()))):
         typer.echo(f"changed: {change}", err=True)

@@ -36,8 +36,8 @@ GRACE_S = 10.0
 """What an answer may be late by, beyond what the gateway was told to wait."""
 LOOK_S = 2.0
 """Between two looks at whether the run is over, while an answer is waited for."""
-START_S = 120.0
-"""How long a client waits for a run to be under way."""
+START_S, START_LOOK_S = 120.0, 0.2
+"""How long a client waits for a run to be under way, and between two looks."""
 
 
 class AgentRefusedError(RuntimeError):
@@ -85,11 +85,9 @@ class Reply:
 class _Line:
     """A connection to one gateway, with its answers as futures."""
 
-    def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None) -> None:
-        keys = load_client(Path(keys)) if isinstance(keys, str | Path) else keys
-        self.folder = None if "://" in str(gateway) else Path(gateway)
-        address, found = _address(gateway)
-        self._mailbox = Mailbox(address, incarnation_of(f"agent-{secrets.token_hex(4)}"), keys or found)
+    def __init__(self, gateway: str | Path, address: str, keys: ClientKeys | None) -> None:
+        self.folder = _folder(gateway)
+        self._mailbox = Mailbox(address, incarnation_of(f"agent-{secrets.token_hex(4)}"), keys)
         self._mailbox.beat_s, self._mailbox.beat = BEAT_S, lambda: m.AgentBeat(sessions=list(self.sessions))
         self.sessions: set[str] = set()
         """Those that are open: said with every heartbeat."""
@@ -106,8 +104,7 @@ class _Line:
     def check_over(self) -> None:
         """Raises `RunOver` where the run's folder says that it has ended: nobody is left to answer."""
         if self.folder and (self.folder / "summary.json").exists() and not list(self.folder.glob("gateways/*.json")):
-            reason = f"the run in {self.folder} has ended"
-            raise RunOver(m.AgentRefused(status=410, code="run_over", reason=reason))
+            raise _over(self.folder)
 
     def say(self, message: m.Message, deadline_s: float) -> Any:
         """What is answered. Where the gateway says that it may be asked again, it is, as long as there is time."""
@@ -135,21 +132,43 @@ class _Line:
         self._mailbox.close()
 
 
-def _address(gateway: str | Path) -> tuple[str, ClientKeys | None]:
-    """Of one of the gateways of a run, which the run's folder names once it is under way; or the address itself."""
-    if "://" in str(gateway):
-        return str(gateway), None
-    deadline = time.monotonic() + START_S
-    while not (files := sorted((Path(gateway) / "gateways").glob("*.json"))):
-        if time.monotonic() > deadline:
-            raise FileNotFoundError(
-                f"{gateway}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above "
-                "0, under way?"
-            )
-        time.sleep(0.2)
-    keys = Path(gateway) / "keys" / "client.json"
-    reach = load_client(keys).to_reach() if keys.is_file() else None
-    return json.loads(random.choice(files).read_text())["zmq"], reach
+def _folder(gateway: str | Path) -> Path | None:
+    return None if "://" in str(gateway) else Path(gateway)
+
+
+def _loaded(keys: ClientKeys | str | Path | None) -> ClientKeys | None:
+    return load_client(Path(keys)) if isinstance(keys, str | Path) else keys
+
+
+def _reached(gateway: str | Path, keys: ClientKeys | None, deadline: float) -> _Line | None:
+    """To one of the gateways of a run, which the run's folder names once it is under way, or to the one at an address;
+    None where there is none yet. Raises `RunOver`, or `FileNotFoundError` after ``deadline``."""
+    if (folder := _folder(gateway)) is None:
+        return _Line(gateway, str(gateway), keys)
+    if files := sorted((folder / "gateways").glob("*.json")):
+        own = folder / "keys" / "client.json"
+        keys = keys or (load_client(own).to_reach() if own.is_file() else None)
+        return _Line(gateway, json.loads(random.choice(files).read_text())["zmq"], keys)
+    if _has_ended(folder):
+        raise _over(folder)
+    if time.monotonic() > deadline:
+        raise FileNotFoundError(
+            f"{gateway}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above 0, "
+            "under way?"
+        )
+    return None
+
+
+def _has_ended(folder: Path) -> bool:
+    """Not where it was interrupted: it may go on."""
+    try:
+        return json.loads((folder / "summary.json").read_text()).get("outcome") != "interrupted"
+    except FileNotFoundError:
+        return False
+
+
+def _over(folder: Path) -> RunOver:
+    return RunOver(m.AgentRefused(status=410, code="run_over", reason=f"the run in {folder} has ended"))
 
 
 def _pause(message: m.Message, deadline: float) -> float | None:
@@ -248,10 +267,14 @@ class AgentSession(_Asked):
 
 class AgentClient:
     """``gateway``: the folder of a run, or a gateway's address, ``tcp://host:port``; then, beyond the loopback, with
-    ``keys``: the file that ``penstock keys add`` has written. Raises `KeysError` where it is none."""
+    ``keys``: the file that ``penstock keys add`` has written. Raises `KeysError` where it is none, `RunOver` where the
+    run has ended."""
 
     def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None = None) -> None:
-        self._line = _Line(gateway, keys)
+        own, deadline = _loaded(keys), time.monotonic() + START_S
+        while (line := _reached(gateway, own, deadline)) is None:
+            time.sleep(START_LOOK_S)
+        self._line = line
 
     def session(self, wait_s: float = 60.0) -> AgentSession:
         """The next task that no agent has. Raises `RunOver`, or `AgentRefusedError` where none is free for so long."""
@@ -349,10 +372,10 @@ class AsyncAgentSession(_Asked):
 
 
 class AsyncAgentClient:
-    """As `AgentClient`, for asyncio."""
+    """As `AgentClient`, for asyncio; the run is looked for where it is entered: ``async with``."""
 
     def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None = None) -> None:
-        self._line = _Line(gateway, keys)
+        self._gateway, self._keys = gateway, _loaded(keys)
 
     async def session(self, wait_s: float = 60.0) -> AsyncAgentSession:
         """See `AgentClient.session`."""
@@ -362,6 +385,10 @@ class AsyncAgentClient:
         return AsyncAgentSession(self._line, opened)
 
     async def __aenter__(self) -> AsyncAgentClient:
+        deadline = time.monotonic() + START_S
+        while (line := _reached(self._gateway, self._keys, deadline)) is None:
+            await asyncio.sleep(START_LOOK_S)
+        self._line = line
         return self
 
     async def __aexit__(self, *_: object) -> None:

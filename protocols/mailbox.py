@@ -40,6 +40,14 @@ log = structlog.get_logger()
 
 RESEND_S = 5.0
 """A request without an answer is sent again after this."""
+SLOW_LINE = 1 << 20
+"""Bytes a second: what is still on its way by such a line is not sent once more behind itself."""
+MOST_RESEND_S = 60.0
+"""One whose answer may take long is sent again less and less often, down to this."""
+
+BESIDE = "~beats"
+"""Heartbeats, and their answers, have a connection of their own, by this name: on the other they would wait behind what
+is large, and whoever is heard of no more counts as dead."""
 
 REHELLO_S = 0.5
 """Between two hellos to a broker that does not know this actor."""
@@ -72,6 +80,10 @@ class _Request:
     future: Future[Message]
     deadline: float
     resend_at: float
+    pause_s: float
+    """Before it is sent the next time."""
+    most_pause_s: float
+    """Each pause is twice the one before, up to this."""
 
 
 def set_limits(sock: zmq.Socket) -> None:
@@ -85,6 +97,11 @@ def incarnation_of(name: str) -> str:
     """A new identity, ``name#incarnation``. They are ordered by when they began, so that the broker knows the newer
     one."""
     return f"{name}#{time.time_ns():016x}"
+
+
+def is_yet_to_come(incarnation: str) -> bool:
+    """It began later than now: a clock was set back since, and which of two began first it does not say."""
+    return int(incarnation, 16) > time.time_ns()
 
 
 class Mailbox:
@@ -129,15 +146,20 @@ class Mailbox:
         except TimeoutError:
             raise DeadlineError(f"the mailbox thread did not answer for {type(message).__name__}") from None
 
-    def ask_later(self, message: Message, deadline_s: float, again: bool = True) -> Future[Message]:
+    def ask_later(
+        self, message: Message, deadline_s: float, again: bool = True, patient: bool = False
+    ) -> Future[Message]:
         """As `ask`, answered through a future. Without ``again`` it is sent once: for answers so large that a second
-        would stand in the way of the first."""
+        would stand in the way of the first. ``patient``: less and less often, for what is large itself and may wait
+        long for its answer; a broker that does not know this actor is told it again at once, as all that waits."""
         now = time.monotonic()
         request_id = next(self._ids)
         frames = wire.encode(to_envelope(message, id=request_id))
+        pause = RESEND_S + sum(map(len, frames)) / SLOW_LINE if again else deadline_s
         request = _Request(
-            frames, type(message).__name__, Future(), now + deadline_s, now + (RESEND_S if again else deadline_s)
-        )
+            frames, type(message).__name__, Future(), now + deadline_s, now + pause, pause,
+            max(MOST_RESEND_S, pause) if patient else pause,
+        )  # fmt: skip
         request.future.set_running_or_notify_cancel()
         request.future.penstock_id = request_id  # type: ignore[attr-defined]
         self._send(request)
@@ -172,18 +194,9 @@ class Mailbox:
             pass  # already awake, or closed
 
     def _run(self) -> None:
-        context = zmq.Context()
-        sock = context.socket(zmq.DEALER)
-        sock.setsockopt(zmq.IDENTITY, self.identity.encode())
-        set_limits(sock)
-        sock.setsockopt(zmq.RECONNECT_IVL, 100)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if self._keys:
-            sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.broker_public.encode())
-            sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
-            sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
-        sock.connect(self.address)
-        poller = zmq.Poller()
+        context, poller = zmq.Context(), zmq.Poller()
+        sock = self._connect(context, self.identity)
+        beats: zmq.Socket | None = None
         poller.register(sock, zmq.POLLIN)
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         waiting: dict[int, _Request] = {}
@@ -195,13 +208,19 @@ class Mailbox:
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)
                 self._transmit(sock, waiting)
-                while self._receive(sock, waiting):
+                while self._receive(sock, sock, waiting):
+                    pass
+                while beats and self._receive(beats, sock, waiting):
                     pass
                 now = time.monotonic()
                 self._overdue(sock, waiting, now)
                 if now >= beat_at:
                     beat_at = now + self.beat_s
-                    self._tell_beat(sock)
+                    if self.beat and not beats:
+                        beats = self._connect(context, self.identity + BESIDE)
+                        poller.register(beats, zmq.POLLIN)
+                    if beats:
+                        self._tell_beat(beats)
                 if self._closing.is_set() and self._outgoing.empty():
                     break
         except Exception as error:  # nobody is left to answer: whoever says something more hears why
@@ -215,10 +234,25 @@ class Mailbox:
                     waiting[item.future.penstock_id] = item  # type: ignore[attr-defined]
             for request in waiting.values():
                 request.future.set_exception(DeadlineError(f"{request.what}: {self._ended}"))
-            sock.close()
+            for each in (sock, beats):
+                if each:
+                    each.close()
             context.term()
             self._wake_read.close()
             self._wake_write.close()
+
+    def _connect(self, context: zmq.Context, identity: str) -> zmq.Socket:
+        sock = context.socket(zmq.DEALER)
+        sock.setsockopt(zmq.IDENTITY, identity.encode())
+        set_limits(sock)
+        sock.setsockopt(zmq.RECONNECT_IVL, 100)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._keys:
+            sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.broker_public.encode())
+            sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
+            sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
+        sock.connect(self.address)
+        return sock
 
     def _tell_beat(self, sock: zmq.Socket) -> None:
         if self.beat is None:
@@ -242,9 +276,9 @@ class Mailbox:
             else:
                 sock.send_multipart(item, copy=False)
 
-    def _receive(self, sock: zmq.Socket, waiting: dict[int, _Request]) -> bool:
+    def _receive(self, line: zmq.Socket, sock: zmq.Socket, waiting: dict[int, _Request]) -> bool:
         try:
-            parts = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+            parts = line.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         self.heard_at = time.monotonic()
@@ -300,5 +334,6 @@ class Mailbox:
                     DeadlineError(f"{request.what}: no answer from the broker at {self.address} in time")
                 )
             elif now >= request.resend_at:
-                request.resend_at = now + RESEND_S
+                request.pause_s = min(2 * request.pause_s, request.most_pause_s)
+                request.resend_at = now + request.pause_s
                 sock.send_multipart(request.frames, copy=False)

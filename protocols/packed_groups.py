@@ -103,11 +103,20 @@ def unpack_group(data: bytes | memoryview) -> Group:
 
 def lengths_of(data: Bytes) -> np.ndarray:
     """int32 ``[trajectories]``: how many tokens each trajectory of a packed group has."""
+    return _field(data, "lengths", np.ndarray)
+
+
+def failures_of(data: Bytes) -> list[str]:
+    """Why each trajectory of a packed group has no reward; empty: nothing keeps it from having one."""
+    return _field(data, "failure", list)
+
+
+def _field(data: Bytes, name: str, kind: type) -> Any:
     fields = wire.unpack(data.data)
-    lengths = fields.get("lengths") if isinstance(fields, dict) else None
-    if not isinstance(lengths, np.ndarray):
-        raise ExperienceError("not a group: it has no lengths")
-    return lengths
+    found = fields.get(name) if isinstance(fields, dict) else None
+    if not isinstance(found, kind):
+        raise ExperienceError(f"not a group: it has no {name}")
+    return found
 
 
 def _cut(columns: dict[str, np.ndarray], part: slice, before: np.ndarray, words: tuple[Any, ...]) -> Trajectory:

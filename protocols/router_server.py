@@ -11,8 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from penstock.protocols import wire
 from penstock.protocols.keys import BrokerKeys, Door, is_loopback
-from penstock.protocols.mailbox import AddressError, set_limits
-from penstock.protocols.messages import Message, Refused, from_envelope, to_envelope
+from penstock.protocols.mailbox import BESIDE, AddressError, set_limits
+from penstock.protocols.messages import HeartbeatAck, Message, Refused, from_envelope, to_envelope
 
 log = structlog.get_logger()
 
@@ -96,7 +96,7 @@ class RouterServer:
             except zmq.Again:
                 break
             taken += sum(len(part) for part in parts)
-            identity = sender.bytes.decode("latin-1")  # any bytes, and back without loss
+            identity = sender.bytes.decode("latin-1").removesuffix(BESIDE)  # any bytes, and back without loss
             request_id = 0
             if self._run_key and (public := sender.get("User-Id")) != self._run_key:
                 self.guests[identity] = str(public)
@@ -112,7 +112,11 @@ class RouterServer:
 
     def send(self, identity: str, message: Message, reply_to: int = 0) -> None:
         """Queues ``message`` until the next `flush`."""
-        self._outgoing.append((identity, wire.encode(to_envelope(message, reply_to=reply_to))))
+        self._outgoing.append((_line(identity, message), wire.encode(to_envelope(message, reply_to=reply_to))))
+
+    def send_now(self, identity: str, message: Message) -> None:
+        """Ahead of what is queued: for what says nothing that must be durable first."""
+        self._transmit(_line(identity, message), wire.encode(to_envelope(message)))
 
     def _refuse(self, identity: str, error: Exception, reply_to: int, protocol: int = wire.PROTOCOL) -> None:
         """In the peer's own protocol, which it can read; a refusal has looked the same in all of them."""
@@ -124,12 +128,15 @@ class RouterServer:
     def flush(self) -> None:
         """Sends everything queued. A peer that is gone misses its message and asks again."""
         for identity, frames in self._outgoing:
-            try:
-                self._socket.send_multipart([identity.encode("latin-1"), *frames], copy=False)
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
+            self._transmit(identity, frames)
         self._outgoing.clear()
+
+    def _transmit(self, identity: str, frames: list[bytes | memoryview]) -> None:
+        try:
+            self._socket.send_multipart([identity.encode("latin-1"), *frames], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
 
     def close(self) -> None:
         """Closes. What is queued is not sent: it was not made durable, or `flush` was not called."""
@@ -139,3 +146,8 @@ class RouterServer:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
+
+
+def _line(identity: str, message: Message) -> str:
+    """Which of a peer's connections it goes by."""
+    return identity + BESIDE if isinstance(message, HeartbeatAck) else identity

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-PROTOCOL = 16
+PROTOCOL = 17
 """Version of the wire format. Peers that differ refuse each other by name."""
 
 INLINE_BYTES = 16 * 1024
@@ -24,7 +24,7 @@ INLINE_BYTES = 16 * 1024
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_FRAME_BYTES = 1 << 30
-MAX_FRAMES = 4096
+MAX_FRAMES = 1 << 16
 MAX_DIMENSIONS = 8
 
 DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
@@ -69,6 +69,8 @@ def encode(envelope: Envelope, protocol: int = PROTOCOL) -> list[bytes | memoryv
         raise WireError(f"{envelope.type}: header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
     if any(len(frame) > MAX_FRAME_BYTES for frame in frames):
         raise WireError(f"{envelope.type}: a frame exceeds {MAX_FRAME_BYTES} bytes")
+    if len(frames) >= MAX_FRAMES:
+        raise WireError(f"{envelope.type}: {len(frames)} arrays need frames of their own; a message has {MAX_FRAMES}")
     return [header, *frames]
 
 
@@ -101,6 +103,12 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes | memoryview) -> Any:
     """The value of `pack`. Arrays are read-only views on ``data``. Raises `WireError` on anything malformed."""
     return _unpack(data, ())
+
+
+def check(value: Any) -> None:
+    """Raises `WireError` where ``value`` would not arrive: it has what cannot be packed, or maps with keys other than
+    text."""
+    unpack(pack(value))
 
 
 def _is_id(value: Any) -> bool:

@@ -180,7 +180,7 @@ def reference_peak(config: Config) -> float:
     """GiB of a reference while it scores: weights, activations, logits."""
     from transformers import AutoModelForCausalLM
 
-    about = load_config(str(config_file(config).parent))
+    about = load_config(str(config_file(config, config.reference.path).parent))
     memory = Memory()
     with memory.counting(), torch.no_grad():
         model = AutoModelForCausalLM.from_config(

@@ -65,8 +65,8 @@ def compare(path: Path, overrides: Sequence[str]) -> Iterator[Peak]:
         ends = {0, ranks - ranks // stages}  # a pipeline's first stage has most micro-batches, its last the head
         peak = max(_measure("trainer", file.name, gib, rank) for rank in ends)
         yield Peak(f"trainer, {config.trainer.ranks} ranks", trainer_gib(shape, config.trainer, gib), peak)
-        if config.with_reference:
-            yield Peak("reference", reference_gib(shape, config), _measure("reference", file.name, gib))
+        if config.with_reference and (need := reference_gib(config)):
+            yield Peak("reference", need, _measure("reference", file.name, gib))
 
 
 def _measure(process: str, path: str, gpu_gib: float | None, rank: int = 0) -> float:

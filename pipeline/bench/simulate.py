@@ -67,7 +67,7 @@ def bench(console: Console, config: Path, folder: Path, steps: int) -> None:
     same = [model, "prompts.eval=null", "trainer.algorithm.kl.coefficient=0", "gate.prefetch=null"]
     same += ["trainer.checkpoint.every=1000000", f"trainer.steps={steps}"]
     calibration = _run(console, config, folder, "calibration", [*same, *Case(0, 1, 0.0).overrides])
-    known = like(calibration)
+    known = like(calibration, console.print)
     table = Table(title="steps/s, simulated and run")
     for column in ("max_lag", "rollouts", "judge", "simulated", "run", "simulated / run"):
         table.add_column(column, justify="right")

@@ -45,7 +45,8 @@ def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
     path: list[Any] = []
     for index, part in enumerate(loc):
         if isinstance(data, dict):
-            is_tag = part not in data and part == data.get("type", part) and index + 1 < len(loc)
+            last = index + 1 == len(loc)  # where the type is not given, that may be a key that is missing
+            is_tag = part not in data and part == data.get("type", None if last else part)
             if is_tag and index:
                 continue
             if part == ONE_SET and part not in data:

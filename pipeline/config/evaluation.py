@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
 
 
 def check_evaluation(config: Any) -> None:
@@ -29,7 +29,7 @@ def check_evaluation(config: Any) -> None:
             room = config.sampling.trajectories if alone else engine.max_sequences
             why = "run.deterministic decodes a group at a time" if alone else "rollout.engine.max_sequences"
             raise ValueError(f"{key}.n={how.n} exceeds {room} ({why})")
-        longest = getattr(engine, "max_length", None)
+        longest = None if isinstance(engine, PluginEngineConfig) else engine.max_length
         if longest and (how.max_new_tokens or 0) >= longest:
             raise ValueError(
                 f"{key}.max_new_tokens={how.max_new_tokens} leaves no room for a prompt in rollout.engine.max_length="

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
@@ -146,7 +147,7 @@ class TinyModel(Section):
     """Feed-forward parts of a layer, of which each token takes `experts_per_token`, e.g. ``8``: a mixture of experts, a
     Qwen3-MoE; 0: there is one, for all tokens."""
     experts_per_token: int = Field(2, ge=1)
-    """Experts that a token goes to, in a mixture."""
+    """Experts that a token goes to, in a mixture: no more than `experts`."""
     layers: int = Field(2, ge=1)
     """Number of decoder layers."""
     heads: int = Field(4, ge=1)
@@ -154,13 +155,25 @@ class TinyModel(Section):
     kv_heads: int = Field(2, ge=1)
     """Heads for keys and values; several attention heads share one, so it must divide `heads`."""
     head_dim: int = Field(32, ge=4)
-    """Width of one head."""
+    """Width of one head, an even number."""
     max_length: int = Field(512, ge=8)
     """Longest prompt and response together that the model can read, in tokens; here a token is a character."""
     dtype: Dtype = "float32"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
     warm_start: WarmStart = WarmStart()
     """A short supervised start; without it a tiny model would never hit on a right answer to be rewarded for."""
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> TinyModel:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; set it to a divisor, or 1")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd, and positions turn pairs; set it to an even number")
+        if self.experts and self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than experts={self.experts}; set it to fewer"
+            )
+        return self
 
 
 ModelConfig = Annotated[PretrainedModel | TinyModel, Field(discriminator="type")]
@@ -341,21 +354,8 @@ class Config(Section):
                 "reward.functions: environment stands for what an environment or an agent gave, and there is none; set "
                 "rollout.environment or gateway.count, or take another function"
             )
-        if self.run.colocated and isinstance(engine, VllmEngineConfig) and engine.start_s >= self.run.turn_s:
-            raise ValueError(
-                f"rollout.engine.start_s={engine.start_s:g} must be less than run.turn_s={self.run.turn_s:g}: while an "
-                "engine starts it does not give its GPUs up"
-            )
-        if self.run.colocated and isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:
-            raise ValueError(
-                f"run.placement=colocated: a server over HTTP ({engine.name}) does not sleep; use "
-                "rollout.engine.type=torch or vllm, or run.placement=as_given"
-            )
-        if self.run.colocated and self.weights.transport in ("nccl", "cuda_ipc"):
-            raise ValueError(
-                f"weights.transport={self.weights.transport}: with run.placement=colocated versions go by the hosts' "
-                "memory; use auto"
-            )
+        if self.run.colocated:
+            check_colocated(self)
         for kind in self.run.elsewhere:
             if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):
                 raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")

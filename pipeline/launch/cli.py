@@ -75,14 +75,13 @@ def on_slurm(
     """
     from penstock.pipeline.launch import slurm
     from penstock.pipeline.launch.parts import parts_of
-    from penstock.pipeline.launch.ready import cluster_network, make_ready, resolve
+    from penstock.pipeline.launch.ready import make_ready, resolve
 
     console = Console()
     file, overrides = _sorted(file, overrides, resume)
-    network = None if resume and not network else cluster_network(console, network)
-    config, origin, folder = resolve(Path(file) if file else None, overrides, resume, network)
-    parts = parts_of(config, slurm.offers_gpus(partition) if gpus is None else gpus, each)
+    config, origin, folder = resolve(console, Path(file) if file else None, overrides, resume, network)
     options = [f"--partition={partition}"] * bool(partition) + [f"--time={time}"] * bool(time) + (sbatch or [])
+    parts = parts_of(config, slurm.offers_gpus(slurm.partitions(options)) if gpus is None else gpus, each)
     made = slurm.scripts(folder, Path.cwd(), parts, options)
     if dry_run:
         for name, text in made.items():
@@ -123,12 +122,11 @@ def on_ray(
     """
     from penstock.pipeline.launch import ray_cluster
     from penstock.pipeline.launch.parts import parts_of
-    from penstock.pipeline.launch.ready import cluster_network, make_ready, resolve
+    from penstock.pipeline.launch.ready import make_ready, resolve
 
     console = Console()
     file, overrides = _sorted(file, overrides, resume)
-    network = None if resume and not network else cluster_network(console, network)
-    config, origin, folder = resolve(Path(file) if file else None, overrides, resume, network)
+    config, origin, folder = resolve(console, Path(file) if file else None, overrides, resume, network)
     parts = parts_of(config, gpus, each)
     if dry_run:
         for part in parts:

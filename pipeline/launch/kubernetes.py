@@ -17,7 +17,7 @@ import yaml
 
 from penstock.pipeline.config import Config, ConfigError, dump
 from penstock.pipeline.config.passwords import HIDDEN
-from penstock.pipeline.launch.parts import PATIENCE_S, Part, head_arguments, member_arguments
+from penstock.pipeline.launch.parts import PATIENCE_S, Part, actors_in, head_arguments, member_arguments
 from penstock.pipeline.resources.host import PROCESS_GIB, SHM, SPARE, HostNeeds, host_needs
 from penstock.services.runtime import registry
 
@@ -33,6 +33,7 @@ NODE_GONE_S = 30
 """A pod on a node that does not answer is given up after this."""
 LEAST_SHM = "8g"
 LONGEST_NAME = 40
+LONGEST_OBJECT = 63
 FULL = 0.8
 """Rollouts that hold this share of the groups that they could are enough."""
 
@@ -79,15 +80,30 @@ def manifests(config: Config, parts: list[Part], options: Options) -> str:
         )
     if options.autoscale and "rollout" not in [part.kind for part in parts]:
         raise ConfigError("--autoscale: there are no rollouts to scale: run.elsewhere does not name them")
+    jobs = [_job_name(options, part.kind) for part in parts]
+    for part, name in zip(parts, jobs, strict=True):
+        if jobs.count(name) > 1 or len(name) > LONGEST_OBJECT:
+            raise ConfigError(
+                f"run.elsewhere: the Job of {part.kind} would be called {name}, which must be one Job's alone, and at "
+                f"most {LONGEST_OBJECT} long; call the scorer otherwise, or give a shorter --name"
+            )
     return yaml.safe_dump_all(_objects(config, parts, options), sort_keys=False, width=120)
 
 
 def object_name(text: str) -> str:
     """``text`` as objects may be called. Raises `ConfigError` where it cannot be."""
-    made = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    made = _dashed(text)
     if not made or len(made) > LONGEST_NAME:
         raise ConfigError(f"--name: {text!r} cannot name an object: letters, digits and -, at most {LONGEST_NAME}")
     return made
+
+
+def _dashed(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _job_name(options: Options, kind: str) -> str:
+    return f"{options.object}-{_dashed(kind)}"
 
 
 def bounds(text: str | None) -> tuple[int, int] | None:
@@ -113,14 +129,14 @@ def _objects(config: Config, parts: list[Part], options: Options) -> Iterator[Ma
         yield _metrics(options)
     for part in parts:
         if part.kind == "head":
-            yield _job(options, part.kind, _head(options, part, needs, shm), HEAD_GRACE_S, backoffLimit=50)
+            yield _job(options, part.kind, _head(config, options, part, needs, shm), HEAD_GRACE_S, backoffLimit=50)
         elif part.kind == "rollout" and options.autoscale:
-            pod = [_waiting(options, shm), _member(options, part, needs, shm)]
+            pod = [_waiting(options, shm), _member(config, options, part, needs, shm)]
             yield _deployment(options, _pod(options, part.kind, pod, GRACE_S, "Always"))
             yield _scaled(config, options, part)
         else:
             grace_s = max(GRACE_S, round(registry.actors(config)[part.kind].grace_s) + 30)
-            pod = [_waiting(options, shm), _member(options, part, needs, shm)]
+            pod = [_waiting(options, shm), _member(config, options, part, needs, shm)]
             yield _job(options, part.kind, pod, grace_s, parallelism=part.tasks, backoffLimit=6 * part.tasks)
 
 
@@ -180,12 +196,8 @@ def _job(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(options, f"{options.object}-{kind}", kind),
-        "spec": {
-            **spec,
-            "podReplacementPolicy": "Failed",  # never two at once
-            "template": _pod(options, kind, containers, grace_s, "OnFailure"),
-        },
+        "metadata": _metadata(options, _job_name(options, kind), kind),
+        "spec": {**spec, "template": _pod(options, kind, containers, grace_s, "OnFailure")},
     }
 
 
@@ -262,12 +274,12 @@ def _pod(options: Options, kind: str, containers: list[Manifest], grace_s: int, 
     return {"metadata": {"labels": _labels(options, kind)}, "spec": spec}
 
 
-def _head(options: Options, part: Part, needs: HostNeeds | None, shm: str) -> list[Manifest]:
+def _head(config: Config, options: Options, part: Part, needs: HostNeeds | None, shm: str) -> list[Manifest]:
     prepare = _container(options, "prepare", ["prepare", "/config/config.yaml", "--folder", options.folder], shm)
     command = [*head_arguments(options.folder), f"broker.bind=tcp://$(POD_IP):{BROKER_PORT}", "weights.host=$(POD_IP)"]
     if options.autoscale:
         command.append(f"run.prometheus=0.0.0.0:{METRICS_PORT}")
-    return [prepare, _container(options, "run", command, shm) | {"resources": _resources(part, needs)}]
+    return [prepare, _container(options, "run", command, shm) | {"resources": _resources(config, part, needs)}]
 
 
 def _waiting(options: Options, shm: str) -> Manifest:
@@ -277,9 +289,9 @@ def _waiting(options: Options, shm: str) -> Manifest:
     return _container(options, "wait", [], shm) | {"command": ["sh", "-c", script]}
 
 
-def _member(options: Options, part: Part, needs: HostNeeds | None, shm: str) -> Manifest:
+def _member(config: Config, options: Options, part: Part, needs: HostNeeds | None, shm: str) -> Manifest:
     command = [*member_arguments(options.folder, part, "$(POD_NAME)"), "weights.host=$(POD_IP)"]
-    return _container(options, part.kind, command, shm) | {"resources": _resources(part, needs)}
+    return _container(options, _dashed(part.kind), command, shm) | {"resources": _resources(config, part, needs)}
 
 
 def _container(options: Options, name: str, arguments: list[str], shm: str) -> Manifest:
@@ -310,12 +322,15 @@ def _container(options: Options, name: str, arguments: list[str], shm: str) -> M
     }
 
 
-def _resources(part: Part, needs: HostNeeds | None) -> Manifest:
+def _resources(config: Config, part: Part, needs: HostNeeds | None) -> Manifest:
     """CPUs and memory are asked for, GPUs are given whole."""
     requests = {"cpu": str(part.cpus)}
     if needs:
-        gib = PROCESS_GIB * part.processes + needs.shared
-        gib += needs.staging + needs.offloaded if part.kind == "head" else 2 * part.each * needs.version * needs.workers
+        actors, gib = actors_in(config, part), PROCESS_GIB * max(1, part.processes)
+        gib += sum(count * needs.beside(kind, config) for kind, count in actors.items())
+        if "trainer" in actors:
+            ranks = config.trainer.ranks // config.trainer.nodes  # of them the processes are counted already
+            gib += needs.trainer_node(config, ranks) - PROCESS_GIB * ranks
         requests["memory"] = f"{round(SPARE * gib + 0.5)}Gi"
     gpus = {"limits": {"nvidia.com/gpu": part.gpus}} if part.gpus else {}
     return {"requests": requests, **gpus}

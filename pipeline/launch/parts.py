@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.pipeline.config import Config
+from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
@@ -45,7 +45,8 @@ class Part:
 
 
 def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
-    """The head first; ``each``: processes of one kind in a task, where there are several."""
+    """The head first; ``each``: processes of one kind in a task, where there are several. Raises `ConfigError` where
+    these would be more than the config says."""
     head = [(spec, len(spec.names(config))) for spec in registry.started_here(config)]
     gpus = sum(count * spec.gpus(config) for spec, count in head) * with_gpus
     cpus = HEAD_CPUS + sum(count * _cpus(spec, config) for spec, count in head)
@@ -56,7 +57,11 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
         if not count:
             continue
         size, nodes = min(each, count), spec.nodes(config)
-        tasks = -(-count // size) * nodes
+        if count % size:
+            key = f"scorers.{kind}.count" if kind in config.scorers else f"{kind}.count"
+            fit = ", ".join(str(number) for number in range(1, count + 1) if not count % number)
+            raise ConfigError(f"--each: {each} does not divide {key}={count}; take one of {fit}, or another {key}")
+        tasks = count // size * nodes
         gpus, cpus = size * spec.gpus(config) * with_gpus // nodes, size * _cpus(spec, config) // nodes
         processes = size * spec.ranks(config) // nodes
         if kind == "trainer":
@@ -66,6 +71,13 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
             seated(config, [str(gpu) for gpu in range(gpus)], wanted)  # now, not when a machine is there
         found.append(Part(kind, tasks, size, gpus, cpus, processes, fixed=spec.single))
     return found
+
+
+def actors_in(config: Config, part: Part) -> dict[str, int]:
+    """How many actors of each kind a task of ``part`` has."""
+    if part.kind == "head":
+        return {spec.kind: len(spec.names(config)) for spec in registry.started_here(config)}
+    return {part.kind: part.each} | (joining_guests(config) if part.kind == "trainer" else {})
 
 
 def head_arguments(folder: str) -> list[str]:

@@ -18,24 +18,36 @@ from penstock.services.runtime.address import own_network
 
 
 def resolve(
-    file: Path | None, overrides: list[str], resume: Path | None, network: str | None
+    console: Console, file: Path | None, overrides: list[str], resume: Path | None, network: str | None
 ) -> tuple[Config, Origin, Path]:
     """The config of a run that is spread over machines, its origin, and its folder: with rollouts elsewhere, and
-    learners of several machines, unless ``run.elsewhere`` says otherwise, and its broker and its weights on ``network``
-    (None: as the config says). Raises `ConfigError`."""
+    learners of several machines, unless ``run.elsewhere`` says otherwise, and where `on_network` says. Raises
+    `ConfigError`."""
     if (file is None) == (resume is None):
         raise ConfigError("give a config, e.g. configs/quickstart.yaml; or, to go on, a run's folder with --resume")
     if resume:
-        more = [*overrides, *spread(resumed(resume, None, overrides)[0], network)]
-        config, origin, _ = resumed(resume, None, more)
+        plain = resumed(resume, None, overrides)[0]
+        config, origin, _ = resumed(resume, None, [*overrides, *spread(plain), *on_network(console, plain, network)])
         return config, origin, resume.resolve()
     assert file
-    more = [*overrides, *spread(load(file, overrides), network)]
+    plain = load(file, overrides)
+    more = [*overrides, *spread(plain), *on_network(console, plain, network)]
     config = load(file, more)
     return config, Origin(str(file.resolve()), tuple(more)), new_folder(config, file).resolve()
 
 
-def spread(plain: Config, network: str | None = None) -> list[str]:
+def on_network(console: Console, plain: Config, given: str | None) -> list[str]:
+    """Overrides that put a run's broker and its weights on the network ``given``; None: on this machine's, whichever
+    of them ``plain`` has on the loopback. Raises `ConfigError`."""
+    binds = bool(given) or is_loopback(plain.broker.bind)
+    sends = bool(given) or plain.weights.host.startswith("127.")
+    if not (binds or sends):
+        return []
+    network = cluster_network(console, given)
+    return [f"broker.bind=tcp://{network}:0"] * binds + [f"weights.host={network}"] * sends
+
+
+def spread(plain: Config) -> list[str]:
     """Overrides that spread a run over machines, where ``plain`` does not say how."""
     if plain.run.placement == "auto":
         raise ConfigError(
@@ -45,11 +57,7 @@ def spread(plain: Config, network: str | None = None) -> list[str]:
     spread_too = [kind for kind, spec in registry.actors(plain).items() if spec.nodes(plain) > 1]
     if plain.run.colocated:  # guests come with the trainer's machines
         spread_too = ["trainer", *(["reference"] * plain.with_reference)]
-    more = [] if plain.run.elsewhere else [f"run.elsewhere=[{','.join(['rollout', *spread_too])}]"]
-    if network:
-        more += [f"broker.bind=tcp://{network}:0"] * is_loopback(plain.broker.bind)
-        more += [f"weights.host={network}"] * plain.weights.host.startswith("127.")
-    return more
+    return [] if plain.run.elsewhere else [f"run.elsewhere=[{','.join(['rollout', *spread_too])}]"]
 
 
 def cluster_network(console: Console, given: str | None) -> str:
@@ -73,6 +81,6 @@ def make_ready(console: Console, config: Config, origin: Origin, folder: Path) -
     with console.status("looking at data, model and functions …"):
         report = look(config, folder)
     report.check(elsewhere=True)
-    for note in [*report.notes, *(f"on this machine: {lack}" for lack in report.here)]:
+    for note in report.remarks:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     open_folder(config, folder, origin)

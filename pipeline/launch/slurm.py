@@ -6,6 +6,7 @@ near its time limit has the run save a checkpoint, and is queued again.
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -86,13 +87,21 @@ def members_file(folder: Path) -> Path:
     return folder / "slurm" / "members"
 
 
-def offers_gpus(partition: str | None) -> bool:
-    """Whether the nodes of the partition (None: the default one) have GPUs, as sinfo says. Raises `ConfigError` where
-    there is none of that name, or no Slurm."""
+def partitions(options: list[str]) -> list[str]:
+    """Those that ``options`` of sbatch's name, the last of which counts; none where they name none."""
+    found = re.findall(r"(?:^|\s)(?:--partition[= ]|-p) *(\S+)", "\n".join(options))
+    return found[-1].split(",") if found else []
+
+
+def offers_gpus(wanted: list[str]) -> bool:
+    """Whether nodes of the partitions ``wanted`` (none: of the default one) have GPUs, as sinfo says. Raises
+    `ConfigError` where there is none of such a name, or no Slurm."""
     rows = [line.split("|") for line in _ask("sinfo", "--noheader", "--format=%P|%G").splitlines()]
-    found = [gres for name, gres in rows if (name.rstrip("*") == partition if partition else name.endswith("*"))]
-    if partition and not found:
-        raise ConfigError(f"--partition: sinfo knows none that is called {partition!r}")
+    there = {name.rstrip("*") for name, _ in rows}
+    if unknown := [name for name in wanted if name not in there]:
+        known = ", ".join(sorted(there))
+        raise ConfigError(f"--partition: sinfo knows none that is called {unknown[0]!r}; it has {known}")
+    found = [gres for name, gres in rows if (name.rstrip("*") in wanted if wanted else name.endswith("*"))]
     return any("gpu" in gres for gres in found)
 
 

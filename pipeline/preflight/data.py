@@ -12,6 +12,8 @@ from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import DataConfig
+from penstock.services.modeling.lengths import longest_sequence
+from penstock.services.rollout.config import PluginEngineConfig
 
 ROWS = 64
 """So many rows of each source are looked at."""
@@ -69,9 +71,10 @@ def _usable(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[str]]:
 def check_length(config: Config, sizes: list[int], report: Report, model_length: int) -> None:
     """Whether prompts of so many tokens leave room for an answer."""
     engine, new = config.rollout.engine, config.rollout.sampling.max_new_tokens
-    length = min(getattr(engine, "max_length", model_length), model_length)
+    length = longest_sequence(engine, model_length) or model_length
     long = [size for size in sizes if size + new > length]
-    where = "rollout.engine.max_length" if length < model_length else "the model's own length"
+    key = f"rollout.engine{'.options' if isinstance(engine, PluginEngineConfig) else ''}.max_length"
+    where = key if length < model_length else "the model's own length"
     words = (
         f"{len(long)} of the first {len(sizes)} prompts are too long: up to {max(sizes)} tokens, and with "
         f"rollout.sampling.max_new_tokens={new} {where}={length} has room for {length - new}"

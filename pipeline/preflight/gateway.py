@@ -9,6 +9,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway import ports
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.install import install
 from penstock.services.runtime.plugins import user_code
 from penstock.services.turns.tool_calls import TEMPLATE, VLLM, Call, by_text
 
@@ -24,7 +25,7 @@ def look(config: Config, report: Report) -> None:
         if missing := [
             name for name in ("fastapi", "jsonschema_rs", "uvicorn") if importlib.util.find_spec(name) is None
         ]:
-            raise SetupError(f"gateway.count: {' and '.join(missing)} is missing; pip install 'penstock[agents]'")
+            raise SetupError(f"gateway.count: {' and '.join(missing)} is missing; run: {install('agents')}")
         _try_parser(gateway.tool_calls)
         try:
             for index in range(gateway.count):
@@ -40,7 +41,7 @@ def _try_parser(name: str) -> None:
         return
     if name.startswith(VLLM):
         if importlib.util.find_spec("vllm") is None:
-            raise SetupError(f"{KEY}: {name} needs vLLM where the gateway runs: pip install 'penstock[vllm]'")
+            raise SetupError(f"{KEY}: {name} needs vLLM where the gateway runs; run: {install('vllm')}")
         return
     find = by_text(name, KEY)
     with user_code(KEY, name):

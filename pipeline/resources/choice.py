@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, TinyModel
-from penstock.pipeline.resources.devices import Device, device_called
+from penstock.pipeline.resources.devices import MACHINE, Device, device_called
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.search import Layout, layouts
+from penstock.pipeline.resources.search import Layout, layouts, unsearched
 from penstock.pipeline.resources.step_time import Load
-from penstock.services.rollout.config import VllmEngineConfig
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime.gpus import chosen_gpus
 from penstock.services.trainer.config import TrainerConfig
 
@@ -22,6 +22,10 @@ SEARCHED = (
     "gradient_checkpointing", "offload", "offload_activations",
 )  # fmt: skip
 """Keys of `trainer` that the search chooses."""
+
+
+PLACED = ("trainer", "rollout", "reference", "critic")
+"""Kinds of actors that a layout has GPUs for."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,20 @@ def choose(config: Config) -> Choice:
     shape = shape_of(config)
     if shape is None:
         raise ConfigError("run.placement: auto needs the model's sizes, and there is no config.json at model.path")
-    every = list(layouts(config, shape, len(gpus), device, load_of(config, half_of_the_longest(config))))
-    every = [layout for layout in every if bool(layout.trainer.lora) == bool(config.trainer.lora)]
+    device = replace(device, gib=min(gpu.total_gib for gpu in gpus))  # the driver keeps a part
+    found = layouts(config, shape, len(gpus), device, load_of(config, half_of_the_longest(config)))
+    every = [_on_one_node(layout) for layout in found if bool(layout.trainer.lora) == bool(config.trainer.lora)]
     if not every:
-        raise ConfigError(f"run.placement: auto: {nothing_fits(len(gpus), device)}")
+        raise ConfigError(f"run.placement: auto: {nothing_fits(config, len(gpus), device)}")
     best, why = best_of(config, every)
-    taken = overrides(config, best)
+    taken = overrides(config, best, len(gpus))
     title = f"run.placement: auto takes {shlex.join(taken)} on {len(gpus)} x {device.name}, the fastest on paper"
     return Choice(tuple(taken), tuple(_as_given(config, taken)), "; ".join([title, *why]))
+
+
+def _on_one_node(layout: Layout) -> Layout:
+    """The search deals more than eight GPUs over machines; these are in one."""
+    return replace(layout, trainer=layout.trainer.model_copy(update={"nodes": 1}))
 
 
 def _as_given(config: Config, taken: Sequence[str]) -> list[str]:
@@ -86,11 +96,15 @@ def load_of(config: Config, response: int) -> Load:
     return Load(float(config.gate.groups_per_step * config.sampling.trajectories * response), float(response))
 
 
-def nothing_fits(count: int, device: Device) -> str:
+def nothing_fits(config: Config, count: int, device: Device) -> str:
     """For people."""
+    if why := unsearched(config, device):
+        return f"no layout was looked for on {count} x {device.name}: {why}"
+    static = isinstance(config.rollout.engine, TorchEngineConfig)
     return (
-        f"nothing fits {count} x {device.name} of {device.gib:g} GiB: take more of them, or larger ones; fewer "
-        "trainer.tokens_per_micro_batch or a shorter rollout.engine.max_length need less"
+        f"nothing fits {count} x {device.name} of {device.gib:.3g} GiB: take more of them, or larger ones; fewer "
+        f"trainer.tokens_per_micro_batch{', fewer rollout.engine.max_sequences' * static} or a shorter "
+        "rollout.engine.max_length need less"
     )
 
 
@@ -99,15 +113,18 @@ def best_of(config: Config, every: Sequence[Layout]) -> tuple[Layout, list[str]]
     adapter = all(layout.trainer.lora for layout in every)
     alike = [layout for layout in every if bool(layout.trainer.lora) == adapter]
 
-    def seconds(layout: Layout) -> float:
-        return layout.step_s if config.gate.max_lag else layout.synchronous_s
-
+    seconds = seconds_of(config)
     best = min(alike, key=seconds)
     return best, _reasons(best, alike, seconds)
 
 
-def overrides(config: Config, layout: Layout) -> list[str]:
-    """What makes a config this layout."""
+def seconds_of(config: Config) -> Callable[[Layout], float]:
+    """What a step of ``config`` takes in a layout."""
+    return lambda layout: layout.step_s if config.gate.max_lag else layout.synchronous_s
+
+
+def overrides(config: Config, layout: Layout, count: int) -> list[str]:
+    """What makes a config this layout on ``count`` GPUs."""
     words = [
         f"trainer.{key}={_yaml(value)}"
         for key in SEARCHED
@@ -121,6 +138,9 @@ def overrides(config: Config, layout: Layout) -> list[str]:
     if layout.trainer.nodes > 1 and "trainer" not in config.run.elsewhere:
         more = ",reference" * (layout.colocated and config.with_reference)
         words.append(f"run.elsewhere=[rollout,trainer{more}]")
+    others = [kind for kind in config.run.elsewhere if kind not in PLACED]
+    if count <= MACHINE and len(others) < len(config.run.elsewhere):  # nobody is to join what is on one machine
+        words.append(f"run.elsewhere=[{','.join(others)}]")
     if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
     if layout.trainer.lora and config.trainer.lora is None:

@@ -33,18 +33,19 @@ MACHINE = 8
 DEVICES = {
     device.name: device
     for device in (  # name, GiB, TFLOPS, then GB/s of memory, link, host, network
-        Device("L4", 24, 121, 300, 32, 32, 12.5),
-        Device("A10", 24, 125, 600, 32, 32, 12.5),
+        Device("L4", 22.4, 121, 300, 32, 32, 12.5),
+        Device("A10", 22.4, 125, 600, 32, 32, 12.5),
         Device("RTX4090", 24, 165, 1008, 32, 32, 3),
         Device("A100-40", 40, 312, 1555, 300, 32, 50),
-        Device("L40S", 48, 362, 864, 32, 32, 25),
+        Device("L40S", 44.9, 362, 864, 32, 32, 25),
         Device("A100", 80, 312, 2039, 300, 32, 200),
         Device("H100", 80, 989, 3350, 450, 64, 400),
         Device("H200", 141, 989, 4800, 450, 64, 400),
         Device("B200", 180, 2250, 8000, 900, 64, 400),
     )
 }
-"""By name, as the makers' data sheets have them (SXM where there are several); networks as clouds rent them out."""
+"""By name, as the makers' data sheets have them (SXM where there are several), but for memory of which the driver keeps
+a part; networks as clouds rent them out."""
 
 
 def device_called(name: str, gib: float) -> Device | None:

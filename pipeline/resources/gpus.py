@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.placement import is_guest
+from penstock.pipeline.resources.placement import GUESTS
 from penstock.services.runtime import registry
 
 
 def total_gpus(config: Config) -> int:
     """GPUs of the whole run, which nobody shares but guests (`run.placement`: colocated)."""
-    own = [s for s in registry.actors(config).values() if not (config.run.colocated and is_guest(s.kind))]
+    return gpus_but(config, GUESTS if config.run.colocated else ())
+
+
+def gpus_but(config: Config, kinds: Collection[str]) -> int:
+    """GPUs of all actors but those of these ``kinds``."""
+    own = [spec for spec in registry.actors(config).values() if spec.kind not in kinds]
     return sum(len(spec.names(config)) * spec.gpus(config) for spec in own)

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from math import prod
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.trainer_memory import GIB
-from penstock.protocols.versions import DTYPE_BYTES
+from penstock.services.learning.config import CheckpointConfig
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
-SHM = "PENSTOCK_SHM"
+SHM, TRAINER = "PENSTOCK_SHM", "PENSTOCK_TRAINER_MEMORY"
+NEW_SHM = "docker compose down && docker volume rm penstock_shm (of a stack with -p NAME: NAME_shm)"
+"""Takes that volume alone away: ``down -v`` would take the runs, too."""
 PROCESS_GIB = 4.0
 """Of a process that computes: Python, torch, CUDA's context, an engine's own buffers."""
 SPARE = 1.25
@@ -39,6 +42,10 @@ class HostNeeds:
     """On the disk: those that are kept, and the one that is being written."""
     workers: int
     """Processes that hold the weights of one rollout."""
+    reference: float
+    """The reference's model, as `version`; where its sizes are not known, as large as the policy."""
+    critic: float
+    """Copies of the critic's, as `staging`, and as large; 0: there is none."""
 
     def trainer_node(self, config: Config, gpus: int = 8) -> float:
         """Of the node of the trainer's first rank, where each has ``gpus``: processes, their part of a checkpoint, and
@@ -53,18 +60,27 @@ class HostNeeds:
         alone = "rollout" in config.run.elsewhere or config.weights.transport not in ("auto", "shm")
         return 2 * self.version * (self.workers if alone else 1)
 
+    def beside(self, kind: str, config: Config) -> float:
+        """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
+        other actors."""
+        asleep = self.version * config.run.colocated
+        held = {
+            "rollout": self.received(config) + self.routing + asleep,
+            "reference": self.reference * (1 + config.run.colocated),
+            "critic": self.critic * (1 + 16 / 12 * config.critic.offload) / config.critic.nodes,
+        }
+        return held.get(kind, 0.0)
+
     def compose(self, config: Config) -> dict[str, str]:
         """The variables of docker-compose.yml that depend on the model, for a file ``.env``."""
-        asleep = self.version * config.run.colocated
         uses = {
             SHM: self.shared,
-            "PENSTOCK_TRAINER_MEMORY": self.trainer_node(config, config.trainer.ranks),
-            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + self.received(config) + self.shared + self.routing + asleep,
-            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.version + asleep,
+            TRAINER: self.trainer_node(config, config.trainer.ranks),
+            "PENSTOCK_ROLLOUT_MEMORY": 2 * PROCESS_GIB + self.beside("rollout", config) + self.shared,
+            "PENSTOCK_REFERENCE_MEMORY": PROCESS_GIB + self.beside("reference", config),
         }
         if config.with_critic:
-            offloaded = self.staging * 16 / 12 * config.critic.offload
-            uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.staging + offloaded
+            uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.beside("critic", config)
         return {name: f"{max(8, round(SPARE * gib + 0.5))}g" for name, gib in uses.items()}
 
 
@@ -84,7 +100,7 @@ def too_small(config: Config, environment: Mapping[str, str]) -> list[str]:
     for name, wanted in needs.compose(config).items():
         given = environment.get(name, "")
         if given.endswith("g") and given[:-1].isdigit() and int(given[:-1]) < int(wanted[:-1]):
-            again = ", and run docker compose down -v, since the volume is made once" if name == SHM else ""
+            again = f", and run {NEW_SHM}, since a volume keeps the size it was made with" if name == SHM else ""
             problems.append(
                 f"{name}={given}: this model wants {wanted}; put {name}={wanted} into .env (penstock compose-env "
                 f"prints all of it){again}"
@@ -92,23 +108,49 @@ def too_small(config: Config, environment: Mapping[str, str]) -> list[str]:
     return problems
 
 
+def to_scale(config: Config, environment: Mapping[str, str]) -> list[str]:
+    """Of which services docker compose, where ``environment`` is from it, starts one while the config says more; a line
+    each."""
+    counts = {spec.kind: len(spec.names(config)) for spec in registry.actors(config).values()}
+    return [
+        f"{kind}.count={count}: docker compose up -d --no-recreate --scale {kind}={count} starts so many ({kind}-gpu="
+        f"{count} in the profile gpu)"
+        for kind, count in counts.items()
+        if TRAINER in environment and count > 1 and kind not in config.scorers
+    ]
+
+
 def host_needs(config: Config) -> HostNeeds | None:
     """None where the model's sizes are not known here."""
     shape = shape_of(config)
     if shape is None:
         return None
-    version, lora = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB, config.trainer.lora
+    version, lora = _version(shape), config.trainer.lora
+    frozen = shape.learned_bytes * shape.parameters / GIB if lora else 0.0
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
     state = 12 * trained / GIB  # fp32 weights and AdamW's two moments
     published = 4 * trained / GIB if config.trainer.sends_adapter else version
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
-    offloaded = 16 * trained / GIB * config.trainer.offload  # and gradients
+    offloaded = (16 * trained / GIB + frozen) * config.trainer.offload  # and gradients
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
         routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
         routing = engine.max_sequences * engine.max_length * routed / GIB
     resting = 0.0
     if config.run.colocated and not config.trainer.offload:
-        resting = state + 4 * (shape.parameters if lora else 0) / GIB  # what is frozen has no moments
-    checkpoints = (config.trainer.checkpoint.keep + 1) * state
-    return HostNeeds(version, shared, offloaded, resting, state, routing, checkpoints, _workers(config))
+        resting = state + frozen
+    others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
+    reference, critic = _version(others[0]), 12 * others[1].parameters / GIB * config.with_critic
+    checkpoints = _kept(config.trainer.checkpoint) * state + _kept(config.critic.checkpoint) * critic
+    return HostNeeds(
+        version, shared, offloaded, resting, state, routing, checkpoints, _workers(config), reference, critic
+    )
+
+
+def _version(shape: Shape) -> float:
+    return shape.parameters * shape.served_bytes / GIB
+
+
+def _kept(checkpoint: CheckpointConfig) -> int:
+    """Checkpoints on the disk, with the one that is being written."""
+    return checkpoint.keep + checkpoint.keep_best + 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pydantic import ValidationError
+
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
-from penstock.pipeline.resources.model_shape import Shape, shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, critic_gib, trainer_gib
-from penstock.protocols.versions import DTYPE_BYTES
-from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
+from penstock.pipeline.resources.model_shape import Shape, shape_of, tiny_shape
+from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib
+from penstock.services.learning.config import LearnerConfig
+from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
+from penstock.services.trainer.config import TrainerConfig
 
 VLLM_DEFAULT = 0.9
 """What vLLM takes of a GPU unless it is told."""
@@ -35,56 +38,82 @@ def plan(config: Config) -> Plan:
     """Counts what ``config`` needs of GPUs of ``run.gpu_gib``, where the model's sizes are known here."""
     shape = shape_of(config)
     found = Plan()
-    _check_experts(config, shape, found)
-    _check_stages(config, shape, found)
+    _check_learners(config, shape, found)
     if shape is None:
         if config.run.gpu_gib:
             found.lines.append("nothing counted (run.gpu_gib): no config.json of a dense decoder at model.path")
         return found
-    dtype, size = config.model.dtype, DTYPE_BYTES[config.model.dtype]
-    weights = shape.parameters * size / GIB
-    found.lines.append(f"model: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {weights:.1f} GiB in {dtype}")
+    weights = shape.parameters * shape.served_bytes / GIB
+    found.lines.append(
+        f"model: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {weights:.1f} GiB in {shape.dtype}"
+    )
     _plan_rollouts(config, shape, weights, found)
     _plan_trainer(config, shape, found)
     room = config.run.gpu_gib
-    if config.with_reference:
-        need = reference_gib(shape, config)
+    if config.with_reference and (need := reference_gib(config)):
         found.lines.append(f"reference: {config.reference.count} x {need:.1f} GiB")
-        if room and need > room:
-            found.problems.append(
-                f"trainer.algorithm.kl.coefficient: the reference's {need:.1f} GiB do not fit a GPU of {room:g} "
-                "GiB, and it is not cut; set it to 0"
-            )
-    if config.with_critic:
-        need = critic_gib(shape, config.critic, room)
+    if config.with_critic and (need := critic_gib(config, room)):
         found.lines.append(f"critic: {config.critic.ranks} ranks, about {need:.1f} GiB each")
-        if room and need > room:
-            found.problems.append(
-                f"critic.ranks={config.critic.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB; "
-                "take more ranks, critic.gradient_checkpointing, fewer critic.tokens_per_micro_batch, or a smaller "
-                "model (critic.path)"
-            )
+    found.problems += too_large(config, room)
     if config.run.colocated and room:
         _plan_colocated(config, shape, room, found)
     found.lines.append(f"GPUs: {total_gpus(config)}" + (f" of {room:g} GiB" if room else ""))
     return found
 
 
-def _check_stages(config: Config, shape: Shape | None, found: Plan) -> None:
-    """Of the policy; a critic's model may be another."""
-    stages = config.trainer.pipeline_parallel
-    layers = config.model.layers if isinstance(config.model, TinyModel) else shape.layers if shape else stages
-    if stages > layers:
-        found.problems.append(f"trainer.pipeline_parallel={stages}: the model has {layers} layers; take no more stages")
+def too_large(config: Config, room: float | None) -> list[str]:
+    """Why reference and critic, which no layout makes smaller, do not fit GPUs of ``room`` GiB."""
+    problems: list[str] = []
+    if not room:
+        return problems
+    if config.with_reference and (need := reference_gib(config) or 0.0) > room:
+        problems.append(
+            f"trainer.algorithm.kl.coefficient: the reference's {need:.1f} GiB do not fit a GPU of {room:.3g} GiB, and "
+            "it is not cut; set it to 0, or take a smaller model (reference.path)"
+        )
+    if config.with_critic and (need := critic_gib(config, room) or 0.0) > room:
+        problems.append(
+            f"critic.ranks={config.critic.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:.3g} GiB; "
+            "take more ranks, critic.gradient_checkpointing, fewer critic.tokens_per_micro_batch, or a smaller "
+            "model (critic.path)"
+        )
+    return problems
 
 
-def _check_experts(config: Config, shape: Shape | None, found: Plan) -> None:
-    """Of the policy; a critic's model may be another."""
-    size = config.trainer.expert_parallel
-    experts = config.model.experts if isinstance(config.model, TinyModel) else shape.experts if shape else size
-    if size > 1 and (not experts or experts % size):
-        of = f"{experts} experts of each layer" if experts else "model, which has no experts"
-        found.problems.append(f"trainer.expert_parallel={size} does not divide the {of}; set it to a divisor, or to 1")
+def _check_learners(config: Config, policy: Shape | None, found: Plan) -> None:
+    """Whether what a learner's ranks are to share of its model can be dealt out, where its sizes are known."""
+    if isinstance(config.model, TinyModel):
+        policy = tiny_shape(config.model)
+    if policy:
+        found.problems += _undealt("trainer", config.trainer, policy)
+    critic = shape_of(config, config.critic.path) if config.critic.path else policy
+    if config.with_critic and critic:
+        found.problems += _undealt("critic", config.critic, critic)
+
+
+def _undealt(kind: str, learner: LearnerConfig, shape: Shape) -> list[str]:
+    """What of a model its ranks cannot share, a line for each key."""
+    problems: list[str] = []
+    stages, size = learner.pipeline_parallel, learner.expert_parallel
+    tensor, sequence = learner.tensor_parallel, learner.sequence_parallel
+    if stages > shape.layers:
+        problems.append(f"{kind}.pipeline_parallel={stages}: the model has {shape.layers} layers; take no more stages")
+    if size > 1 and (not shape.experts or shape.experts % size):
+        of = f"{shape.experts} experts of each layer" if shape.experts else "model, which has no experts"
+        problems.append(f"{kind}.expert_parallel={size} does not divide the {of}; set it to a divisor, or to 1")
+    if not shape.cuts(tensor):
+        between = "" if shape.experts else f", or {shape.intermediate} features between"
+        problems.append(
+            f"{kind}.tensor_parallel={tensor} does not divide {shape.heads} attention heads, {shape.kv_heads} of keys "
+            f"and values{between}; set it to a divisor of all, or to 1"
+        )
+    elif not shape.deals(sequence, tensor):
+        problems.append(
+            f"{kind}.sequence_parallel={sequence}: {shape.heads // tensor} attention heads and "
+            f"{shape.kv_heads // tensor} of keys and values{' of each rank' * (tensor > 1)} cannot be dealt out to as "
+            "many ranks; take a divisor of both, or 1"
+        )
+    return problems
 
 
 def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) -> None:
@@ -95,7 +124,10 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
         found.problems.append(
             f"rollout.engine.max_length={engine.max_length}: {shape.name} has positions for {shape.max_length}"
         )
-    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
+    if isinstance(engine, TorchEngineConfig):
+        _plan_embedded(config, shape, found)
+        return
+    options = engine.vllm
     tensor, stages = int(options.get("tensor_parallel_size", 1)), int(options.get("pipeline_parallel_size", 1))
     if not shape.deals(tensor):
         found.problems.append(
@@ -103,13 +135,11 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
             f"{shape.kv_heads} KV heads"
         )
     each = weights / (tensor * stages)
-    token = shape.kv_bytes(config.model.dtype) / (min(tensor, shape.kv_heads) * stages) / GIB
     gpus = registry.actors(config)["rollout"].gpus(config)
     line = f"rollouts: {config.rollout.count} x {gpus} GPUs, {each:.1f} GiB of weights on each"
     if room:
         share = float(options.get("gpu_memory_utilization", VLLM_DEFAULT))
-        left = room * share - each - OVERHEAD_GIB
-        tokens = int(max(0.0, left) / token)
+        tokens = int(kv_tokens(shape, room * share, tensor, stages))
         line += (
             f", room for the KV of {tokens:,} tokens: {tokens // engine.max_length} sequences of {engine.max_length:,}"
         )
@@ -121,6 +151,31 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
     found.lines.append(line)
 
 
+def _plan_embedded(config: Config, shape: Shape, found: Plan) -> None:
+    engine, room, need = config.rollout.engine, config.run.gpu_gib, embedded_gib(config, shape)
+    assert isinstance(engine, TorchEngineConfig)
+    found.lines.append(
+        f"rollouts: {config.rollout.count} x {need:.1f} GiB, with the KV of {engine.max_sequences} sequences of "
+        f"{engine.max_length:,}"
+    )
+    if room and need > room:
+        found.problems.append(
+            f"rollout.engine.max_sequences={engine.max_sequences}: the model, twice while a version is swapped in, and "
+            f"the KV of as many sequences of {engine.max_length} tokens take {need:.1f} GiB of a GPU's {room:g}; "
+            f"{_fewer(config, shape, room)}"
+        )
+
+
+def _fewer(config: Config, shape: Shape, room: float) -> str:
+    """What makes the embedded engine fit ``room`` GiB."""
+    engine = config.rollout.engine
+    assert isinstance(engine, TorchEngineConfig)
+    fits = int(kv_tokens(shape, room, versions=2) / engine.max_length)
+    if fits < config.rollout.sampling.n:
+        return "set a shorter rollout.engine.max_length, or take rollout.engine.type=vllm, or a smaller model"
+    return f"set it to {fits}"
+
+
 def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     trainer, room = config.trainer, config.run.gpu_gib
     need, tokens = trainer_gib(shape, trainer, room), trainer.tokens_per_micro_batch
@@ -129,21 +184,30 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     )
     if not room or need <= room:
         return
-    hint = "; take fewer tokens_per_micro_batch"
-    for ranks in (2**power for power in range(12)):
-        other = trainer.model_copy(update={"ranks": ranks, "gradient_checkpointing": True})
-        if trainer_gib(shape, other, room) <= room:
-            hint = f"; {ranks} ranks with gradient_checkpointing would do"
-            break
+    fits = _ranks_that_fit(shape, trainer, room)
+    hint = f"{fits} ranks with gradient_checkpointing would do" if fits else "take fewer tokens_per_micro_batch"
     found.problems.append(
-        f"trainer.ranks={trainer.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB{hint}"
+        f"trainer.ranks={trainer.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB; {hint}"
     )
+
+
+def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float) -> int | None:
+    """The fewest that would, in the shape that is given, with gradient checkpointing."""
+    for ranks in (2**power for power in range(12)):
+        try:
+            changed = {"ranks": ranks, "gradient_checkpointing": True}
+            other = TrainerConfig.model_validate(trainer.model_dump() | changed)
+        except ValidationError:  # not a number that nodes, replicas and the like divide
+            continue
+        if trainer_gib(shape, other, room) <= room:
+            return ranks
+    return None
 
 
 def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> None:
     """What lies on a GPU at once: the trainer's peak beside who sleeps; who is awake beside the trainer's context."""
-    asleep = (1 + config.with_reference) * OVERHEAD_GIB
-    peak = trainer_gib(shape, config.trainer, room) + asleep
+    references = references_each(config, config.trainer.ranks)
+    peak = trainer_gib(shape, config.trainer, room) + (1 + references) * OVERHEAD_GIB
     found.lines.append(f"at work: the trainer beside who sleeps, {peak:.1f} GiB of each GPU")
     if peak > room:
         found.problems.append(
@@ -151,11 +215,20 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
             "take fewer trainer.tokens_per_micro_batch, gradient_checkpointing or offload"
         )
     engine = config.rollout.engine
-    if not isinstance(engine, VllmEngineConfig):
+    if isinstance(engine, PluginEngineConfig):
+        return
+    beside = OVERHEAD_GIB + references * (reference_gib(config) or 0.0)
+    others = "the reference and the trainer's context" if references else "the trainer's context"
+    if isinstance(engine, TorchEngineConfig):
+        need = embedded_gib(config, shape)
+        found.lines.append(f"at rest: an engine's {need:.1f} GiB of each GPU, beside {beside:.1f} GiB of {others}")
+        if need <= room < need + beside:
+            found.problems.append(
+                f"rollout.engine.max_sequences={engine.max_sequences}: beside an engine's {need:.1f} GiB, {beside:.1f} "
+                f"of a GPU's {room:g} are taken; {_fewer(config, shape, room - beside)}"
+            )
         return
     share = float(engine.vllm.get("gpu_memory_utilization", VLLM_DEFAULT))
-    beside = OVERHEAD_GIB + (reference_gib(shape, config) if config.with_reference else 0.0)
-    others = "the reference and the trainer's context" if config.with_reference else "the trainer's context"
     found.lines.append(f"at rest: an engine in {share:g} of each GPU, beside {beside:.1f} GiB of {others}")
     if share * room + beside > room:
         fits = int(max(0.0, 1 - beside / room) / SHARE_STEP) * SHARE_STEP
@@ -165,9 +238,45 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
         )
 
 
-def reference_gib(shape: Shape, config: Config) -> float:
-    """GiB of a reference at its peak: weights, a layer's activations, a chunk of logits."""
-    tokens = config.reference.tokens_per_batch
+def references_each(config: Config, ranks: int) -> int:
+    """References on a GPU of a trainer of so many ``ranks``, where most of them are (`run.placement`: colocated)."""
+    return -(-config.reference.count // ranks) if config.with_reference else 0
+
+
+def reference_gib(config: Config) -> float | None:
+    """GiB of a reference at its peak: weights, a layer's activations, a chunk of logits; None where the sizes of its
+    model are not known here."""
+    shape = shape_of(config, config.reference.path)
+    if shape is None:
+        return None
+    tokens, size = config.reference.tokens_per_batch, shape.served_bytes
     wide = shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 3 * shape.intermediate
-    inner = 2 * tokens * (8 * shape.hidden + wide) / GIB
-    return shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
+    inner = size * tokens * (8 * shape.hidden + wide) / GIB
+    return shape.parameters * size / GIB + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
+
+
+def critic_gib(config: Config, gpu_gib: float | None) -> float | None:
+    """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted. None where
+    the sizes of its model are not known here."""
+    shape = shape_of(config, config.critic.path)
+    if shape is None:
+        return None
+    same = {name: getattr(config.critic, name) for name in LearnerConfig.model_fields}
+    return trainer_gib(shape, TrainerConfig(**same), gpu_gib)
+
+
+def kv_tokens(shape: Shape, room: float, tensor: int = 1, stages: int = 1, versions: int = 1) -> float:
+    """Tokens whose KV an engine has room for beside so many ``versions`` of the weights, in ``room`` GiB of each of its
+    ``tensor`` x ``stages`` GPUs."""
+    weights = versions * shape.parameters * shape.served_bytes / (tensor * stages) / GIB
+    token = shape.kv_bytes / (min(tensor, shape.kv_heads) * stages) / GIB
+    return max(0.0, room - weights - OVERHEAD_GIB) / token
+
+
+def embedded_gib(config: Config, shape: Shape) -> float:
+    """GiB of the embedded engine: the version that it serves, the next one beside it, and the KV of all that it may
+    decode at once, which is made at its start."""
+    engine = config.rollout.engine
+    assert isinstance(engine, TorchEngineConfig)
+    kv = engine.max_sequences * engine.max_length * shape.kv_bytes
+    return (2 * shape.parameters * shape.served_bytes + kv) / GIB + OVERHEAD_GIB

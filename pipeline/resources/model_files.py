@@ -12,26 +12,28 @@ SHIPPED = Path(__file__).parent / "models"
 """Of models that the shipped configs name, so that planning needs no hub: ORGANISATION--NAME/config.json."""
 
 
-def find_config(config: Config) -> Path | None:
-    """The file; None where it is on the hub alone, or the model is the tiny one."""
-    if isinstance(config.model, TinyModel):
-        return None
-    model = config.model.path
+def find_config(config: Config, model: str | None = None) -> Path | None:
+    """The file of the ``model``, a folder or a name on the hub; None: of the policy. None where it is on the hub alone,
+    or the policy is the tiny one."""
+    if model is None:
+        if isinstance(config.model, TinyModel):
+            return None
+        model = config.model.path
     for path in (Path(model) / "config.json", SHIPPED / model.replace("/", "--") / "config.json"):
         if path.is_file():
             return path
     return None
 
 
-def config_file(config: Config) -> Path:
-    """The file. Raises `ConfigError` where there is none."""
-    found = find_config(config)
+def config_file(config: Config, model: str | None = None) -> Path:
+    """As `find_config`. Raises `ConfigError` where there is none."""
+    found = find_config(config, model)
     if found is None:
-        raise ConfigError("model.path: no config.json of it on this machine; give a folder that has one")
+        raise ConfigError(f"{model or 'model.path'}: no config.json of it on this machine; give a folder that has one")
     return found
 
 
-def read_config(config: Config) -> dict[str, Any] | None:
-    """What the file says."""
-    path = find_config(config)
+def read_config(config: Config, model: str | None = None) -> dict[str, Any] | None:
+    """What the file says, as `find_config`."""
+    path = find_config(config, model)
     return json.loads(path.read_text()) if path else None

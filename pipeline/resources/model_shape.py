@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config import Config, PretrainedModel
+from penstock.pipeline.config import Config, PretrainedModel, TinyModel
 from penstock.pipeline.resources.model_files import read_config
-from penstock.protocols.versions import DTYPE_BYTES
+from penstock.protocols.versions import DTYPE_BYTES, Dtype
 from penstock.services.modeling.families import MIXTURES, PLAIN
 from penstock.services.modeling.parallel.stage_layers import stage_layers
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,18 @@ class Shape:
     """It has the embedding; a pipeline's later stages have not."""
     ends_here: bool = True
     """It has the head; a pipeline's earlier stages have not."""
+    dtype: Dtype = "bfloat16"
+    """`model.dtype`: of versions, and of engines and references."""
 
     def stage(self, number: int, count: int) -> Shape:
         """What a pipeline's stage ``number`` of ``count`` has."""
         first, end = stage_layers(self.layers, count)[number]
         return replace(self, layers=end - first, begins=number == 0, ends_here=number == count - 1)
+
+    @property
+    def whole(self) -> bool:
+        """It is no stage of a pipeline."""
+        return self.begins and self.ends_here
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -82,13 +91,22 @@ class Shape:
         """Parameters of a layer that one token meets."""
         return self.shared + self.router + self.chosen * self.expert
 
-    def deals(self, size: int) -> bool:
-        """So many may share the heads of attention; those of keys and values are repeated where there are fewer."""
-        return not self.heads % size and (not self.kv_heads % size or not size % self.kv_heads)
+    def deals(self, size: int, tensor: int = 1) -> bool:
+        """So many may share the heads of attention that tensor parallelism has left to each of ``tensor`` ranks; those
+        of keys and values are repeated where there are fewer."""
+        heads, kv_heads = self.heads // tensor, self.kv_heads // tensor
+        return not heads % size and (not kv_heads % size or not size % kv_heads)
+
+    def cuts(self, tensor: int) -> bool:
+        """So many ranks of a learner may share each layer's matrices; experts are dealt out instead."""
+        between = 0 if self.experts else self.intermediate
+        return not (self.heads % tensor or self.kv_heads % tensor or between % tensor)
 
     def adapter(self, rank: int, targets: Sequence[str] = ()) -> int:
-        """Parameters of a LoRA adapter; none of ``targets``: all of a layer's matrices are."""
-        chosen = [size for name, size in self.matrices.items() if not targets or name in targets]
+        """Parameters of a LoRA adapter of the matrices whose full names end in one of ``targets``; none: of all of a
+        layer's."""
+        paths = {f".{'self_attn' if name in ATTENTION else 'mlp'}.{name}": name for name in self.matrices}
+        chosen = [self.matrices[name] for path, name in paths.items() if not targets or _ends(path, targets)]
         return self.layers * rank * sum(inputs + outputs for inputs, outputs in chosen)
 
     @property
@@ -99,7 +117,7 @@ class Shape:
     @property
     def ends(self) -> int:
         """Parameters of embedding and head."""
-        alike = self.tied and self.begins and self.ends_here
+        alike = self.tied and self.whole
         return self.vocabulary * self.hidden * (self.begins + self.ends_here - alike)
 
     @property
@@ -112,18 +130,46 @@ class Shape:
         """Parameters that one token meets."""
         return self.layers * self.active + self.head
 
-    def kv_bytes(self, dtype: str) -> int:
+    @property
+    def served_bytes(self) -> int:
+        """Of a parameter in a version, and of a number that engines and references compute with."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def learned_bytes(self) -> int:
+        """Of a number that a learner computes with: bf16 is all that FSDP casts to."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def kv_bytes(self) -> int:
         """KV of one token, over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.served_bytes
 
 
-def shape_of(config: Config) -> Shape | None:
-    """The model's sizes; None where its config.json is not on this machine, or describes no plain decoder."""
-    data = read_config(config)
+def _ends(path: str, targets: Sequence[str]) -> bool:
+    return any(path.endswith(f".{target}") for target in targets)
+
+
+def shape_of(config: Config, model: str | None = None) -> Shape | None:
+    """The sizes of the ``model``, a folder or a name on the hub; None: of the policy. None where its config.json is not
+    on this machine, or describes no plain decoder."""
+    data = read_config(config, model)
     if data is None:
         return None
-    assert isinstance(config.model, PretrainedModel)
-    return _shape(Path(config.model.path).name, data)
+    if model is None:
+        assert isinstance(config.model, PretrainedModel)
+        model = config.model.path
+    shape = _shape(Path(model).name, data)
+    return replace(shape, dtype=config.model.dtype) if shape else None
+
+
+def tiny_shape(model: TinyModel) -> Shape:
+    """A tiny model's sizes, for what is asked of ranks: it fits anywhere, and how many words it knows depends on the
+    data."""
+    return Shape(
+        "tiny", model.hidden_size, model.intermediate_size, model.layers, model.heads, model.kv_heads, model.head_dim,
+        0, True, model.max_length, model.experts, model.experts_per_token,
+    )  # fmt: skip
 
 
 def _shape(name: str, data: dict[str, Any]) -> Shape | None:

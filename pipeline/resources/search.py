@@ -12,13 +12,24 @@ from dataclasses import dataclass
 from itertools import product
 
 from penstock.pipeline.config import Config
+from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.resources.devices import MACHINE, Device
-from penstock.pipeline.resources.memory import SHARE_STEP, VLLM_DEFAULT, reference_gib
+from penstock.pipeline.resources.gpus import gpus_but
+from penstock.pipeline.resources.memory import (
+    SHARE_STEP,
+    VLLM_DEFAULT,
+    embedded_gib,
+    kv_tokens,
+    reference_gib,
+    references_each,
+    too_large,
+)
 from penstock.pipeline.resources.model_shape import Shape
+from penstock.pipeline.resources.placement import GUESTS
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
-from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
-from penstock.protocols.versions import DTYPE_BYTES
-from penstock.services.rollout.config import VllmEngineConfig
+from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.services.modeling.lengths import longest_sequence
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
 BANDWIDTH_SHARE = 0.5
@@ -67,17 +78,12 @@ class Layout:
 
 def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
     """For each number of the trainer's ranks the fastest shape that fits, and rollouts on all other GPUs of
-    ``count``; then the fastest of all, with rollouts on the same GPUs."""
-    others = config.reference.count * config.with_reference + config.critic.ranks * config.with_critic
-    if config.with_reference and reference_gib(shape, config) > device.gib:
+    ``count``; then the fastest of all, with rollouts on the same GPUs. None where `unsearched` says why."""
+    if unsearched(config, device):
         return
-    if config.with_critic and critic_gib(shape, config.critic, device.gib) > device.gib:
-        return
+    others = gpus_but(config, ("trainer", "rollout"))
     adapters = [config.trainer.lora] if config.trainer.lora else [None, LoraConfig()]
-    vllm = config.rollout.engine if isinstance(config.rollout.engine, VllmEngineConfig) else None
-    tensors = [size for size in _tensor_parallel(config, shape, device) if size == 1 or vllm]
-    if vllm and any(int(vllm.vllm.get(f"{kind}_parallel_size", 1)) > 1 for kind in ("data", "pipeline")):
-        return  # each engine has more GPUs than are searched for
+    tensors = [*_tensor_parallel(config, shape, device)]
     for lora, ranks in product(adapters, _ranks(count)):
         engines = [
             (_generate_s(config, shape, load, tensor, device, rollouts), tensor, rollouts)
@@ -93,8 +99,25 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
                 faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s,
             )  # fmt: skip
 
+    try:
+        check_colocated(config)
+    except ValueError:
+        return
     for lora in adapters:
         yield from _colocated(config, shape, count, device, load, tensors, lora)
+
+
+def unsearched(config: Config, device: Device) -> str | None:
+    """Why there is no layout of this config whatever the number of GPUs."""
+    engine = config.rollout.engine
+    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
+    for name in ("data_parallel_size", "pipeline_parallel_size"):
+        if int(options.get(name, 1)) > 1:
+            return (
+                f"rollout.engine.vllm.{name}={options[name]}: layouts are searched for engines without it; set it to "
+                "1, or lay the run out by hand (run.placement=as_given)"
+            )
+    return next(iter(too_large(config, device.gib)), None)
 
 
 def _plain(config: Config, ranks: int, lora: LoraConfig | None) -> TrainerConfig:
@@ -105,19 +128,21 @@ def _colocated(
     config: Config, shape: Shape, count: int, device: Device, load: Load, tensors: Sequence[int],
     lora: LoraConfig | None,
 ) -> Iterator[Layout]:  # fmt: skip
-    """Rollouts, and a reference, on the GPUs of a trainer that has all that no critic has."""
-    ranks = count - config.critic.ranks * config.with_critic
-    beside = reference_gib(shape, config) if config.with_reference else 0.0
+    """Rollouts, and references, on the GPUs of a trainer that has all that no critic or scorer has."""
+    ranks = count - gpus_but(config, ("trainer", *GUESTS))
+    if ranks < 1 or (ranks > MACHINE and ranks % MACHINE):
+        return
+    references = references_each(config, ranks)
+    beside = references * (reference_gib(config) or 0.0) if references else 0.0
     room = (device.gib - OVERHEAD_GIB - beside) / device.gib
     share = min(VLLM_DEFAULT, int(room / SHARE_STEP) * SHARE_STEP)
-    asleep = (1 + config.with_reference) * OVERHEAD_GIB
-    if ranks < 1 or (ranks > MACHINE and ranks % MACHINE) or share <= 0:
+    asleep = (1 + references) * OVERHEAD_GIB
+    if share <= 0:
         return
-    longest = _longest(config, shape)
     engines = [
         (_generate_s(config, shape, load, tensor, device, ranks // tensor, share), tensor)
         for tensor in tensors
-        if ranks >= tensor and sequences(config, shape, tensor, device, longest, share) >= LEAST_SEQUENCES
+        if ranks >= tensor and _has_room(config, shape, tensor, device, share)
     ]
     found = _fastest(shape, _plain(config, ranks, lora), load, device, asleep)
     if engines and found:
@@ -126,7 +151,7 @@ def _colocated(
         yield Layout(
             trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, ranks // tensor, tensor,
             faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s, True, round(share, 2),
-            switch_s(shape, trainer, DTYPE_BYTES[config.model.dtype], tensor, device),
+            switch_s(shape, trainer, tensor, device),
         )  # fmt: skip
 
 
@@ -164,18 +189,16 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
     machines = max(1, plain.ranks // MACHINE)
     degrees = product(
         sorted({1, machines}),
-        [size for size in powers if size == 1 or (shape.packs and shape.deals(size))],
-        [
-            size
-            for size in powers
-            if size == 1 or not (shape.kv_heads % size or shape.intermediate % size or plain.lora)
-        ],
+        [size for size in powers if size == 1 or shape.packs],
+        [size for size in powers if size == 1 or (shape.cuts(size) and not plain.lora)],
         [size for size in (*powers, 16, 32, 64) if size == 1 or (shape.experts and not shape.experts % size)],
         [size for size in powers if size == 1 or (shape.packs and size <= min(shape.layers, machines))],
     )
     for replicas, sequence, tensor, expert, stages in degrees:
         shards, left = divmod(plain.ranks, replicas * tensor * stages)
         if left or not shards or shards % sequence or shards % expert or sequence * tensor > MACHINE:
+            continue
+        if not shape.deals(sequence, tensor):
             continue
         for checkpointing, offload, offload_activations in product(
             (False, "selective", True), (False, True), (False, True)
@@ -208,24 +231,32 @@ def _apart(trainer: TrainerConfig) -> int:
 
 def _tensor_parallel(config: Config, shape: Shape, device: Device) -> Iterator[int]:
     """GPUs that one engine may have."""
-    for tensor in (2**power for power in range(4)):
-        if not shape.deals(tensor):
-            continue
-        if sequences(config, shape, tensor, device, _longest(config, shape)) >= LEAST_SEQUENCES:
+    vllm = isinstance(config.rollout.engine, VllmEngineConfig)
+    for tensor in (2**power for power in range(4 if vllm else 1)):
+        if shape.deals(tensor) and _has_room(config, shape, tensor, device):
             yield tensor
 
 
-def _longest(config: Config, shape: Shape) -> float:
-    return float(min(getattr(config.rollout.engine, "max_length", shape.max_length), shape.max_length))
+def _has_room(config: Config, shape: Shape, tensor: int, device: Device, share: float = VLLM_DEFAULT) -> bool:
+    """An engine is worth its GPUs, of which it may take a ``share`` of the memory."""
+    engine = config.rollout.engine
+    if isinstance(engine, TorchEngineConfig):
+        return embedded_gib(config, shape) <= device.gib * share
+    longest = float(longest_sequence(engine, shape.max_length) or shape.max_length)
+    return sequences(config, shape, tensor, device, longest, share) >= LEAST_SEQUENCES
 
 
 def sequences(
     config: Config, shape: Shape, tensor: int, device: Device, length: float, share: float = VLLM_DEFAULT
 ) -> float:
-    """Of ``length`` tokens, that the KV of one engine has room for in its ``share`` of GPUs."""
-    weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB / tensor
-    token = shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads) / GIB
-    return max(0.0, device.gib * share - weights - OVERHEAD_GIB) / token / length
+    """Of ``length`` tokens, that the KV of one engine has room for in its ``share`` of GPUs. The embedded one keeps a
+    slot of its longest for each, beside two versions."""
+    engine = config.rollout.engine
+    if isinstance(engine, TorchEngineConfig):
+        return kv_tokens(shape, device.gib * share, versions=2) / engine.max_length
+    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
+    stages = int(options.get("pipeline_parallel_size", 1))
+    return kv_tokens(shape, device.gib * share, tensor, stages) / length
 
 
 def _generate_s(
@@ -236,8 +267,8 @@ def _generate_s(
     tokens = load.tokens / engines
     fit = sequences(config, shape, tensor, device, load.length, share)
     batch = max(1.0, min(most, fit, tokens / load.length))
-    weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / tensor
-    kv = batch * load.length / 2 * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
+    weights = shape.parameters * shape.served_bytes / tensor
+    kv = batch * load.length / 2 * shape.kv_bytes / min(tensor, shape.kv_heads)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)
     compute_s = batch * 2 * shape.met / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
     return tokens / batch * max(read_s, compute_s)

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.memory import SHARE_STEP, VLLM_DEFAULT, reference_gib
+from penstock.pipeline.resources.memory import SHARE_STEP, VLLM_DEFAULT, critic_gib, embedded_gib, reference_gib
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import is_guest
-from penstock.pipeline.resources.trainer_memory import GIB, OVERHEAD_GIB, critic_gib, trainer_gib
-from penstock.protocols.versions import DTYPE_BYTES
-from penstock.services.rollout.config import VllmEngineConfig
+from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 
 UTILIZATION = "rollout.engine.vllm.gpu_memory_utilization"
+SEQUENCES = "rollout.engine.max_sequences"
 
 
 def too_much(config: Config, placed: Mapping[str, str], sizes: Mapping[str, float]) -> list[str]:
@@ -46,35 +46,35 @@ def _phases(config: Config, shares: Mapping[str, float], resting: float) -> list
 
 def _say(config: Config, gpu: str, size: float, shares: Mapping[str, float]) -> str:
     told = ", ".join(f"{actor} {share:.2f}" for actor, share in shares.items())
-    engines = [actor for actor in shares if actor.startswith("rollout") and _is_vllm(config)]
+    engine = config.rollout.engine
+    rollouts = [actor for actor in shares if actor.startswith("rollout")]
+    engines = rollouts if isinstance(engine, VllmEngineConfig) else []
     others = sum(share for actor, share in shares.items() if actor not in engines)
     room = int(max(0.0, 1 - others) / max(1, len(engines)) / SHARE_STEP) * SHARE_STEP
-    remedy = "use more GPUs"
+    key, remedy = UTILIZATION if engines else "run.gpu_gib", "use more GPUs"
+    if rollouts and isinstance(engine, TorchEngineConfig):
+        key, remedy = f"{SEQUENCES}={engine.max_sequences}", f"set fewer {SEQUENCES}, or use more GPUs"
     if engines and room >= SHARE_STEP:
         remedy = f"set {UTILIZATION}={room:.2f}, or use more GPUs"
     return (
-        f"{UTILIZATION if engines else 'run.gpu_gib'}: GPU {gpu} ({size:.0f} GiB) is shared by {told}: together "
+        f"{key}: GPU {gpu} ({size:.0f} GiB) is shared by {told}: together "
         f"{sum(shares.values()):.2f} of its memory; {remedy}"
     )
 
 
 def _share(config: Config, actor: str, size: float) -> float:
     shape = shape_of(config)
-    weights = shape.parameters * DTYPE_BYTES[config.model.dtype] / GIB if shape else 0.0
     kind = actor.partition("-")[0]
     engine = config.rollout.engine
     if kind == "rollout" and isinstance(engine, VllmEngineConfig):
         return float(engine.vllm.get("gpu_memory_utilization", VLLM_DEFAULT))
-    if kind == "rollout":
-        return (2 * weights + OVERHEAD_GIB) / size  # the version that serves, and the next one
-    if kind == "trainer" and shape:
-        return trainer_gib(shape, config.trainer, size) / size
-    if kind == "critic" and shape:
-        return critic_gib(shape, config.critic, size) / size
-    if kind == "reference" and shape:
-        return reference_gib(shape, config) / size
-    return OVERHEAD_GIB / size
-
-
-def _is_vllm(config: Config) -> bool:
-    return isinstance(config.rollout.engine, VllmEngineConfig)
+    need: float | None = None
+    if kind == "rollout" and shape and isinstance(engine, TorchEngineConfig):
+        need = embedded_gib(config, shape)
+    elif kind == "trainer" and shape:
+        need = trainer_gib(shape, config.trainer, size)
+    elif kind == "critic":
+        need = critic_gib(config, size)
+    elif kind == "reference":
+        need = reference_gib(config)
+    return (need or OVERHEAD_GIB) / size

@@ -79,13 +79,14 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     return max(arithmetic, gathered) + waits + updates
 
 
-def switch_s(shape: Shape, trainer: TrainerConfig, dtype_bytes: int, tensor: int, device: Device) -> float:
+def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) -> float:
     """Seconds of a step in which GPUs change hands (`run.placement`: colocated): what a trainer's rank keeps between
     two steps goes to its host and comes back, and so do an engine's weights, cut over ``tensor`` GPUs."""
     lora = trainer.lora
     trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else _cut(shape, trainer)
-    kept = 0.0 if trainer.offload else 8 * trained + 4 * _cut(shape, trainer)
-    return 2 * (kept + shape.parameters * dtype_bytes / tensor) / (device.host_gb_s * 1e9 * LINK_SHARE)
+    frozen = shape.learned_bytes * _cut(shape, trainer) if lora else 0.0
+    kept = 0.0 if trainer.offload else 12 * trained + frozen
+    return 2 * (kept + shape.parameters * shape.served_bytes / tensor) / (device.host_gb_s * 1e9 * LINK_SHARE)
 
 
 def _flops(shape: Shape, trainer: TrainerConfig, length: float) -> float:

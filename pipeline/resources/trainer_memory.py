@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from penstock.pipeline.resources.model_shape import Shape
-from penstock.services.critic.config import CriticConfig
-from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig
+from penstock.services.learning.config import GRADIENT_SHARE
 from penstock.services.trainer.config import TrainerConfig
 
 GIB = float(1 << 30)
@@ -40,8 +39,8 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
     """Of a stage that has gone forward through ``in_flight`` micro-batches when its first backward begins: at its peak,
     where a later micro-batch's backward begins, or where embedding and head are summed, or gathered. Always there, and
     cut: fp32 weights, their gradient and Adam's two moments; the version that is published, in 16 bits. With an adapter
-    that alone has gradient and moments, and the model is in 16 bits."""
-    lora, tensor, shards = trainer.lora, trainer.tensor_parallel, trainer.shards
+    that alone has gradient and moments, and the model is in what is computed with: bf16, or else fp32."""
+    lora, tensor, shards, wide = trainer.lora, trainer.tensor_parallel, trainer.shards, shape.learned_bytes
     # Of a layer, what one rank gathers: experts are not cut by tensor parallelism, but dealt out.
     dealt = shape.experts / trainer.expert_parallel
     layer = shape.shared / tensor + shape.router + dealt * shape.expert
@@ -51,26 +50,29 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
     cut = even + shape.layers * own * shape.expert
     trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut
     if lora:
-        ends, layers = 2 * shape.ends, 4.0 * layer
+        ends, layers = wide * shape.ends, 2.0 * wide * layer
         # While they are gathered, and the first layer behind them: as they come, and as they are put together.
-        sums = 4.0 * (shape.ends + layer)
+        sums = 2.0 * wide * (shape.ends + layer)
     else:
-        ends = 2 * (shape.ends + shape.head)  # gathered in bf16, with the head's gradient
-        layers = 8 * layer  # one gathered, one on its way, one's gradient in fp32
-        sums = 6 * shape.ends
+        ends = wide * (shape.ends + shape.head)  # gathered, with the head's gradient
+        layers = (2 * wide + 4) * layer  # one gathered, one on its way, one's gradient in fp32
+        sums = (wide + 4) * shape.ends
         if trainer.replicas > 1:  # each layer's part is kept beside its gradient until all replicas' are summed
             sums += 4 * (cut - shape.ends / shards)
+    if trainer.ranks == 1 and shape.whole and wide == 4 and not trainer.offload:  # not cut, so nothing is gathered
+        ends, layers, sums = 0 if lora else 8 * shape.head, 0.0, 0.0  # the head's gradient, and a chunk's
     turned = sum(math.prod(size) for name, size in shape.matrices.items() if name in ("o_proj", "down_proj"))
     kept, inner = activations(shape, trainer, in_flight)
     acts, logits = inner if trainer.offload_activations else kept + inner, LOGITS_GIB * GIB * shape.ends_here
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
+    version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.parameters / trainer.ranks
     held = {
-        "weights": 2 * cut + 4 * trained if lora else 4 * cut,
+        "weights": wide * cut + 4 * trained if lora else 4 * cut,
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": (8 if trainer.optimizer.moments == "float32" else EIGHT_BIT_BYTES) * trained,
         "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
-        "published version": 4 * trained if trainer.sends_adapter else 2 * shape.parameters / trainer.ranks,
+        "published version": version,
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
     parts = (held if not trainer.offload else {}) | {
@@ -83,19 +85,20 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
 
 
 def activations(shape: Shape, trainer: TrainerConfig, in_flight: int = 1) -> tuple[float, float]:
-    """Bytes that a backward begins with, in bf16: what all layers keep, of each micro-batch ``in_flight``, and what one
-    of them has beside it."""
+    """Bytes that a backward begins with: what all layers keep, of each micro-batch ``in_flight``, and what one of them
+    has beside it."""
     tokens, tensor = trainer.tokens_per_micro_batch / trainer.sequence_parallel, trainer.tensor_parallel
-    kept = 2 * tokens * shape.hidden * shape.layers  # what goes into each layer
-    inner = 2 * tokens * (8 * shape.hidden + 4 * shape.hidden / tensor)  # and what it does
+    number = shape.learned_bytes * tokens  # one of each token's
+    kept = number * shape.hidden * shape.layers  # what goes into each layer
+    inner = number * (8 * shape.hidden + 4 * shape.hidden / tensor)  # and what it does
     if shape.experts:
-        inner += 2 * tokens * shape.chosen * (2 * shape.hidden + 6 * shape.intermediate)
+        inner += number * shape.chosen * (2 * shape.hidden + 6 * shape.intermediate)
     else:
-        inner += 2 * tokens * 5 * shape.intermediate / tensor
+        inner += number * 5 * shape.intermediate / tensor
     if not trainer.gradient_checkpointing:
-        kept = 2 * tokens * _saved(shape, tensor) * (shape.layers - 1 / in_flight)
+        kept = number * _saved(shape, tensor) * (shape.layers - 1 / in_flight)
     elif trainer.gradient_checkpointing == "selective":  # and what the matrices gave
-        kept += 2 * tokens * shape.layers * sum(outputs for _, outputs in shape.matrices.values()) / tensor
+        kept += number * shape.layers * sum(outputs for _, outputs in shape.matrices.values()) / tensor
     return kept * in_flight, inner
 
 
@@ -108,12 +111,6 @@ def _saved(shape: Shape, tensor: int) -> float:
     if shape.experts:
         return 8 * shape.hidden + attention / tensor + shape.chosen * (2 * shape.hidden + 4 * shape.intermediate)
     return 8 * shape.hidden + (attention + 4 * shape.intermediate) / tensor
-
-
-def critic_gib(shape: Shape, critic: CriticConfig, gpu_gib: float | None = None) -> float:
-    """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted."""
-    same = {name: getattr(critic, name) for name in LearnerConfig.model_fields}
-    return trainer_gib(shape, TrainerConfig(**same), gpu_gib)
 
 
 def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float | None) -> bool:

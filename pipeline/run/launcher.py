@@ -36,6 +36,7 @@ from penstock.protocols.messages import (
     StatusRequest,
     StopRun,
 )
+from penstock.services.broker.store import is_loading
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.registry import ActorSpec
@@ -163,6 +164,8 @@ class _Launch:
             while not select.select([read], [], [], 0.1)[0]:
                 self._hear_interrupt()
                 error = self._supervisor.poll()
+                if time.monotonic() > deadline - 1 and is_loading(store):
+                    deadline = time.monotonic() + BROKER_START_S
                 if error or time.monotonic() > deadline:
                     raise RunError(error or f"the broker did not start within {BROKER_START_S:.0f} s")
             address = os.read(read, 4096).decode().strip()
@@ -232,7 +235,7 @@ class _Launch:
                 state = client.state(self._mailbox)
                 heard = time.monotonic()
             except DeadlineError as late:
-                if time.monotonic() - heard > BROKER_SILENT_S:
+                if time.monotonic() - max(heard, self._mailbox.heard_at) > BROKER_SILENT_S:
                     return self._supervisor.poll() or str(late), "failed"
                 continue
             view.update(state, self._supervisor.restarts)

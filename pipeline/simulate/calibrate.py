@@ -7,8 +7,10 @@ that answer at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
+from statistics import median
 
 import psutil
 
@@ -29,10 +31,15 @@ PER_SEQUENCE = 1 / 64
 READ_STEPS = 20
 """Steps whose lengths are looked at."""
 TRIALS = 14
+FASTEST_S, SLOWEST_S = 1e-6, 10.0
+"""Between which a decoding step is looked for."""
+STOOD = 10
+"""A run that took so many times as long as it mostly does stood still meanwhile, and was taken up again."""
 
 
-def like(run: Path) -> Costs:
-    """As the run in this folder had them, on this machine. Raises `ConfigError` where it says too little."""
+def like(run: Path, warn: Callable[[str], None]) -> Costs:
+    """As the run in this folder had them, on this machine. Raises `ConfigError` where it says too little; ``warn`` is
+    told where it does not show what decoding takes."""
     config = load(run / "config.yaml")
     rows = steps_of(run)[SKIPPED:]
     if len(rows) < LEAST:
@@ -52,7 +59,20 @@ def like(run: Path) -> Costs:
         score_token_s=_scoring(run, config, rows[0]["time"], rows[-1]["time"]) / tokens,
         cores=None if visible_gpus() else float(psutil.cpu_count() or 1),
     )
-    return known.model_copy(update=_decoding(config, known, (len(rows) - 1) / (rows[-1]["time"] - rows[0]["time"])))
+    return known.model_copy(update=_decoding(config, known, _rate([row["time"] for row in rows]), warn))
+
+
+def _rate(times: Sequence[float]) -> float:
+    """Steps a second of a run at work, which ended at these."""
+    worked = [gap for gap in _gaps(times) if gap]
+    return len(worked) / sum(worked)
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    """Seconds between each of these and the next; 0 where the run stood still between them."""
+    gaps = [after - before for before, after in pairwise(times)]
+    longest = STOOD * median(gaps) if gaps else 0.0
+    return [gap if gap <= longest else 0.0 for gap in gaps]
 
 
 def _lengths(run: Path) -> tuple[tuple[int, ...], float]:
@@ -70,20 +90,20 @@ def _lengths(run: Path) -> tuple[tuple[int, ...], float]:
 
 def _scoring(run: Path, config: Config, begun: float, ended: float) -> float:
     """Seconds that scorers other than the rewards were busy between these times, on average over their kinds."""
-    kinds = {column.scorer for column in config.columns.columns} - {"reward"}
+    kinds = {column.scorer for column in config.columns.scored} - {"reward"}
     beats = read_lines(run / "actors.jsonl")
     worked = 0.0
-    for before, beat in pairwise(beats):
+    for gap, beat in zip(_gaps([beat["time"] for beat in beats]), beats[1:], strict=False):
         busy = [a.get("busy") or 0.0 for a in beat["actors"].values() if a["kind"] in kinds]
-        if not begun < beat["time"] <= ended:
-            continue
-        worked += sum(busy) * (beat["time"] - before["time"])
+        if begun < beat["time"] <= ended:
+            worked += sum(busy) * gap
     return worked / max(1, len(kinds))
 
 
-def _decoding(config: Config, known: Costs, steps_per_s: float) -> dict[str, float]:
-    """What a decoding step takes, found by halving."""
-    low, high = 1e-6, 10.0
+def _decoding(config: Config, known: Costs, steps_per_s: float, warn: Callable[[str], None]) -> dict[str, float]:
+    """What a decoding step takes, found by halving. ``warn`` is told where nothing makes the simulated run as fast as
+    the real one."""
+    low, high = FASTEST_S, SLOWEST_S
     for _ in range(TRIALS):
         middle = (low * high) ** 0.5
         trial = known.model_copy(update=_step(middle))
@@ -91,6 +111,13 @@ def _decoding(config: Config, known: Costs, steps_per_s: float) -> dict[str, flo
             low = middle
         else:
             high = middle
+    if low == FASTEST_S or high == SLOWEST_S:
+        other = "slower" if low == FASTEST_S else "faster"
+        warn(
+            f"--like: however long decoding took, the simulated run is {other} than the real one's {steps_per_s:.3g} "
+            "steps a second, so decode_s means nothing; take a run with gate.max_lag=0, rewards that answer at once, "
+            "and cores enough, or give --cost decode_s=…"
+        )
     return _step((low * high) ** 0.5)
 
 

@@ -12,10 +12,10 @@ from pydantic import Field, ValidationError
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.devices import Device
+from penstock.pipeline.resources.memory import VLLM_DEFAULT
 from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, sequences
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
-from penstock.protocols.versions import DTYPE_BYTES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.settings import Section
 
@@ -47,7 +47,8 @@ class Costs(Section):
     train_token_s: float = Field(1e-4, ge=0)
     """Of the trainer, for each sampled token of a step."""
     score_token_s: float = Field(0.0, ge=0)
-    """Of a scorer that computes (reference, critic, …), for each sampled token."""
+    """Of a scorer that computes (reference, one of your own), for each sampled token; a critic's values are left
+    out."""
     reward_s: float = Field(0.0, ge=0)
     """Until a response has its reward; any number at once. A group waits for its slowest."""
     reward_spread: float = Field(0.5, ge=0)
@@ -122,9 +123,12 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     """On paper: rooflines, as `penstock plan` counts them."""
     engine = config.rollout.engine
     options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
-    tensor = int(options.get("tensor_parallel_size", 1))
-    size, bandwidth = DTYPE_BYTES[config.model.dtype], device.gb_s * 1e9 * BANDWIDTH_SHARE
-    kv = (prompt + length / 2) * shape.kv_bytes(config.model.dtype) / min(tensor, shape.kv_heads)
+    tensor, stages, data = (int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
+    share = float(options.get("gpu_memory_utilization", VLLM_DEFAULT))
+    weights, bandwidth = shape.parameters * shape.served_bytes, device.gb_s * 1e9 * BANDWIDTH_SHARE
+    # Of a step's sequences each data-parallel engine has a part, and each stage of it has a part of those at a time.
+    parts = data * stages
+    kv = (prompt + length / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
     flops = device.tflops * 1e12 * FLOPS_SHARE
     step = Load(max(1.0, length) * config.gate.groups_per_step * config.sampling.trajectories, prompt + length)
     trained = train_s(shape, config.trainer, step, device) / step.tokens
@@ -132,16 +136,16 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     found = {
         "length": length,
         "prompt": prompt,
-        "most_sequences": max(1, int(sequences(config, shape, tensor, device, whole))),
-        "decode_compute_s": 2 * shape.met / (tensor * flops),
-        "decode_s": shape.parameters * size / tensor / bandwidth,
-        "decode_sequence_s": kv / bandwidth,
-        "prefill_token_s": 2 * shape.met / (tensor * flops),
+        "most_sequences": max(1, data * int(sequences(config, shape, tensor, device, whole, share))),
+        "decode_compute_s": 2 * shape.met / (tensor * parts * flops),
+        "decode_s": weights / tensor / bandwidth,  # stage after stage, so all of them
+        "decode_sequence_s": kv / parts / bandwidth,
+        "prefill_token_s": 2 * shape.met / (tensor * parts * flops),
         "train_token_s": trained,
         "score_token_s": 2 * shape.met / flops,
-        "publish_s": shape.parameters * size / (NETWORK_GB_S * 1e9),
-        "pause_s": shape.parameters * size / tensor / bandwidth,
-        "switch_s": switch_s(shape, config.trainer, size, tensor, device) if config.run.colocated else 0.0,
+        "publish_s": weights / (NETWORK_GB_S * 1e9),
+        "pause_s": weights / (tensor * stages) / bandwidth,
+        "switch_s": switch_s(shape, config.trainer, tensor * stages, device) if config.run.colocated else 0.0,
     }
     return checked("--length or --prompt:", found)
 

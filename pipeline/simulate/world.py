@@ -113,12 +113,14 @@ class World:
         gate = Gate(config.gate.groups_per_step, config.gate.window, config.gate.max_lag)
         self._groups = GroupTracker(
             Volatile(), gate, columns, steps, None, config.gate.prefetch,
-            release=lambda number: None, archive=lambda step: None, on_drop=lambda number, reason, kind: None,
+            release=lambda number: None, on_drop=lambda number, reason, kind: None,
         )  # fmt: skip
         self._columns = {kind: [c for c in columns if c.scorer == kind] for kind in {c.scorer for c in columns}}
         counts = {kind: registry.actors(config)[kind].count(config) for kind in self._columns}
         self._scorers = {kind: Scorer(self.clock, counts[kind]) for kind in self._columns if kind != REWARD}
         slots = 256 if isinstance(engine, PluginEngineConfig) else engine.max_sequences
+        if config.run.deterministic:  # each group is decoded alone
+            slots = self._n
         if isinstance(engine, VllmEngineConfig):
             slots *= int(engine.vllm.get("data_parallel_size", 1))
         slots = min(slots, costs.most_sequences or slots)
@@ -285,7 +287,7 @@ class World:
             self._first = self.clock.now, self._version
         if self._version % self._config.trainer.checkpoint.every == 0:
             self._saved = self._version
-            self._groups.free(self._version)
+            self._groups.free(self._groups.ledger.covered(self._version))
         for rollout in self._rollouts:
             self._offer(rollout, self._version)
         self._turn()

@@ -16,6 +16,7 @@ from penstock.pipeline.resources.choice import (
     memory_words,
     nothing_fits,
     overrides,
+    seconds_of,
     shape_words,
 )
 from penstock.pipeline.resources.devices import Device, devices_of
@@ -72,12 +73,12 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     groups = config.gate.groups_per_step * config.sampling.trajectories
     every = list(layouts(config, shape, count, device, load_of(config, response)))
     if not every:
-        console.print(nothing_fits(count, device), style="red", highlight=False)
+        console.print(nothing_fits(config, count, device), style="red", highlight=False)
         return
     for title, lora in (("training all weights", False), ("training an adapter (LoRA)", True)):
         some = [layout for layout in every if (layout.trainer.lora is not None) == lora]
         if some:
-            _print_table(console, title, heapq.nsmallest(SHOWN, some, key=lambda each: each.step_s), count, device)
+            _print_table(console, title, heapq.nsmallest(SHOWN, some, key=seconds_of(config)), count, device)
     console.print(
         f"a step of {groups:,} responses of {response:,} tokens; roofline estimates at {FLOPS_SHARE:.0%} of the peak "
         f"FLOPs, {BANDWIDTH_SHARE:.0%} of the memory's bandwidth and {LINK_SHARE:.0%} of what connects GPUs, for "
@@ -92,7 +93,7 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     best, why = best_of(config, every)
     for reason in why:
         console.print(f"why: {reason}", highlight=False, markup=False)
-    taken = shlex.join(overrides(config, best))
+    taken = shlex.join(overrides(config, best, count))
     console.print(f"take the first: {taken}", highlight=False, markup=False, soft_wrap=True)
 
 

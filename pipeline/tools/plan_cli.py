@@ -20,7 +20,7 @@ def plan_run(
     ] = None,
     length: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Tokens of a response on average; by default half of the longest.", show_default=False),
+        typer.Option(min=1, help="Mean tokens of a response; by default half of the longest.", show_default=False),
     ] = None,
 ) -> None:
     """Print what a run takes of GPUs and hosts, part by part; and which layouts fit GPUs that nobody has rented yet.

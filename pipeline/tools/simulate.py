@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
+import typer
 import yaml
 from rich import box
 from rich.console import Console
@@ -34,13 +35,17 @@ def costs_of(
     changed = {key: yaml.safe_load(value) for key, value in (_pair("--cost", change) for change in changes)}
     if "length" in changed:
         changed.setdefault("lengths", ())
-    fixed = like(run) if run is not None else known.of_file(file) if file is not None else None
+    fixed = like(run, _warn) if run is not None else known.of_file(file) if file is not None else None
 
     def of(config: Config) -> Costs:
         found = fixed or _on_gpus(config, gpus or "", length, prompt)
         return known.checked("--cost", found.model_dump() | changed)
 
     return of
+
+
+def _warn(text: str) -> None:
+    typer.echo(f"warning: {text}", err=True)
 
 
 def _on_gpus(config: Config, gpus: str, length: float | None, prompt: float) -> Costs:
@@ -69,7 +74,7 @@ def show(
         table.add_column(name, justify="right", no_wrap=True)
     first: Outcome | None = None
     with Progress(console=console, transient=True) as bar:
-        for values in product(*(values.split(",") for _, values in keys)):
+        for values in product(*(_values(values) for _, values in keys)):
             config = load(path, [*overrides, *(f"{key}={value}" for (key, _), value in zip(keys, values, strict=True))])
             task = bar.add_task(" ".join(values) or "simulating", total=steps)
             found = World(config, costs(config), steps).run(lambda step, task=task: bar.update(task, completed=step))  # type: ignore[misc]
@@ -93,6 +98,18 @@ def _waits_for(found: Outcome) -> str:
     shares = {"trainer": found.trainer_busy, "rollouts": found.rollouts_busy, **found.scorers_busy}
     busiest = max(shares, key=lambda kind: shares[kind])
     return busiest if shares[busiest] > BUSY else "each other"
+
+
+def _values(text: str) -> list[str]:
+    """Those between commas, of which braces and brackets may have some of their own."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:

@@ -218,8 +218,7 @@ class Handlers:
 
     def _on_ledger_tail(self, member: Member, request: int, tail: m.LedgerTail) -> None:
         groups = self._state.groups
-        for row in tail.steps:
-            groups.merge(row.step, row.groups, row.seed, row.max_lag, row.digest)
+        groups.merge(tail.steps)
         self._state.router.send(member.identity, m.Resumed(committed=groups.ledger.committed), request)
 
     def _on_take(self, member: Member, request: int, take: m.Take) -> None:
@@ -303,7 +302,6 @@ class Handlers:
     def _on_checkpointed(self, member: Member, request: int, checkpoint: m.Checkpointed) -> None:
         progress = self._state.progress
         progress.checkpoints[member.kind] = checkpoint.version
-        self._state.groups.free(self._state.covered())
         if checkpoint.final:
             progress.final_checkpoints[member.kind] = checkpoint.version
         log.info("checkpoint", learner=member.kind, version=checkpoint.version, path=checkpoint.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
+from penstock.protocols.mailbox import is_yet_to_come
 from penstock.protocols.messages import Hello
 from penstock.services.broker.rules.journal import Journal
 
@@ -65,7 +66,9 @@ class Members:
         """The identity that replaced ``identity``, if one did."""
         name, _, incarnation = identity.rpartition("#")
         newest = self._newest.get(name, "")
-        return f"{name}#{newest}" if incarnation < newest else None
+        if incarnation >= newest or (f"{name}#{newest}" not in self._by_identity and is_yet_to_come(newest)):
+            return None
+        return f"{name}#{newest}"
 
     @property
     def returns(self) -> int:
@@ -106,10 +109,10 @@ class Members:
         """The member has said goodbye."""
         return self._by_identity.pop(identity, None)
 
-    def excuse(self, seconds: float) -> None:
+    def excuse(self, seconds: float, now: float) -> None:
         """The broker itself was away: its silence is not theirs."""
         for member in self._by_identity.values():
-            member.heard_at += seconds
+            member.heard_at = min(now, member.heard_at + seconds)
 
     def silent(self, now: float, dead_after_s: float) -> list[Member]:
         """Members not heard from for too long, removed."""

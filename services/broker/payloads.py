@@ -35,6 +35,8 @@ class Payloads:
         self._bytes = 0
         self._queued: set[Key] = set()
         """Groups with parts that this turn has queued, which a read of the store would not see yet."""
+        self._parting: set[Key] = set()
+        """Of these, the ones that are to be forgotten once it would."""
 
     def begin(self, key: Key, experience: bytes) -> None:
         """A group is finished."""
@@ -65,8 +67,9 @@ class Payloads:
         parts = self._parts(key) if names else {}
         return {name: np.frombuffer(parts[name], self._dtypes[name]) for name in names}
 
-    def taken(self, numbers: Sequence[int], columns: Sequence[str]) -> list[TakenGroup]:
-        """The groups of a step with all their columns. Raises `StoreError` where the store has lost one."""
+    def taken(self, numbers: Sequence[int], columns: Sequence[str], partial: bool = False) -> list[TakenGroup]:
+        """The groups of a step with all their columns, or, ``partial``, with those that they have. Raises `StoreError`
+        where the store has lost one."""
         away = [number for number in numbers if ("train", number) not in self._held]
         read = dict(zip(away, self._store.payloads(away), strict=True)) if away else {}
         groups = []
@@ -74,32 +77,42 @@ class Payloads:
             parts = read[number] if number in read else self._held["train", number]
             if EXPERIENCE not in parts:
                 raise PayloadLostError(f"the store has lost group {number}: its step cannot be redone")
-            if missing := [name for name in columns if name not in parts]:
+            missing = [name for name in columns if name not in parts]
+            if missing and not partial:
                 raise StoreError(
                     f"group {number} was taken by a step when this run had no column {', '.join(missing)}: go on with "
                     "the config that it had (reward.functions, scorers) until a checkpoint covers the step"
                 )
-            values = {name: np.frombuffer(parts[name], self._dtypes[name]) for name in columns}
+            values = {name: np.frombuffer(parts[name], self._dtypes[name]) for name in columns if name in parts}
             groups.append(TakenGroup(number=number, experience=as_bytes(parts[EXPERIENCE]), columns=values))
         return groups
 
     def settled(self) -> None:
         """The turn is durable, and visible to reads."""
         self._queued.clear()
+        for key in self._parting:
+            self.forget(key)
+        self._parting.clear()
 
     def forget(self, key: Key) -> None:
-        """It is not needed in memory any more."""
+        """It is not needed in memory any more, once it can be read elsewhere."""
+        if key in self._queued:
+            self._parting.add(key)
+        else:
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
         parts = self._held.pop(key, None)
         if parts:
             self._bytes -= sum(map(len, parts.values()))
 
     def delete(self, number: int) -> None:
         """A training group is not needed any more at all."""
-        self.forget(("train", number))
+        self._drop(("train", number))
         self._store.delete_payloads(number)
 
     def _hold(self, key: Key, parts: Parts) -> None:
-        self.forget(key)
+        self._drop(key)
         self._held[key] = parts
         self._bytes += sum(map(len, parts.values()))
         while self._bytes > KEPT_BYTES and len(self._held) > 1:
@@ -107,7 +120,7 @@ class Payloads:
             oldest = next(spare, None)
             if oldest is None:
                 break
-            self.forget(oldest)
+            self._drop(oldest)
 
     def _parts(self, key: Key) -> Parts:
         if key not in self._held:  # of a broker before this one, or beyond what is kept

@@ -92,8 +92,9 @@ class Recorder:
     def close(self) -> None:
         """Closes the files."""
         files = (self._metrics, self._ledger, self._drops, self._weights, self._samples, *self._learners.values())
-        for file in (self._beats, *files):
+        for file in files:
             file.close()
+        self._beats.close()
         self._trackers.close()
 
     @staticmethod

@@ -12,6 +12,7 @@ from penstock.protocols import wire
 from penstock.protocols.columns import Column
 from penstock.protocols.experience import Prompt, Purpose
 from penstock.services.broker import clock
+from penstock.services.broker.batches import batch_for
 from penstock.services.broker.granting import SUSPECT_AFTER, Room, grant_groups
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Lease
@@ -179,7 +180,19 @@ class Scheduler:
             if reply or not here:
                 del self.waiting[kind]
             if reply:
-                state.router.send(waiting.identity, reply, waiting.request)
+                self._send(kind, waiting, reply)
+
+    def _send(self, kind: str, waiting: Waiting, reply: m.Message) -> None:
+        state = self._state
+        try:
+            state.router.send(waiting.identity, reply, waiting.request)
+        except wire.WireError as error:
+            state.progress.error = (
+                f"the batch of step {waiting.step} cannot be sent to the {kind}: {error}; take fewer groups a step "
+                "(gate.groups_per_step) or smaller ones (rollout.sampling.n)"
+            )
+            log.error("a batch cannot be sent", error=state.progress.error)
+            state.progress.stop(state.progress.error)
 
     def _answer_take(self, kind: str, waiting: Waiting, now: float) -> m.Message | None:
         state, ledger = self._state, self._state.groups.ledger
@@ -191,7 +204,7 @@ class Scheduler:
             except LedgerError as error:
                 return m.Refused(code="bad_message", reason=str(error))
             if step and (kind != "trainer" or not state.lacking(step)):
-                return state.batch(step, kind)
+                return batch_for(state, step, kind)
             if not step and state.groups.ended(waiting.step):
                 last = waiting.step >= state.settings.steps
                 reason = "the run's last step is done" if last else state.progress.early or "the prompts ended"
@@ -209,5 +222,5 @@ class Scheduler:
 
 def _sendable(prompt: Prompt) -> Prompt:
     """``prompt``, once it is known to survive the wire. Raises `WireError` where its truth holds what cannot."""
-    wire.unpack(wire.pack(prompt.model_dump()))
+    wire.check(prompt.model_dump())
     return prompt

@@ -11,7 +11,7 @@ import structlog
 from penstock.protocols.columns import REWARD, Column, WeightedSum
 from penstock.protocols.experience import ExperienceError, Purpose, Trajectory, mean_by_session, sessions_of
 from penstock.protocols.messages import Score
-from penstock.protocols.packed_groups import lengths_of, unpack_group
+from penstock.protocols.packed_groups import failures_of, lengths_of, unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.broker.rules.evaluation import majority, pass_at
 from penstock.services.broker.rules.replay_buffer import Replay
@@ -85,6 +85,10 @@ def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedS
         ends = np.cumsum(lengths_of(state.payloads.experience(key)))
         terms |= {name: np.array([part.sum() for part in np.split(terms[name], ends[:-1])]) for name in of_tokens}
     values = total.of(terms)
+    if total.name == REWARD and not any(state.settings.columns.by_name[name].nullable for name in terms):
+        failures = failures_of(state.payloads.experience(key))  # which only reward functions know of
+        values[[bool(failure) for failure in failures]] = np.nan
+        errors = [*errors, *filter(None, failures)]
     state.payloads.add(key, total.name, values)
     if purpose == "train" and total.name == REWARD:
         _judge(state, number, values, errors)

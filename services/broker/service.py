@@ -9,6 +9,7 @@ import structlog
 from penstock.protocols import messages as m
 from penstock.services.broker import clock, scoring
 from penstock.services.broker.agents import AgentDesk
+from penstock.services.broker.batches import free_covered
 from penstock.services.broker.handlers import Handlers
 from penstock.services.broker.scheduler import Scheduler
 from penstock.services.broker.state import BrokerSettings, BrokerState, Phase
@@ -38,8 +39,15 @@ class Broker:
         self._over_since: float | None = None
         self._alone_since: float | None = None
         self._met = False
+        self._cut_short: list[Any] | None = None
+        """The evaluation that the broker before this one had begun."""
         self._actors_at = self._stop_at = self._turn_at = self._expire_at = 0.0
         self._written: dict[str, Any] = {}
+        self._unread: list[tuple[str, int, m.Message]] = []
+        """What came while the store was away."""
+        self._state.store.idle = self._while_away
+        self._freeing = False
+        """There are steps that a checkpoint covers, and that are not freed yet."""
         self._restore()
 
     def _restore(self) -> None:
@@ -50,10 +58,8 @@ class Broker:
             return
         row = rows["all"]
         progress.totals |= row["totals"]
-        state.evaluation.results |= row["evaluations"]
-        state.evaluation.by_set |= row.get("evaluations_by_set", {})
         progress.tallies = {name: Tally(**said) for name, said in row.get("tallies", {}).items()}
-        state.evaluation.steps |= row["evaluated"]
+        self._cut_short = row.get("evaluating")
         state.consider_end()
         progress.training_since, progress.trained_until = row["training_since"], row["trained_until"]
         progress.started_at = row["started_at"]
@@ -75,10 +81,8 @@ class Broker:
         state, progress = self._state, self._state.progress
         row = {
             "totals": dict(progress.totals),
-            "evaluations": dict(state.evaluation.results),
-            "evaluations_by_set": dict(state.evaluation.by_set),
             "tallies": {name: tally.row() for name, tally in progress.tallies.items()},
-            "evaluated": dict(state.evaluation.steps),
+            "evaluating": self._evaluating(),
             "training_since": progress.training_since,
             "trained_until": progress.trained_until,
             "started_at": progress.started_at,
@@ -89,6 +93,14 @@ class Broker:
         if row != self._written:
             self._written = row
             state.store.put("broker", "all", {**row, "at": clock.now()})
+
+    def _evaluating(self) -> list[Any] | None:
+        """Label and step of the round that a broker which takes over must begin again, if there is one; those before
+        and after training it begins by itself."""
+        under_way = self._state.evaluation.round
+        if under_way is None:
+            return self._cut_short
+        return [under_way.label, under_way.step] if under_way.exact is None else None
 
     @property
     def address(self) -> str:
@@ -114,14 +126,16 @@ class Broker:
         state = self._state
         log.info("listening", address=self.address)
         try:
-            while not self._over():
+            while self._freeing or not self._over():
                 health.beat()
-                for identity, request, message in state.router.receive(0.02):
+                unread, self._unread = self._unread, []
+                for identity, request, message in [*unread, *state.router.receive(0.0 if unread else 0.02)]:
                     self._handlers.handle(identity, request, message)
                 self._turn()
                 self._remember()
                 self._commit()
                 state.router.flush()
+                self._freeing = free_covered(state)
         finally:
             state.recorder.close()
             if state.exporter:
@@ -144,8 +158,19 @@ class Broker:
         waited = state.store.waited_s - waited
         if waited > 0.5:
             log.warning("the store was away", waited_s=round(waited, 1))
-            state.members.excuse(waited)
-            self._extend_deadlines(clock.now())
+            now = self._turn_at = clock.now()
+            state.members.excuse(waited, now)
+            self._extend_deadlines(now)
+
+    def _while_away(self) -> None:
+        """The store may have much to read: others hear meanwhile that this broker lives."""
+        health.beat()
+        state = self._state
+        for identity, request, message in state.router.receive(0.0):
+            if isinstance(message, m.Heartbeat) and state.members.get(identity):
+                state.router.send_now(identity, m.HeartbeatAck())
+            else:
+                self._unread.append((identity, request, message))
 
     def _turn(self) -> None:
         state, progress = self._state, self._state.progress
@@ -210,7 +235,7 @@ class Broker:
         took, self._turn_at = now - self._turn_at if self._turn_at else 0.0, now
         if took > AWAY_S:
             log.warning("the broker was away", seconds=round(took, 1))
-            self._state.members.excuse(took)
+            self._state.members.excuse(took, now)
             self._extend_deadlines(now)
 
     def _advance(self) -> None:
@@ -262,6 +287,10 @@ class Broker:
         log.info("phase", phase=phase, before=progress.phase)
         progress.phase = phase
         if phase == "training":
+            if self._cut_short and self._state.evaluation.size:
+                label, step = self._cut_short
+                self._state.evaluation.start(label, step, exact=None)
+            self._cut_short = None
             progress.training_since = progress.training_since or clock.now()
         if phase in ("done", "stopping"):
             self._over_since = clock.now()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +13,11 @@ import structlog
 
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable
-from penstock.protocols.experience import ExperienceError, Purpose, Sampling, as_bytes
+from penstock.protocols.experience import Purpose, Sampling, as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
-from penstock.protocols.wire import WireError
 from penstock.services.broker import clock
-from penstock.services.broker.archive import Archive, open_group
+from penstock.services.broker.archive import Archive
 from penstock.services.broker.config import (
     BrokerConfig,
     EvalSampling,
@@ -30,7 +29,7 @@ from penstock.services.broker.config import (
 )
 from penstock.services.broker.latency import Latency
 from penstock.services.broker.membership import Member, Members
-from penstock.services.broker.payloads import PayloadLostError, Payloads
+from penstock.services.broker.payloads import Payloads
 from penstock.services.broker.prometheus import Exporter
 from penstock.services.broker.recorder import Recorder
 from penstock.services.broker.records import Records
@@ -43,7 +42,6 @@ from penstock.services.broker.rules.holds import Holds
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import Step
 from penstock.services.broker.rules.turns import Turns
-from penstock.services.broker.samples import best_and_worst, rows
 from penstock.services.broker.store import Store
 from penstock.services.broker.tally import Tally
 from penstock.services.broker.traces import Traces
@@ -52,14 +50,10 @@ from penstock.services.broker.versions import Versions
 from penstock.services.data import open_source
 from penstock.services.data.held_out import HeldOut
 from penstock.services.data.prompts import PromptStream
-from penstock.services.runtime import health
 
 log = structlog.get_logger()
 
 Phase = Literal["starting", "evaluating_before", "training", "evaluating_after", "done", "stopping"]
-
-SAMPLED_STEPS = 40
-"""Samples are kept of about this many steps."""
 
 
 @dataclass(frozen=True)
@@ -159,13 +153,9 @@ class BrokerState:
     def __init__(self, settings: BrokerSettings, store_url: str) -> None:
         self.settings = settings
         self.progress = Progress()
-        self.store = Store(store_url, settings.run, settings.store, settings.store_key)
-        self.payloads = Payloads(self.store, settings.columns)
         stream = open_source(settings.prompts.train)
         self.prompts = PromptStream(stream, settings.seed, settings.prompts.shuffle, settings.prompts.epochs)
         self.held_out = HeldOut.open(settings.prompts.eval, settings.prompts.eval_size)
-        columns = settings.columns.scored
-        self.evaluation = Evaluation(len(self.held_out), settings.columns.evaluated, self.held_out.name_of)
         self.recorder = Recorder(
             settings.folder,
             Trackers(settings.trackers, settings.folder, settings.project, settings.described),
@@ -173,6 +163,21 @@ class BrokerState:
         self.exporter = Exporter(settings.prometheus, settings.folder, settings.wanted) if settings.prometheus else None
         self.traces = Traces(settings.traces, settings.run)
         self.archive = Archive(settings.folder, settings.replay.archive)
+        # What can fail stands before the store, which the newest broker has for itself: one that cannot even listen
+        # ends none that can.
+        self.router = RouterServer(settings.broker.bind, settings.keys)
+        try:
+            self._open(Store(store_url, settings.run, settings.store, settings.store_key))
+        except BaseException:
+            self.router.close()
+            raise
+
+    def _open(self, store: Store) -> None:
+        """Takes up what is there."""
+        settings, self.store = self.settings, store
+        columns = settings.columns.scored
+        self.payloads = Payloads(self.store, settings.columns)
+        self.evaluation = Evaluation(self.store, len(self.held_out), settings.columns.evaluated, self.held_out.name_of)
         rests = settings.prompts.curriculum
         bounds = Bounds(**rests.model_dump()) if rests else None
         self.curriculum = Curriculum(self.store, bounds, len(self.prompts), self.prompts.row)
@@ -186,7 +191,6 @@ class BrokerState:
             self.prompts.limit,
             settings.gate.prefetch,
             self._release,
-            self._archive_steps,
             self._dropped,
             self.curriculum.next,
         )
@@ -196,8 +200,6 @@ class BrokerState:
         """Kinds of actors that write columns."""
         self.receivers_changed = False
         """The trainer is to be told, with this turn, who is here and serves what."""
-        # Last: nothing after it can fail and leave a socket open.
-        self.router = RouterServer(settings.broker.bind, settings.keys)
 
     def asked_of(self, draw: int) -> EvalSampling:
         """How the evaluation prompt of this draw is answered."""
@@ -280,7 +282,7 @@ class BrokerState:
         log.warning("an evaluation prompt has no reward", group=number, reason=reason)
         self.sessions_ended("eval", number)
         self.payloads.forget(("eval", number))
-        self.progress.totals["eval_unusable"] += 1
+        self.progress.totals["eval_unusable"] += self.evaluation.open(number)
         self.record_evaluation(self.evaluation.drop(number, reason))
 
     def record_evaluation(self, finished: Any) -> None:
@@ -337,56 +339,6 @@ class BrokerState:
     def ended_with(self) -> int:
         """The version that all learners have ended the run with; 0 while one has not."""
         return min(self.progress.final_checkpoints.get(kind, 0) for kind in self.settings.learners)
-
-    def batch(self, step: Step, learner: str) -> m.Batch:
-        """What ``learner`` gets for ``step``."""
-        batch = self._read_batch(step)
-        if learner != "trainer":
-            return batch
-        for number in step.groups:
-            self.payloads.forget(("train", number))
-        self._record_samples(step.step, batch.groups)
-        return batch
-
-    def _record_samples(self, step: int, groups: list[m.TakenGroup]) -> None:
-        keep = self.settings.replay.samples
-        if not self.recorder.wants_samples(step):
-            return
-        if keep == "some" and step % max(1, self.settings.steps // SAMPLED_STEPS):
-            return
-        kept: list[dict[str, Any]] = []
-        for taken in groups[: len(groups) if keep == "all" else 1 if keep == "some" else keep]:
-            try:
-                group = open_group(taken)
-            except (ExperienceError, WireError) as error:  # the trainer leaves it out too
-                log.warning("a sample cannot be read", group=taken.number, error=str(error))
-                continue
-            by_token = self.settings.columns.by_token
-            found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in by_token}))
-            kept += best_and_worst(found) if keep == "some" else found
-        self.recorder.samples(step, kept)
-
-    def _read_batch(self, step: Step) -> m.Batch:
-        late = {column.name for column in self.lacking(step)}
-        names = [name for name in self.settings.columns.names if name not in late]
-        groups = self.payloads.taken(step.groups, names)
-        committed = self.groups.ledger.committed
-        return m.Batch(step=step.step, seed=step.seed, max_lag=step.max_lag, groups=groups, committed=committed)
-
-    def _archive_steps(self, steps: Sequence[Step]) -> None:
-        """Writes their groups to disk before they are freed."""
-        if not self.archive.wanted or not steps:
-            return
-        self.store.commit()
-        for step in steps:
-            health.beat()
-            assert step.digest is not None
-            try:
-                batch = self._read_batch(step)
-            except PayloadLostError as error:  # known from the trainer alone, after the store had lost it
-                log.warning("a step is not in the archive", step=step.step, error=str(error))
-                continue
-            self.archive.append(batch, step.digest)
 
     def tell_trainer(self, message: m.Message) -> None:
         """Unasked."""

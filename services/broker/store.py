@@ -50,6 +50,8 @@ class Store:
         self._queued: list[tuple[Any, ...]] = []
         self._kept: deque[tuple[int, list[tuple[Any, ...]], int]] = deque()
         self._kept_bytes = 0
+        self.idle: Callable[[], None] | None = None
+        """Called now and then while it waits."""
         self.waited_s = 0.0
         """How long this process has waited for the store so far."""
         self._persist(self._redis.ping)
@@ -183,6 +185,11 @@ class Store:
                 result = action()
                 self.waited_s += time.monotonic() - started if wait > 0.05 else 0.0
                 return result
+            except redis.BusyLoadingError:  # it is there, and will have everything once it has read it
+                log.warning("the store reads what it has written", store=self._where)
+                deadline = time.monotonic() + self._retry_s
+                self._wait(wait)
+                wait = min(1.0, wait * 2)
             except redis.AuthenticationError:
                 raise StoreError(f"store.url: {self._where} refused the credentials") from None
             except (redis.ConnectionError, redis.TimeoutError) as error:
@@ -193,10 +200,26 @@ class Store:
                         "server"
                     ) from None
                 log.warning("waiting for the store", store=self._where, error=type(error).__name__)
-                time.sleep(wait)
+                self._wait(wait)
                 wait = min(1.0, wait * 2)
             except redis.RedisError as error:
                 raise StoreError(f"store at {self._where}: {error}") from None
+
+    def _wait(self, seconds: float) -> None:
+        if self.idle:
+            self.idle()
+        time.sleep(seconds)
+
+
+def is_loading(url: str) -> bool:
+    """The server at ``url`` reads what it had written, and answers nothing yet."""
+    try:
+        redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2, retry=None).ping()
+    except redis.BusyLoadingError:
+        return True
+    except redis.RedisError:
+        pass
+    return False
 
 
 def _numbers(values: list[Any]) -> tuple[int, int]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, need
 from penstock.services.data.config import HubData
+from penstock.services.data.json_rows import JsonRows, kind_of, words_of
 from penstock.services.data.source import PromptSource
 from penstock.services.runtime.user_folders import find_file, folders
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Of local files, by the ending of their names."""
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
-"""Endings of files whose lines `datasets` alone can read."""
-LOOKED_AT = 10_000
-"""Lines of each JSONL file that are looked at before it is read."""
+EMPTY = {"keep_default_na": False, "na_values": [""]}
+"""How a CSV file is read: a cell without anything in it is missing, and no other; ``NA`` and ``None`` are texts."""
 
 
 class HubSource(PromptSource):
@@ -37,12 +34,14 @@ class HubSource(PromptSource):
                 raise DataError(f"{key}.{option}: no column {column!r} in {_what(config)}; it has {there}")
         if not len(rows):
             raise DataError(f"{key}: {_what(config)} has no rows")
-        if config.truth_key:  # what else there is, pictures say, need not be decoded
-            rows = rows.select_columns(list(dict.fromkeys((config.prompt_key, config.truth_key))))
-        self._rows = rows.select(range(min(config.limit, len(rows)))) if config.limit else rows
+        if not isinstance(rows, JsonRows):
+            if config.truth_key:  # what else there is, pictures say, need not be decoded
+                rows = rows.select_columns(list(dict.fromkeys((config.prompt_key, config.truth_key))))
+            _check_dates(rows, config, key)
+        self._rows, self._size = rows, min(config.limit or len(rows), len(rows))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._size
 
     def prompt(self, index: int) -> Prompt:
         """See `PromptSource`."""
@@ -63,11 +62,19 @@ def make_prompt(index: int, content: Any, truth: Any, chat: bool, system: str | 
         content = [{"role": "user", "content": content}]
     if not isinstance(content, list) or not content:
         raise DataError(f"row {index}: the prompt is neither text nor a list of messages: {str(content)[:80]!r}")
+    content = [_without_nulls(message) for message in content]
     messages = [{"role": "system", "content": system}, *content] if system else content
     try:
         return Prompt(index=index, messages=messages, truth=truth)
     except ValueError as error:
         raise DataError(f"row {index}: {_unlike_chat(messages, error)}") from None
+
+
+def _without_nulls(message: Any) -> Any:
+    """A table has every key in every message, and null where there is none."""
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
 
 
 def _unlike_chat(messages: list[Any], error: ValueError) -> str:
@@ -77,7 +84,7 @@ def _unlike_chat(messages: list[Any], error: ValueError) -> str:
             return f"message {number} is no map with role and content: {str(message)[:80]}"
         for part in ("role", "content"):
             if not isinstance(message[part], str):
-                kind = _kind(message[part])
+                kind = kind_of(message[part])
                 return f"{part} of message {number} is {kind}, not text (images and other parts cannot be used yet)"
     return " ".join(str(error).split())
 
@@ -115,76 +122,38 @@ def _load(config: HubData, key: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    files = [find_file(name) or Path(name) for name in config.files]
     if config.path == "json":
-        _check_lines(config, key, LOOKED_AT)
+        return JsonRows(files, f"{key}.files")
     try:
         return datasets.load_dataset(
             config.path,
             config.name,
-            data_files=[str(find_file(name)) for name in config.files] or None,
-            split="train" if config.files else config.split,
+            data_files=list(map(str, files)) or None,
+            split="train" if files else config.split,
+            **(EMPTY if config.path == "csv" else {}),
         )
     except Exception as error:  # datasets raises many unrelated types
-        if config.path == "json":
-            _check_lines(config, key, None)
-        if config.files:
-            raise DataError(f"{key}.files: cannot read {_what(config)}: {_words(error)}") from error
+        if files:
+            raise DataError(f"{key}.files: cannot read {_what(config)}: {words_of(error)}") from error
         hint = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise DataError(
-            f"{key}.path: cannot load {config.path!r} from the Hugging Face hub{hint}: {_words(error)}; local files: "
+            f"{key}.path: cannot load {config.path!r} from the Hugging Face hub{hint}: {words_of(error)}; local files: "
             f"path: json, files: [rows.jsonl]"
         ) from error
 
 
-def _check_lines(config: HubData, key: str, limit: int | None) -> None:
-    """The first ``limit`` lines of every file, or all. Some mistakes `datasets` would not tell of: in a column of two
-    types, the text "2" becomes a number."""
-    for number, name in enumerate(config.files):
-        _find_broken_line(find_file(name) or Path(name), f"{key}.files.{number}", limit)
-
-
-def _find_broken_line(file: Path, key: str, limit: int | None) -> None:
-    """Raises `DataError` with the first line that is not JSON, or whose columns have other types than before; returns
-    where the file is one JSON value, or nothing is wrong with its lines."""
-    if file.suffix in COMPRESSED:
-        return
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            if next((line.lstrip() for line in lines if line.strip()), "").startswith("["):
-                return
-        kinds: dict[str, tuple[str, int]] = {}
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(islice(lines, limit), 1):
-                if line.strip():
-                    _check_line(json.loads(line), number, kinds, f"{key}: {file}")
-    except json.JSONDecodeError as error:
-        raise DataError(f"{key}: {file}, line {number}: not JSON: {error.msg} at column {error.colno}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{key}: {file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-
-
-def _check_line(row: Any, number: int, kinds: dict[str, tuple[str, int]], where: str) -> None:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}, line {number}: a {type(row).__name__}; each line must be a map of columns")
-    for column, value in row.items():
-        if value is None:
-            continue
-        kind, first = kinds.setdefault(column, (_kind(value), number))
-        if kind != _kind(value):
+def _check_dates(rows: Any, config: HubData, key: str) -> None:
+    """Raises `DataError` for a column of dates: a reward is told of numbers, text, lists and maps."""
+    for column in rows.features.arrow_schema:
+        if _is_dated(column.type):
             raise DataError(
-                f"{where}, line {number}: {column!r} is {_kind(value)}, and {kind} in line {first}; a column has one "
-                "type"
+                f"{key}.truth_key: the column {column.name!r} of {_what(config)} has dates ({column.type}), which no "
+                "reward can be handed; write them as text, or name here the column that the reward compares with"
             )
 
 
-def _kind(value: Any) -> str:
-    names = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "a map"}
-    return names.get(type(value), type(value).__name__)
+def _is_dated(kind: Any) -> bool:
+    import pyarrow
 
-
-def _words(error: BaseException) -> str:
-    """The root of ``error``, in one line: datasets wraps what really happened."""
-    root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    return f"{type(root).__name__}: {' '.join(str(root).split())[:300]}"
+    return pyarrow.types.is_temporal(kind) or any(_is_dated(kind.field(i).type) for i in range(kind.num_fields))

@@ -15,9 +15,10 @@ LONGEST = 50_000_000
 
 
 class Mixture(PromptSource):
-    """Rows of all ``sources``, so spread that any stretch of the mixture has them in their shares. It is as long as it
-    must be for every row of each to be there once; where a source's share is larger than its part of all rows, its
-    rows come again. ``weights``: shares of the sources, of any sum; none: each row is there once. Raises `DataError`.
+    """Rows of all ``sources``, so spread that any stretch of the mixture has them in their shares; a run that shuffles
+    draws them in these shares on average. It is as long as it must be for every row of each to be there once; where a
+    source's share is larger than its part of all rows, its rows come again. ``weights``: shares of the sources, of any
+    sum; none: each row is there once. Raises `DataError`.
 
     >>> easy = [Prompt(index=i, text=f"{i}+1=") for i in range(2)]
     >>> hard = [Prompt(index=i, text=f"{i}*7=") for i in range(2)]

@@ -19,8 +19,8 @@ class PromptStream:
         self._source, self._seed, self._shuffle = source, seed, shuffle
         self.limit = len(source) * epochs if epochs else None
         """Number of draws there are; None for no end."""
-        self._epoch = -1
-        self._order = np.zeros(0, np.int64)
+        self._orders: dict[int, np.ndarray] = {}
+        """Of the epochs that were asked about last: two, where one ends."""
 
     def __len__(self) -> int:
         """Draws in an epoch."""
@@ -35,7 +35,8 @@ class PromptStream:
         epoch, position = divmod(k, len(self._source))
         if not self._shuffle:
             return position
-        if epoch != self._epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._source))
-            self._epoch = epoch
-        return int(self._order[position])
+        if epoch not in self._orders:
+            last = list(self._orders.items())[-1:]
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._source))
+            self._orders = {**dict(last), epoch: order}
+        return int(self._orders[epoch][position])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 from penstock.protocols.experience import Prompt
@@ -15,6 +16,8 @@ Answered = Callable[[dict[str, Any] | None, str], None]
 """Told what a call gave, or None and what went wrong; that is `LOST` where its worker died for another's fault, or
 before: the session is to begin again. Called from another thread."""
 
+CLOSE_S = 2.0
+"""What the objects that are open have at the end to close."""
 AT_ONCE = 1024
 """Calls that an async environment is given at once."""
 MOST_LOST = 20
@@ -29,6 +32,9 @@ class EnvironmentPool:
         first = WorkerQueue(program, AT_ONCE, start_s=start_s)
         count = 1 if first.worker.asynchronous else config.workers or 1
         self._queues = [first, *(WorkerQueue(program, AT_ONCE) for _ in range(count - 1))]
+        self._open: set[int] = set()
+        self._closing: set[Future[Any]] = set()
+        """Calls of close that have no answer yet."""
         for each in self._queues:
             each.start()
 
@@ -44,6 +50,7 @@ class EnvironmentPool:
 
     def reset(self, session: int, prompt: Prompt, answered: Answered) -> None:
         """Begins a session."""
+        self._open.add(session)
         self._call("reset", session, prompt.model_dump(), answered)
 
     def step(self, session: int, answer: str, answered: Answered) -> None:
@@ -52,14 +59,20 @@ class EnvironmentPool:
 
     def end(self, session: int) -> None:
         """Forgets it."""
-        self._call("close", session, None, lambda found, error: None)
+        self._open.discard(session)
+        closed = self._call("close", session, None, lambda found, error: None)
+        self._closing.add(closed)
+        closed.add_done_callback(self._closing.discard)
 
     def close(self) -> None:
-        """Ends all workers."""
+        """Ends all sessions, and all workers."""
+        for session in list(self._open):
+            self.end(session)
+        wait(list(self._closing), CLOSE_S)
         for each in self._queues:
             each.close()
 
-    def _call(self, op: str, session: int, given: Any, answered: Answered) -> None:
+    def _call(self, op: str, session: int, given: Any, answered: Answered) -> Future[Any]:
         call = Call({"op": op, "session": session, "given": given})
 
         def done(_future: Any) -> None:
@@ -67,9 +80,11 @@ class EnvironmentPool:
             if error is not None:
                 answered(None, str(error))
             elif LOST in call.future.result():
+                self._open.discard(session)
                 answered(None, LOST)
             else:
                 answered(call.future.result(), "")
 
         call.future.add_done_callback(done)
         self._queues[session % len(self._queues)].submit(call)
+        return call.future

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.protocols.experience import FLOAT32_MAX, Prompt
 from penstock.protocols.turn import Turn
-from penstock.protocols.wire import WireError, pack
+from penstock.protocols.wire import WireError, check
 from penstock.services.runtime.plugins import load_plugin
 
 LOST = "lost"
@@ -41,31 +41,30 @@ class Sessions:
 
     def answer(self, value: Any) -> dict[str, Any]:
         """See `Handler.answer`."""
-        op, found, tools = value
+        op, found, made = value
         try:
-            said = found if op == LOST else _begun(found, tools) if op == "reset" else _went_on(found)
-            pack(said)
+            said = found if op == LOST else _begun(found, made) if op == "reset" else _went_on(found)
+            check(said)
         except (ValueError, WireError) as error:
             return {"error": str(error)}
         return {"value": said}
 
     async def _run(self, op: str, session: int, given: Any) -> tuple[str, Any, Any]:
-        op, found, tools = self._run_plain(op, session, given)
-        return op, await found if inspect.isawaitable(found) else found, tools
+        op, found, made = self._run_plain(op, session, given)
+        return op, await found if inspect.isawaitable(found) else found, made
 
     def _run_plain(self, op: str, session: int, given: Any) -> tuple[str, Any, Any]:
         if op == "reset":
             made = self._open[session] = self._make(**self._options)
             reset = getattr(made, "reset", None)
-            found = reset(Prompt.model_validate(given)) if reset else None
-            return op, found, getattr(made, "tools", None)
+            return op, reset(Prompt.model_validate(given)) if reset else None, made
         made = self._open.get(session)
         if made is None:
             return LOST, {LOST: True}, None
         if op == "step":
-            return op, made.step(given), None
+            return op, made.step(given), made
         del self._open[session]
-        return op, getattr(made, "close", lambda: None)(), None
+        return op, getattr(made, "close", lambda: None)(), made
 
 
 def _check_options(where: str, made: type, options: dict[str, Any]) -> None:
@@ -75,8 +74,9 @@ def _check_options(where: str, made: type, options: dict[str, Any]) -> None:
         raise ValueError(f"{where} cannot be made with the options {options}: {error}") from None
 
 
-def _begun(found: Any, tools: Any) -> dict[str, Any]:
-    """What reset returned: None for the prompt as it is, text, or messages."""
+def _begun(found: Any, made: Any) -> dict[str, Any]:
+    """What reset returned: None for the prompt as it is, text, or messages; and the tools that it may have set."""
+    tools = getattr(made, "tools", None)
     if found is not None and not isinstance(found, str):
         _check_messages("reset", found)
         found = list(found)

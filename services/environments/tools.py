@@ -47,7 +47,8 @@ class Tools:
         if not calls:
             return Turn(done=True)
         results = await asyncio.gather(*map(self._run, calls))
-        return Turn([{"role": "tool", "content": result[:LONGEST]} for result in results])
+        read = (result[:LONGEST].encode("utf-8", "replace").decode() for result in results)  # half of a pair, say
+        return Turn([{"role": "tool", "content": result} for result in read])
 
     async def _run(self, text: str) -> str:
         """What the policy reads of one call; where it was wrong, what was."""
@@ -64,11 +65,11 @@ class Tools:
                 result = await function(**arguments)
             else:
                 result = await _in_thread(function, arguments)
+            return result if isinstance(result, str) else json.dumps(result, default=str)
         except ValidationError as error:
             return f"error: {name}: {'; '.join(_wrong(part) for part in error.errors())}"
         except Exception as error:  # the user's own code; the policy may do better next time
             return f"error: {name} raised {type(error).__name__}: {error}"
-        return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -226,16 +226,16 @@ class Desk:
     ) -> Ask:
         """As `chat`, for several answers."""
         said, known = [canonical(message) for message in messages], told(tools)
-        parent, given = self._policy.spliced(held.session, said, tools, known)
+        parent, given, added = self._policy.spliced(held.session, said, tools, known)
         about = json.dumps([said, known, max_tokens, list(stop)], sort_keys=True)
-        return lambda asked: self._once(held, asked, about, parent, given, said, known, max_tokens, stop)
+        return lambda asked: self._once(held, asked, about, parent, given, added, known, max_tokens, stop)
 
     def count(
         self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> int:
         """Tokens of a conversation, up to where the next answer begins."""
         said = [canonical(message) for message in messages]
-        parent, given = self._policy.spliced(held.session, said, tools, told(tools))
+        parent, given, _ = self._policy.spliced(held.session, said, tools, told(tools))
         return len(held.session.tokens(parent)) + len(given)
 
     async def generate(
@@ -248,16 +248,15 @@ class Desk:
     ) -> Turn:
         """The policy's answer to tokens of the agent's own."""
         parent, given = held.session.parent_by_tokens(tokens)
-        said = [{"tokens": tokens.tolist()}]
-        about = json.dumps([said, max_tokens, list(stop)])
-        return await self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
+        about = json.dumps([[{"tokens": tokens.tolist()}], max_tokens, list(stop)])
+        added = [{"tokens": given.tolist()}]
+        return await self._once(held, asked, about, parent, given, added, "", max_tokens, stop)
 
     def completes(self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Ask:
         """The policy's next words after a text of the agent's own. Raises `AgentError`."""
-        parent, given = self._policy.written_on(held.session, text)
-        said = [{"text": text}]
-        about = json.dumps([said, max_tokens, list(stop)])
-        return lambda asked: self._once(held, asked, about, parent, given, said, "", max_tokens, stop)
+        parent, given, added = self._policy.written_on(held.session, text)
+        about = json.dumps([[{"text": text}], max_tokens, list(stop)])
+        return lambda asked: self._once(held, asked, about, parent, given, added, "", max_tokens, stop)
 
     async def finish(self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None) -> None:
         """The agent is done; without a ``reward`` the reward functions say how good it was. Said again, it is true."""

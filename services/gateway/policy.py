@@ -19,17 +19,15 @@ from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.records import NOBODY
 from penstock.services.gateway.replies import Replies
-from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.gateway.session import Said, Session, Turn, canonical
 from penstock.services.gateway.work import Held, Work
 from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.joining import routed_before
 from penstock.services.turns.streams import turn_stream
-from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tokenizer import Tokenizer, too_long
 
 log = structlog.get_logger()
 
-MOST_CHARACTERS = 32
-"""For each token that there may be; text has four or five."""
 LOST_S = 5.0
 """Before a turn is asked for again whose rollouts have all gone."""
 
@@ -55,42 +53,38 @@ class Policy:
         self._max_length, self._say = max_length, say
 
     def spliced(
-        self, session: Session, said: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, told: str
-    ) -> tuple[Turn | None, np.ndarray]:
-        """The turn that a conversation goes on from, and the tokens that it adds; ``told``: of ``tools``. Raises
-        `AgentError`."""
+        self, session: Session, said: Said, tools: Sequence[Mapping[str, Any]] | None, told: str
+    ) -> tuple[Turn | None, np.ndarray, Said]:
+        """The turn that a conversation goes on from, and the tokens and messages that it adds; ``told``: of ``tools``.
+        Raises `AgentError`."""
         parent = session.parent_of(said, told)
         added = said[len(parent.said) if parent else 0 :]
         self._check_size(json.dumps(added, ensure_ascii=False), "" if parent else told)
         try:
             if parent is None:
-                return None, self._text.encode_chat(said, tools)
+                return None, self._text.encode_chat(said, tools), added
             ended_with = int(parent.answer.tokens[-1])
-            return parent, self._text.observe(added, True, ended_with, parent.said[-1])
+            return parent, self._text.observe(added, True, ended_with, parent.said[-1]), added
         except Exception as error:  # a template may raise anything
             raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
 
-    def written_on(self, session: Session, text: str) -> tuple[Turn | None, np.ndarray]:
+    def written_on(self, session: Session, text: str) -> tuple[Turn | None, np.ndarray, Said]:
         """As `spliced`, of an agent that goes on from its own text and from what was answered to it."""
         parent = session.parent_by_text(text)
         added = text[len(parent.text) if parent else 0 :]
         self._check_size(added)
         try:
             if parent is None:
-                return None, self._text.encode_text(text)
-            added = added.removeprefix(parent.stopped_by)  # which was sampled, and is not told
-            return parent, self._text.observe(added, False, int(parent.answer.tokens[-1]))
+                return None, self._text.encode_text(text), [{"text": text}]
+            new = added.removeprefix(parent.stopped_by)  # which was sampled, and is not told
+            return parent, self._text.observe(new, False, int(parent.answer.tokens[-1])), [{"text": added}]
         except Exception as error:
             raise AgentError(400, "invalid_messages", f"the text cannot be told to the model: {error}") from error
 
     def _check_size(self, *added: str) -> None:
-        """Raises `AgentError` where there is no need to count tokens, which takes long: this loop has other agents."""
-        size = sum(map(len, added))
-        if self._max_length is not None and size > MOST_CHARACTERS * self._max_length:
-            raise AgentError(
-                400, "context_length_exceeded",
-                f"the conversation adds {size} characters: too many for rollout.engine.max_length={self._max_length}",
-            )  # fmt: skip
+        """Raises `AgentError` where it cannot have room."""
+        if reason := too_long(sum(map(len, added)), self._max_length):
+            raise AgentError(400, "context_length_exceeded", reason)
 
     async def ask(
         self,
@@ -98,12 +92,13 @@ class Policy:
         asked: str,
         parent: Turn | None,
         given: np.ndarray,
-        said: list[dict[str, Any]],
+        added: Said,
         told: str,
         max_tokens: int | None,
         stop: Sequence[str],
     ) -> Turn:
-        """The turn, once it is durable. Raises `AgentError`, or `RefusedError` where the group is not ours any more."""
+        """The turn, once it is durable; ``given`` and ``added`` are what the conversation adds to ``parent``'s. Raises
+        `AgentError`, or `RefusedError` where the group is not ours any more."""
         work, session = held.work, held.session
         if len(session.turns) + held.questions.pending > self._config.max_turns:
             raise AgentError(400, "too_many_turns", f"a session has at most gateway.max_turns={self._config.max_turns}")
@@ -116,10 +111,11 @@ class Policy:
             "life": held.life,
             "parent": NOBODY if parent is None else parent.number,
             "given": given,
-            "said": json.dumps(said),
+            "added": json.dumps(added),
             "told": told,
             "stop": list(stop),
         }
+        said = [*(parent.said if parent else ()), *added]
         stream = turn_stream(work.lease, session.place, number)
         request = TurnRequest(
             key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream,
@@ -160,7 +156,8 @@ class Policy:
         if new < 1:
             raise AgentError(
                 400, "context_length_exceeded",
-                f"the conversation has {size} tokens: no room is left in rollout.engine.max_length={self._max_length}",
+                f"the conversation has {size} tokens: no room is left of the {self._max_length} that rollout.engine "
+                "and the model take",
             )  # fmt: skip
         greedy = session.place == own.n  # the group's baseline
         return own.one(greedy, max_new_tokens=new, stop=(*own.stop, *stop))

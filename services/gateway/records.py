@@ -1,7 +1,7 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
 session.PLACE           {life, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard} too
-note.PLACE.TURN         {asked, life, parent, given, said, told, stop}: what was asked
+note.PLACE.TURN         {asked, life, parent, given, added, told, stop}: what was asked, as far as its parent has not
 answer.PLACE.TURN       what the policy said to it
 """
 
@@ -51,9 +51,13 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
     answer = unpack_answer(lease.records[key.answer_record].tobytes())
     told, stop = note["told"], note.get("stop", ())  # notes of older code say nothing of stops
     message, stopped_by = replies.message(lease, session.place, number, answer, told, stop)
-    said, parent = json.loads(note["said"]), None if note["parent"] == NOBODY else note["parent"]
-    turn = Turn(number, parent, note["given"], answer, [*said, canonical(message)], told, message=message)
+    parent = None if note["parent"] == NOBODY else session.turns[note["parent"]]
+    if "said" in note:  # notes of older code have all of the conversation
+        said = json.loads(note["said"])
+    else:
+        said = [*(parent.said if parent else ()), *json.loads(note["added"])]
+    turn = Turn(number, parent.number if parent else None, note["given"], answer, [*said, canonical(message)], told)
+    turn.message, turn.stopped_by = message, stopped_by
     turn.asked, turn.prompt_tokens = note["asked"], len(session.tokens_before(turn))
-    turn.stopped_by = stopped_by
     turn.wanted = number not in session.unheard
     session.turns[number] = turn

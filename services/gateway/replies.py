@@ -43,7 +43,11 @@ class Replies:
                 }
                 for index, call in enumerate(calls)
             ]
-        return message, stop
+        return message, stop or self._ended_by(tokens, stops)
+
+    def _ended_by(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
+        """The one of ``stops`` that is the last token, and a special one; empty: none is."""
+        return next((stop for stop in stops if not self._text.special_ids([stop]).isdisjoint(tokens[-1:])), "")
 
     def logprobs(self, answer: Answer) -> list[dict[str, Any]]:
         """Of each token, as chat completions tell them."""

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,13 @@ import structlog
 
 from penstock.protocols.experience import Group
 from penstock.protocols.mailbox import FencedError
-from penstock.protocols.messages import GiveBack, HelloNeeded, Lease, Message, Stop
+from penstock.protocols.messages import GiveBack, HelloNeeded, Lease, Message, Stop, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.doors import Doors
 from penstock.services.gateway.work import Key
+from penstock.services.modeling.lengths import longest_sequence, positions_of
+from penstock.services.modeling.load import load_config
 from penstock.services.runtime import health
 from penstock.services.runtime.actor import Actor, ActorContext
 from penstock.services.runtime.errors import SetupError
@@ -59,7 +62,7 @@ class Gateway:
         text = Tokenizer(context.model_path, template)
         self._loop = asyncio.new_event_loop()
         self._desk = Desk(
-            config, text, max_length, self.actor.mailbox.ask_later, self._deliver, self._gone, needs_reward,
+            config, text, max_length, self._say, self._deliver, self._gone, needs_reward,
             lambda openers: self.actor.mailbox.post(_Wanted(openers)), self._give_back,
         )  # fmt: skip
         self._doors = Doors(config, context, self._desk, model)
@@ -143,6 +146,10 @@ class Gateway:
         self.actor.mailbox.ask_later(GiveBack(purpose=key[0], number=key[1]), GIVE_BACK_S)
         self.actor.mailbox.post(_GaveBack())
 
+    def _say(self, message: Message, deadline_s: float) -> Future[Message]:
+        """To the broker. A turn brings its whole prompt, and waits as long as a rollout needs for it."""
+        return self.actor.mailbox.ask_later(message, deadline_s, patient=isinstance(message, TurnRequest))
+
     def _deliver(self, lease: Lease, made: Group | str) -> None:
         """In the doors' loop."""
         self._outbox.say(answer_of(lease, made))
@@ -170,7 +177,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Gateway:
         context,
         config.gateway,
         context.run,
-        getattr(config.rollout.engine, "max_length", None),
+        longest_sequence(config.rollout.engine, positions_of(load_config(context.model_path))),
         config.sampling.trajectories,
         "environment" in functions,
         config.template,

@@ -59,7 +59,8 @@ class Turn:
     """int32: the tokens between the parent's answer, or the beginning, and this one."""
     answer: Answer
     said: Said
-    """The conversation up to it, and its own message last."""
+    """The conversation up to it, and its own message last. Its parent's come first, as the same objects. Where there
+    was no chat, ``{"text": …}`` or ``{"tokens": …}`` is what was added."""
     tools: str = ""
     """The tools that the policy was told of, as JSON."""
     asked: str = ""
@@ -76,7 +77,9 @@ class Turn:
     @property
     def text(self) -> str:
         """The text that was gone on from, and what was answered; empty where there was a chat, or tokens."""
-        return self.said[0]["text"] + self.message["content"] if "text" in self.said[0] else ""
+        if "text" not in self.said[0] or any("tokens" in each for each in self.said):
+            return ""
+        return "".join(each["text"] if "text" in each else each["content"] for each in self.said)
 
 
 @dataclass(eq=False)

@@ -93,8 +93,8 @@ class ModelLearner:
     def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0
         times, since all must take part; of a pipeline's stages those of the last one count."""
-        everyone = list(self.passes(trajectories, groups, self.micro_batches.tokens))
-        rounds, stages = -(-len(everyone) // self.world.data_size), self.world.shape.stages
+        mine = self._dealt(self.passes(trajectories, groups, self.micro_batches.tokens))
+        rounds, stages = len(mine), self.world.shape.stages
         if stages > 1 and rounds < ENOUGH * stages and not self._said and not self.world.rank:
             self._said = True
             log.warning(
@@ -102,8 +102,14 @@ class ModelLearner:
                 "few micro-batches; take fewer tokens",
                 stages=stages, micro_batches=rounds, idle=f"{(stages - 1) / (rounds + stages - 1):.0%}",
             )  # fmt: skip
-        mine = [self.world.data_rank + turn * self.world.data_size for turn in range(rounds)]
-        return [(everyone[i % len(everyone)], float(i < len(everyone) and self.world.last_stage)) for i in mine]
+        return [(rows, float(counts and self.world.last_stage)) for rows, counts in mine]
+
+    def _dealt(self, passes: Iterable[Rows]) -> list[tuple[Rows, bool]]:
+        """This rank's of ``passes``, as many as any other's, each with whether it counts here: where its share is one
+        short, it computes another's."""
+        every, size = list(passes), self.world.data_size
+        mine = range(self.world.data_rank, -(-len(every) // size) * size, size)
+        return [(every[i % len(every)], i < len(every)) for i in mine]
 
     def early(self, parts: Iterable[T]) -> Iterator[T]:
         """``parts``, each a forward pass: of a pipeline's stage, as many ahead as there are stages behind it."""
@@ -112,23 +118,31 @@ class ModelLearner:
     @torch.no_grad()
     def evaluate(self, step: TrainingBatch, compute: Callable[[Rows], torch.Tensor]) -> list[np.ndarray]:
         """What ``compute`` gives for the sampled tokens of the whole step: float32 ``[tokens]`` of each trajectory, 0
-        where nothing was sampled. Every rank computes all of it: each may need any row later."""
+        where nothing was sampled. The ranks share the work, and each is told all of it: it may need any row later."""
 
-        def of_all() -> list[np.ndarray]:
-            passes = self.passes(step.trajectories, step.groups, self.micro_batches.tokens)
-            return by_trajectory(step.trajectories, passes, compute)
+        def of_mine() -> tuple[list[np.ndarray], list[int]]:
+            mine = self._dealt(self.passes(step.trajectories, step.groups, self.micro_batches.tokens))
+            found = by_trajectory(step.trajectories, (rows for rows, _ in mine), compute)
+            return found, [index for rows, counts in mine if counts for index in rows.index]
 
         with self.memory.of("memory/first_pass"):
-            found = self.micro_batches.fitting("first pass over a step", of_all, lambda: reshard(self.model))
+            found, mine = self.micro_batches.fitting("first pass over a step", of_mine, lambda: reshard(self.model))
         reshard(self.model)
         if self.stage:
             self.stage.settle()
-        if self.stage and found:
-            sizes = [values.size for values in found]
-            every = self.world.of_last_stage(np.concatenate([values.reshape(-1) for values in found]))
-            parts = np.split(every, np.cumsum(sizes)[:-1])
-            found = [part.reshape(values.shape) for part, values in zip(parts, found, strict=True)]
-        return found
+        return self._of_all(step.trajectories, found, mine)
+
+    def _of_all(self, trajectories: Sequence[Trajectory], found: list[np.ndarray], mine: list[int]) -> list[np.ndarray]:
+        """What any rank has ``found``, of which this one knows that of the trajectories ``mine``."""
+        if self.world.size == 1 or not found:
+            return found
+        shape = next(values.shape[:-1] for values in found if values.size)
+        ends = np.cumsum([len(trajectory.tokens) for trajectory in trajectories])
+        every = np.zeros((*shape, ends[-1]), np.float32)
+        if self.world.tells:
+            for index in mine:
+                every[..., ends[index] - found[index].shape[-1] : ends[index]] = found[index]
+        return np.split(self.world.add(torch.from_numpy(every)).numpy(), ends[:-1], axis=-1)
 
     def give_up_update(self) -> None:
         """Forgets the gradient, also of a backward that was broken off."""

@@ -71,11 +71,11 @@ class StepDesk:
     def take(self, step: int, after: Sequence[int] = ()) -> Batch | None:
         """The batch of ``step``; None when the run is over, or the learner is to stop. ``after`` are the groups of
         the step before, where it knows. A wait that lasts is logged with its reason."""
-        waited = time.monotonic()
+        waited, deadline_s = time.monotonic(), TAKE_DEADLINE_S
         while True:
             try:
                 take = Take(step=step, after=list(after))  # a batch that is long on its way is not asked for again
-                reply = self._answer(self._actor.mailbox.ask_later(take, TAKE_DEADLINE_S, again=False))
+                reply = self._answer(self._actor.mailbox.ask_later(take, deadline_s, again=False))
             except RefusedError as refusal:
                 if refusal.code != "not_ready":
                     raise
@@ -85,6 +85,7 @@ class StepDesk:
                 continue
             except DeadlineError as late:
                 log.warning("waiting for the broker", step=step, error=str(late))
+                deadline_s *= 2  # it may have been on its way for as long as that
                 continue
             self._actor.gauges["wait_s"] = self.waited_s = time.monotonic() - waited
             if isinstance(reply, Exhausted):

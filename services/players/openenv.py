@@ -11,6 +11,7 @@ import structlog
 from pydantic import Field
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentSession
+from penstock.protocols.mailbox import DeadlineError
 from penstock.services.data import need
 from penstock.services.players.base import Played, PlayError, as_messages, said_to
 from penstock.services.runtime.settings import Section
@@ -56,7 +57,11 @@ class OpenEnvPlayer:
         try:
             await client.connect()
             return await self._play(session, client)
-        except (AgentRefusedError, PlayError):  # both are RuntimeErrors, and neither is the environment's
+        except (
+            AgentRefusedError,
+            DeadlineError,
+            PlayError,
+        ):  # they are the errors below too, and not the environment's
             raise
         except (OSError, RuntimeError, TimeoutError) as error:
             raise PlayError(f"{self._config.url}: {type(error).__name__}: {error}") from error
@@ -88,6 +93,8 @@ class OpenEnvPlayer:
                     found = await client.step({"type": "call_tool", "tool_name": name, "arguments": arguments})
                     reward, done = reward + float(found.reward or 0.0), done or found.done
                     messages.append({**self._read(found.observation), "role": "tool", "tool_call_id": id})
+                    if done:
+                        break
         return Played(reward, {"turns": float(turns)})
 
     async def close(self) -> None:

@@ -48,16 +48,19 @@ async def play_run(
     """Plays ``at_once`` sessions at a time; ``told`` hears of each that has ended. Raises `DeadlineError` where no
     gateway has answered for `WAIT_S`."""
     score, late = Score(), None
-    async with AsyncAgentClient(gateway, keys) as client:
-        await player.open()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(at_once):
-                    group.create_task(_work(client, player, score, told))
-        except* DeadlineError as away:
-            late = away
-        finally:
-            await player.close()
+    try:
+        async with AsyncAgentClient(gateway, keys) as client:
+            await player.open()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(at_once):
+                        group.create_task(_work(client, player, score, told))
+            except* DeadlineError as away:
+                late = away
+            finally:
+                await player.close()
+    except RunOver:  # before it was there
+        await player.close()
     if late is not None:
         raise DeadlineError(f"no session for {WAIT_S:g} s: {_first(late)}; {score}")
     return score
@@ -89,6 +92,7 @@ async def _work(client: AsyncAgentClient, player: Player, score: Score, told: Ca
 async def _play(session: AsyncAgentSession, player: Player, score: Score) -> None:
     try:
         played = await player.play(session)
+        await session.finish(reward=played.reward, metrics=played.metrics)
     except DeadlineError:  # the gateway is away: abandoning would only wait again
         raise
     except AgentRefusedError as refused:
@@ -107,7 +111,6 @@ async def _play(session: AsyncAgentSession, player: Player, score: Score) -> Non
         log.warning("a session is given up: another may try", session=session.id, reason=reason)
         await asyncio.sleep(PAUSE_S)
         return
-    await session.finish(reward=played.reward, metrics=played.metrics)
     score.played += 1
     if played.reward is not None:
         score.last.append(played.reward)

@@ -47,30 +47,36 @@ class Reward:
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
         """Submits all calls, and returns at once."""
         for task in tasks:
-            offered = [_offered(task, sample) for sample in range(len(task.group.trajectories))]
+            offered = {k: _offered(task, k) for k, t in enumerate(task.group.trajectories) if not t.failure}
             for column in task.wanted:
                 if column not in self._pools:
                     self._pass_on(task, column, answer)
                     continue
                 pool, function = self._pools[column], self._functions[column]
-                asked = [_with_columns(function, task, k, mine) for k, mine in enumerate(offered)]
-                answering = _Answering(self, task, column, len(asked), answer)
-                if function.whole_group:
-                    answering.begin_together(pool, Call(together(asked)))
+                asked = {k: _with_columns(function, task, k, mine) for k, mine in offered.items()}
+                answering = _Answering(self, task, column, list(asked), answer)
+                if not asked:
+                    answering.finish()
+                elif function.whole_group:
+                    answering.begin_together(pool, Call(together(list(asked.values()))))
                 else:
-                    answering.begin(pool, [Call(each) for each in asked])
+                    answering.begin(pool, [Call(each) for each in asked.values()])
 
     def _pass_on(self, task: ScoringTask, column: str, answer: Answer) -> None:
-        """What the environment gave, by token; NaN on the last token of a trajectory that it failed."""
-        errors, parts = [], []
-        for trajectory in task.group.trajectories:
-            values = trajectory.rewards.copy()
+        """What the environment gave, by token; NaN on the last token of a trajectory that has failed."""
+        parts = [trajectory.rewards.copy() for trajectory in task.group.trajectories]
+        for values, trajectory in zip(parts, task.group.trajectories, strict=True):
             if trajectory.failure:
                 values[-1] = np.nan
-                errors.append(f"{column.partition('/')[2]} {trajectory.failure}")
-                self.failed(column, trajectory.failure)
-            parts.append(values)
-        answer(task, column, np.concatenate(parts), errors)
+        answer(task, column, np.concatenate(parts), self.spoilt(task, column))
+
+    def spoilt(self, task: ScoringTask, column: str) -> list[str]:
+        """Why trajectories have no reward whatever a function would say of them: an environment or an agent has failed.
+        They are counted."""
+        failures = [trajectory.failure for trajectory in task.group.trajectories if trajectory.failure]
+        for failure in failures:
+            self.failed(column, failure)
+        return [f"{column.partition('/')[2]} {failure}" for failure in failures]
 
     def gauges(self) -> dict[str, float]:
         """Calls under way and waiting, over all functions and of each; failures and restarts so far."""
@@ -98,17 +104,18 @@ class Reward:
 
 
 class _Answering:
-    """One column of one group: answered when the last of its calls is."""
+    """One column of one group: answered when the last of its calls is. ``judged``: the trajectories that have a call;
+    the others have failed, and have no reward."""
 
-    def __init__(self, reward: Reward, task: ScoringTask, column: str, calls: int, answer: Answer) -> None:
+    def __init__(self, reward: Reward, task: ScoringTask, column: str, judged: list[int], answer: Answer) -> None:
         self._reward, self._task, self._column, self._answer = reward, task, column, answer
-        self._values = np.full(calls, np.nan, np.float32)
-        self._errors: list[str] = []
-        self._left = calls
+        self._values = np.full(len(task.group.trajectories), np.nan, np.float32)
+        self._errors = reward.spoilt(task, column)
+        self._judged, self._left = judged, len(judged)
         self._lock = threading.Lock()
 
     def begin(self, pool: WorkerPool, calls: list[Call]) -> None:
-        for sample, call in enumerate(calls):
+        for sample, call in zip(self._judged, calls, strict=True):
             pool.submit(call).add_done_callback(lambda future, sample=sample: self._done(sample, future))  # type: ignore[misc]
 
     def begin_together(self, pool: WorkerPool, call: Call) -> None:
@@ -116,7 +123,7 @@ class _Answering:
         pool.submit(call).add_done_callback(self._all_done)
 
     def _all_done(self, future: Future[list[dict[str, Any]]]) -> None:
-        for sample, each in enumerate(apart(future, len(self._values))):
+        for sample, each in zip(self._judged, apart(future, len(self._judged)), strict=True):
             self._done(sample, each)
 
     def _done(self, sample: int, future: Future[float]) -> None:
@@ -131,6 +138,10 @@ class _Answering:
             self._left -= 1
             if self._left:
                 return
+        self.finish()
+
+    def finish(self) -> None:
+        """Nothing is waited for."""
         self._answer(self._task, self._column, self._values, self._errors)
 
 

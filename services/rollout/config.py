@@ -87,6 +87,8 @@ VLLM_OWNED = {
 
 HTTP_ENGINES = ("openai", "sglang")
 """Those of the group ``penstock.engines`` that are Penstock's own."""
+HTTP_LENGTH = 2048
+"""``options.max_length`` of these, where nothing else is said."""
 
 
 VLLM_LORA = ("enable_lora", "max_loras", "max_lora_rank", "load_format")
@@ -103,6 +105,12 @@ class PluginEngineConfig(Section):
     options: dict[str, Any] = {}
     """What the engine is made with, e.g. ``{url: "http://127.0.0.1:8000", folder: /dev/shm/versions}``. See
     docs/engines.md."""
+
+    @property
+    def max_length(self) -> int | None:
+        """As `TorchEngineConfig.max_length`, of an engine over HTTP. None: the engine alone knows."""
+        found = self.options.get("max_length", HTTP_LENGTH) if self.name in HTTP_ENGINES else None
+        return found if isinstance(found, int) else None
 
 
 EngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig | PluginEngineConfig, Field(discriminator="type")]

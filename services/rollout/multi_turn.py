@@ -7,6 +7,7 @@ reset ──▶ generate ──▶ step ──▶ done, or no turn or room is le
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from penstock.services.rollout.engines.base import Completion, Engine, Refusal, 
 from penstock.services.rollout.group_maker import Made, handle_of
 from penstock.services.turns.joining import join, routed_before
 from penstock.services.turns.streams import turn_stream
-from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tokenizer import Tokenizer, too_long
 
 log = structlog.get_logger()
 
@@ -169,6 +170,8 @@ class MultiTurn:
             form = {"text": said} if isinstance(said, str) else {"messages": said}
             prompt = Prompt(index=leased.index, truth=leased.truth, **form)
         session.chat = prompt.messages is not None
+        if reason := self._too_long([said, found["tools"]]):
+            return self._refused(session, reason)
         try:
             tokens = self._text.encode(prompt, found["tools"])
         except Exception as error:  # a template may raise anything
@@ -183,11 +186,17 @@ class MultiTurn:
             return self._end(session, finish_of=last)
         if len(session.turns) >= self._config.max_turns:
             return self._end(session)
+        if reason := self._too_long(found["observation"]):
+            return self._refused(session, reason)
         try:
             session.parts.append(self._text.observe(found["observation"], session.chat, int(last.tokens[-1])))
         except Exception as error:  # a template may raise anything
             return self._end(session, failure=f"an observation cannot be used: {error}")
         return self._generate(session)
+
+    def _too_long(self, said: Any) -> str:
+        """See `tokenizer.too_long`: this thread is the engine's too."""
+        return too_long(len(json.dumps(said, ensure_ascii=False, default=str)), self._max_length)
 
     def _generate(self, session: _Session) -> Made | None:
         lease, tokens = session.work.lease, session.tokens
@@ -195,7 +204,8 @@ class MultiTurn:
         if self._max_length is not None:
             new = min(new, self._max_length - len(tokens))
         if new < 1:
-            return self._refused(session, f"no room is left in rollout.engine.max_length={self._max_length}")
+            full = f"no room is left of the {self._max_length} tokens that rollout.engine and the model take"
+            return self._refused(session, full)
         stream = turn_stream(lease, session.place, len(session.turns))
         given = session.parts[-1]
         assert isinstance(given, np.ndarray)
@@ -213,7 +223,8 @@ class MultiTurn:
         """The engine cannot go on. What was said so far counts, if there is something."""
         if not session.turns:
             return self._end(session, failure=reason)
-        session.parts.pop()  # what nobody answers is not part of it
+        if session.parts[-1] is not session.turns[-1]:
+            session.parts.pop()  # what nobody answers is not part of it
         return self._end(session)
 
     def _end(self, session: _Session, finish_of: Completion | None = None, failure: str = "") -> Made | None:

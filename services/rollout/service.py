@@ -24,6 +24,8 @@ from penstock.protocols.messages import (
     Stop,
 )
 from penstock.services.modeling import determinism
+from penstock.services.modeling.lengths import longest_sequence, positions_of
+from penstock.services.modeling.load import load_config
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.rollout.engines.base import (
@@ -88,18 +90,18 @@ class Rollout:
         self.engine = make_engine(config, model_path, dtype, self._text, turn is not None, adapter_rank)
         self._guest = _as_guest(turn, self.engine) if turn else None
         self._receiver = self._make_receiver(weights, context, base)
-        self._maker, self._turns = self._make_maker(config), TurnServer(self.engine)
+        self._maker, self._turns = self._make_maker(config, model_path), TurnServer(self.engine, self._text)
         self._config, self._group_size = config, group_size
         self._outbox = Outbox(self.actor, self._limit)
         self._prepared: deque[Prepared] = deque()
         """Versions that are to be swapped in."""
         self._generated, self._generated_at = 0.0, time.monotonic()
 
-    def _make_maker(self, config: RolloutConfig) -> GroupMaker:
+    def _make_maker(self, config: RolloutConfig, model_path: str) -> GroupMaker:
         """What makes groups of leases."""
         if config.environment is None:
             return SingleTurn(self.engine, self._text)
-        max_length = getattr(config.engine, "max_length", None)
+        max_length = longest_sequence(config.engine, positions_of(load_config(model_path)))
         return MultiTurn(self.engine, self._text, config.environment, max_length, self.actor.mailbox.post)
 
     def _make_receiver(self, weights: WeightsConfig, context: ActorContext, base: AdapterBase) -> Receiver | WorkerDesk:

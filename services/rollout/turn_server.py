@@ -10,13 +10,14 @@ from penstock.protocols.experience import UNSAMPLED, as_bytes
 from penstock.protocols.messages import Generate, Generated
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.turns.answers import pack_answer
+from penstock.services.turns.tokenizer import Tokenizer
 
 
 class TurnServer:
     """Called from the rollout's one thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, text: Tokenizer) -> None:
+        self._engine, self._text = engine, text
         self._open: dict[int, float] = {}
         """Turns that are being answered, and since when."""
 
@@ -25,8 +26,11 @@ class TurnServer:
         if asked.id in self._open:
             return None
         tokens = np.frombuffer(asked.prompt.tobytes(), np.int32)
+        stop_ids = frozenset(self._text.special_ids(asked.sampling.stop))
         try:
-            self._engine.submit(Request(asked.id, asked.seed, tokens, asked.sampling, asked.stream, asked.known))
+            self._engine.submit(
+                Request(asked.id, asked.seed, tokens, asked.sampling, asked.stream, asked.known, stop_ids)
+            )
         except RequestError as error:
             return _refused(asked.id, str(error))
         self._open[asked.id] = time.monotonic()

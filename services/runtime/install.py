@@ -10,10 +10,15 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 
+def in_container() -> bool:
+    """Of an image of ours, which is all that the run's other containers have."""
+    return bool(os.environ.get("PENSTOCK_ONE_PER_HOST"))
+
+
 def install(extra: str) -> str:
     """E.g. ``.venv/bin/pip install -e '.[data]'`` in a clone; ``pip install 'penstock[data]'`` where it was installed
     as a package; in a container, what builds its image with it."""
-    if os.environ.get("PENSTOCK_ONE_PER_HOST"):
+    if in_container():
         return f"PENSTOCK_EXTRAS={extra} docker compose build"
     pip = Path(sys.executable).with_name("pip")
     command = _short(pip) if sys.prefix != sys.base_prefix and pip.is_file() else f"{sys.executable} -m pip"

@@ -17,6 +17,7 @@ from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import Credit, Failed, Finished, Generated, Lease, Message
 from penstock.protocols.messages.membership import Held
 from penstock.protocols.packed_groups import pack_group
+from penstock.protocols.wire import WireError
 from penstock.services.runtime.actor import Actor
 from penstock.services.runtime.files import open_lines
 
@@ -123,10 +124,20 @@ class Outbox:
             log.warning("left with what is not durable", what=sorted(self._open))
 
     def _send(self, message: Said) -> None:
+        try:
+            self._ask(message)
+        except WireError as error:  # whoever had the group next could not send it either
+            if not isinstance(message, Finished):
+                raise
+            log.error("a group cannot be sent", group=message.number, error=str(error))
+            about: dict[str, Any] = {name: getattr(message, name) for name in ("purpose", "number", "attempt")}
+            self._ask(Failed(**about, error=f"its answers cannot be sent: {error}"[:340]))
+
+    def _ask(self, message: Said) -> None:
         def answered(future: Future[Message]) -> None:
             self._actor.mailbox.post(Answered(message, future.exception()))
 
-        self._actor.mailbox.ask_later(message, DURABLE_DEADLINE_S).add_done_callback(answered)
+        self._actor.mailbox.ask_later(message, DURABLE_DEADLINE_S, patient=True).add_done_callback(answered)
 
     def _remember(self, message: Finished) -> None:
         row = {"group": message.number, "attempt": message.attempt, "tokens": message.summary.sampled}

@@ -18,6 +18,10 @@ _ANSWER, _ARGUMENT = "penstock answers", "penstock calls"
 """Stand for an answer, and for what a tool is called with, to see what a template puts behind one."""
 
 
+MOST_CHARACTERS = 32
+"""For each token that there may be; text has four or five."""
+
+
 class TextError(ValueError):
     """A prompt or an observation that cannot be made tokens of; says why. It costs itself alone."""
 
@@ -165,6 +169,17 @@ class Tokenizer:
         stops = getattr(generation_config, "eos_token_id", None)
         listed = stops if isinstance(stops, list) else [stops]
         return {int(i) for i in (*listed, self._tokenizer.eos_token_id) if i is not None}
+
+
+def too_long(size: int, max_length: int | None) -> str:
+    """Why there is no need to count the tokens of ``size`` characters, which takes long: whoever counts has others who
+    wait. Empty: they may have room in ``max_length`` tokens, None where only the engine knows how many there may be."""
+    if max_length is None or size <= MOST_CHARACTERS * max_length:
+        return ""
+    return (
+        f"the conversation adds {size} characters: too many for the {max_length} tokens that rollout.engine and the "
+        "model take"
+    )
 
 
 def _contents(messages: Sequence[Message]) -> str:

@@ -100,18 +100,18 @@ class _Loop:
         self._running: set[asyncio.Task[None]] = set()
         self._ran_s = 0.0
         """Seconds in which code of calls ran, so that no other call could go on."""
+        self._ended = asyncio.Event()
 
     async def run(self) -> None:
         """Until there are no more calls to read."""
         loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
 
         def heard(calls: list[dict[str, Any]] | None) -> None:
-            loop.call_soon_threadsafe(ended.set if calls is None else partial(self._begin, calls))
+            loop.call_soon_threadsafe(self._ended.set if calls is None else partial(self._begin, calls))
 
         _read_in_thread(self._calls, heard)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
-        await ended.wait()
+        await self._ended.wait()
 
     def _begin(self, calls: list[dict[str, Any]]) -> None:
         for call in calls:
@@ -122,11 +122,18 @@ class _Loop:
     async def _one(self, call: dict[str, Any]) -> None:
         number, timeout_s = call["id"], self._handler.timeout_s
         ran_s = self._ran_s
+        limit = asyncio.timeout(timeout_s)
         try:
-            value = await asyncio.wait_for(self._marked(call), timeout_s)
+            async with limit:
+                value = await self._marked(call)
             reply = {"id": number} | self._handler.answer(value)
-        except TimeoutError:
-            reply = {"id": number, "error": f"timed out after {timeout_s:g} s{self._held_up(ran_s)}"}
+        except TimeoutError as error:
+            late = {"id": number, "error": f"timed out after {timeout_s:g} s{self._held_up(ran_s)}"}
+            reply = late if limit.expired() else _failure(number, error)
+        except asyncio.CancelledError as error:  # the call's own doing, or this process ends
+            if self._ended.is_set():
+                raise
+            reply = _failure(number, error)
         except Exception as error:
             reply = _failure(number, error)
         _say(self._replies, reply)
@@ -168,7 +175,7 @@ def _run_plain(handler: Handler, calls: BinaryIO, replies: BinaryIO, mark: Mark)
             mark.set(call["id"])
             try:
                 reply = {"id": call["id"]} | handler.answer(handler.start(call["arguments"]))
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
+            except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
                 reply = _failure(call["id"], error)
             mark.set(NOBODY)
             _say(replies, reply)

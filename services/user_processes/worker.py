@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, cast
 
+from penstock.protocols.wire import WireError, check
 from penstock.services.runtime.errors import SetupError
 from penstock.services.user_processes.child import BLOCKED
 from penstock.services.user_processes.frames import NOBODY, Mark, frame_size, make_frame, read_frame, write_frame
@@ -62,6 +63,13 @@ class Worker:
 
     def __init__(self, program: Program, start_s: float = START_S) -> None:
         self._program = program
+        try:
+            check(program.options)
+        except WireError as error:
+            raise ProgramError(
+                f"{program.key}.options: they cannot be told to another process: {error}; give numbers, text, lists, "
+                "and maps with text for keys"
+            ) from None
         memory = os.memfd_create("penstock-mark") if hasattr(os, "memfd_create") else _temporary_file()
         os.ftruncate(memory, os.sysconf("SC_PAGESIZE"))
         self._mark = Mark(memory)

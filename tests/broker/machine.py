@@ -94,9 +94,7 @@ class World:
     def make_groups(self) -> GroupTracker:
         batch, window, max_lag, steps = self.settings
         gate = self.make_gate(batch, window, max_lag)
-        return GroupTracker(
-            self.journal, gate, COLUMNS, steps, None, None, self.release, lambda steps: None, self.dropped_
-        )
+        return GroupTracker(self.journal, gate, COLUMNS, steps, None, None, self.release, self.dropped_)
 
     def make_gate(self, batch: int, window: int, max_lag: int) -> Gate:
         return Gate(batch, window, max_lag)
@@ -206,7 +204,7 @@ class World:
 
     def save(self) -> None:
         self.checkpoint = self.trainer_version
-        self.groups.free(self.checkpoint)
+        self.groups.free(self.groups.ledger.covered(self.checkpoint))
         self.journal.commit()
 
     def restart_trainer(self) -> None:

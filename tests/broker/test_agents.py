@@ -141,7 +141,8 @@ def test_a_group_that_a_gateway_does_not_hold_is_refused_by_name(gateways: Gatew
     assert refused.value.code == "not_held"
 
 
-def test_a_group_is_taken_over_however_much_was_kept_of_it(gateways: Gateways) -> None:
+def test_a_group_is_taken_over_however_much_was_kept_of_it(gateways: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAMES", 64)
     first = gateways.open("gateway-0")
     first.leases(1)
     kept = {f"note.0.{turn}": bytes([turn % 256]) * (wire.INLINE_BYTES + turn) for turn in range(wire.MAX_FRAMES + 1)}

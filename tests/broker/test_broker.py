@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,15 @@ class Peer:
     def leases(self, count: int) -> list[m.Lease]:
         return [self.next(m.Lease) for _ in range(count)]
 
-    def finish(self, lease: m.Lease, version: int = 0) -> m.Message:
+    def finish(self, lease: m.Lease, version: int = 0, failures: Sequence[str] = ()) -> m.Message:
         prompt = np.array([3, 4], np.int32)
         made = [
             Trajectory(
                 np.r_[prompt, 5, 6].astype(np.int32), np.array([0, 0, 1, 1], np.uint8),
                 np.array([0, 0, -1, -1], np.float32), np.array([-1, -1, version, version], np.int32), "ab",
+                failure=failure,
             )
-            for _ in range(lease.sampling.n)
+            for failure in failures or [""] * lease.sampling.n
         ]  # fmt: skip
         return self.box.ask(finished(lease, Group(lease.number, lease.prompt, made)), 5)
 
@@ -255,6 +257,26 @@ def test_groups_without_rewards_are_dropped_with_their_reason(stage: Stage) -> N
     assert "f raised Oops" in (stage.folder / "dropped.jsonl").read_text()
     assert work.items[0].number == 0
     assert rollout.leases(1)[0].number == 2 * B  # its place in the order is free, its number is not
+
+
+def test_what_has_failed_has_no_reward_also_where_a_scorer_alone_gives_it(tmp_path: Path, redis_url: str) -> None:
+    liking = Column(name="liking", scorer="taste")
+    table = ColumnTable(columns=(liking,), sums=(WeightedSum(name="reward", terms={"liking": 1.0}),))
+    stage = Stage(tmp_path, redis_url, columns=table)
+    try:
+        rollout, taste = stage.rollout(), stage.peer("taste", "taste-0")
+        taste.box.tell(m.Credit(total=100))
+        leases = rollout.leases(2 * B)
+        rollout.finish(leases[0], failures=["", "step raised Oops"])
+        for lease in leases[1:]:
+            rollout.finish(lease)
+        values = np.array([1, 1], np.float32)
+        scores = [m.Score(purpose="train", number=lease.number, values=values) for lease in leases]
+        taste.box.ask(m.Scores(column="liking", scores=scores), 5)
+        (line,) = (tmp_path / "dropped.jsonl").read_text().splitlines()
+        assert json.loads(line)["group"] == leases[0].number and "step raised Oops" in line
+    finally:
+        stage.close()
 
 
 def test_a_reward_that_dies_loses_nothing(stage: Stage) -> None:

@@ -32,6 +32,24 @@ def stream() -> PromptStream:
     return PromptStream([Prompt(index=i, text=f"{i}") for i in range(SIZE)], 3, True, None)
 
 
+def test_where_all_rest_nobody_looks_again_at_each_draw() -> None:
+    prompts, looked = stream(), list[int]()
+
+    def row_of(draw: int) -> int:
+        looked.append(draw)
+        return prompts.row(draw)
+
+    curriculum = Curriculum(Kept(), Bounds(0.0, 1.0, 9, 9), SIZE, row_of)
+    for draw in range(SIZE):
+        curriculum.measured(draw, 0.0)
+    looked.clear()
+    assert [curriculum.next(draw) for draw in range(SIZE, 2 * SIZE)] == list(range(SIZE, 2 * SIZE))
+    assert len(looked) <= 3 * SIZE
+    curriculum.measured(2 * SIZE + 1, 0.5)  # this one is asked again
+    woken = prompts.row(2 * SIZE + 1)
+    assert prompts.row(curriculum.next(2 * SIZE)) == woken
+
+
 @given(
     worth=st.lists(st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0]), min_size=SIZE, max_size=SIZE),
     rest_hard=st.integers(0, 3),

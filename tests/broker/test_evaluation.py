@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from penstock.protocols.experience import Sampling, Trajectory
 from penstock.services.broker.config import EvalSampling, PromptsConfig
 from penstock.services.broker.rules.evaluation import Evaluation, majority, pass_at
+from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.scoring import _vote
 
 
@@ -41,7 +42,7 @@ def test_the_majority_is_what_most_say(said: list[tuple[str | None, float]]) -> 
 
 
 def test_each_set_has_its_own_figures() -> None:
-    evaluation = Evaluation(3, [], lambda draw: "hard" if draw else "easy")
+    evaluation = Evaluation(Volatile(), 3, [], lambda draw: "hard" if draw else "easy")
     evaluation.start("before", 0, None)
     for number, (reward, scores) in enumerate([(1.0, {}), (0.5, {"pass@2": 1.0}), (0.0, {"pass@2": 0.0})]):
         real = sorted(evaluation.leases.open)[0]
@@ -85,7 +86,7 @@ def test_nan_has_not_passed() -> None:
 
 
 def test_a_prompt_to_which_nothing_was_said_is_answered() -> None:
-    evaluation = Evaluation(1, [])
+    evaluation = Evaluation(Volatile(), 1, [])
     evaluation.start("before", 0, exact=0)
     (number,) = evaluation.leases.open
     assert evaluation.finish(number, -1, -1, 1, 4) and not evaluation.leases.open

@@ -52,6 +52,21 @@ def test_columns_that_come_to_a_broker_that_was_started_again_are_not_lost(redis
         }  # fmt: skip
 
 
+def test_what_is_let_go_of_in_the_turn_that_wrote_it_is_there_until_it_is_durable(redis_url: str) -> None:
+    store, payloads = make(redis_url)
+    payloads.begin(("train", 0), b"experience")
+    store.commit()
+    payloads.settled()
+    for name in TABLE.names:
+        payloads.add(("train", 0), name, column(1))
+    payloads.forget(("train", 0))  # the trainer was given it, and a critic that was started again asks for it too
+    (group,) = payloads.taken([0], TABLE.names)
+    assert group.columns.keys() == set(TABLE.names)
+    store.commit()
+    payloads.settled()
+    assert not payloads._held
+
+
 def test_what_this_turn_has_queued_stays_in_memory_however_much_there_is(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,17 +12,18 @@ import pytest
 
 from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
-from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError
+from penstock.protocols.mailbox import AddressError, DeadlineError, Mailbox
 from penstock.protocols.router_server import RouterServer
 from penstock.services.broker import archive
 from penstock.services.broker.archive import Archive
-from penstock.services.broker.config import GateConfig, ReplayConfig
+from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.service import Broker
 from penstock.services.broker.store import StoreError
 from tests.broker.machine import COLUMNS, Memory
 from tests.broker.test_broker import REWARDS, B, Peer, Stage, settings
+from tests.weights.channel import until
 
 OTHER = Column(name="reward/slow", scorer="reward", nullable=True)
 BOTH = ColumnTable(
@@ -61,21 +62,59 @@ def test_an_archive_that_is_cut_short_costs_nothing(
         append(self, batch, digest)
 
     monkeypatch.setattr(Archive, "append", fails_at_the_second)
-    if how == "a full disk":
-        with pytest.raises(RefusedError, match="No space left"):
-            trainer.box.ask(m.Checkpointed(version=2, path="x"), 5)
-        monkeypatch.setattr(Archive, "append", append)
-    else:
-        trainer.box.tell(m.Checkpointed(version=2, path="x"))
-        stage.thread.join(10)
-        assert not stage.thread.is_alive()
-        monkeypatch.setattr(Archive, "append", append)
-        stage = Stage(tmp_path, redis_url, replay=ReplayConfig(archive="all"))
-        trainer = stage.peer("trainer", "trainer", "2")
+    trainer.box.tell(m.Checkpointed(version=2, path="x"))
+    stage.thread.join(10)
+    assert not stage.thread.is_alive()
+    monkeypatch.setattr(Archive, "append", append)
+    stage = Stage(tmp_path, redis_url, replay=ReplayConfig(archive="all"))
+    trainer = stage.peer("trainer", "trainer", "2")
     assert isinstance(trainer.box.ask(m.Checkpointed(version=2, path="x"), 5), m.Keep)
     stage.close()
     assert archive.steps(tmp_path) == [0, 1]
     assert all(len(batch.groups) == B for batch, _ in archive.read(tmp_path))
+
+
+def test_a_column_that_the_run_has_only_now_is_not_in_the_archive_of_a_step_before(
+    tmp_path: Path, redis_url: str
+) -> None:
+    stage = Stage(tmp_path, redis_url, replay=ReplayConfig(archive="all"))
+    train(stage, 1)
+    stage.close()
+    again = Stage(tmp_path, redis_url, columns=BOTH, replay=ReplayConfig(archive="all"))
+    trainer = again.peer("trainer", "trainer", "2")
+    assert isinstance(trainer.box.ask(m.Checkpointed(version=1, path="x"), 5), m.Keep)
+    again.close()
+    ((batch, _),) = archive.read(tmp_path)
+    assert all(group.columns.keys() == {REWARDS.name, "reward"} for group in batch.groups)
+
+
+def test_a_broker_that_cannot_listen_ends_none_that_can(tmp_path: Path, redis_url: str) -> None:
+    stage = Stage(tmp_path, redis_url)
+    rollout = stage.rollout()
+    (lease,) = rollout.leases(1)
+    taken = BrokerConfig(bind=stage.broker.address)
+    with pytest.raises(AddressError, match="another process has this port"):
+        Broker(settings(tmp_path, broker=taken), redis_url)
+    assert rollout.finish(lease) == m.Ack()
+    stage.close()
+
+
+def test_an_evaluation_that_was_cut_short_is_begun_again(tmp_path: Path, redis_url: str) -> None:
+    asked = PromptsConfig.model_validate(
+        {"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 2, "seed": 1}, "eval_size": 2}
+        | {"eval_every": 1}
+    )
+    stage = Stage(tmp_path, redis_url, prompts=asked)
+    stage.broker._state.evaluation.results["before"], stage.broker._state.evaluation.steps["before"] = 0.5, 0
+    train(stage, 1)
+    until(lambda: stage.broker._state.evaluation.round, 5, "the evaluation")
+    stage.close()
+    again = Stage(tmp_path, redis_url, prompts=asked)
+    again.load(rollout := again.rollout(incarnation="2"), 1)
+    assert {rollout.next(m.Lease).purpose for _ in range(2)} == {"eval"}
+    under_way = again.broker._state.evaluation.round
+    assert under_way and (under_way.label, under_way.step) == ("step 1", 1)
+    again.close()
 
 
 def test_a_step_that_only_the_trainer_remembers_leaves_a_gap_in_the_archive(tmp_path: Path, redis_url: str) -> None:
@@ -150,15 +189,35 @@ def tracker(journal: Memory, steps: int = 400, max_lag: int = 1) -> GroupTracker
     def nothing(*_: Any) -> None:
         return None
 
-    return GroupTracker(journal, Gate(2, 2, max_lag), COLUMNS, steps, None, None, nothing, nothing, nothing)
+    return GroupTracker(journal, Gate(2, 2, max_lag), COLUMNS, steps, None, None, nothing, nothing)
+
+
+def trained(step: int, *numbers: int) -> m.LedgerRow:
+    return m.LedgerRow(step=step, groups=list(numbers), seed=7, max_lag=1, digest=f"digest-{step}")
+
+
+@pytest.mark.parametrize("before", [1, 4])
+def test_in_a_new_store_the_gate_counts_on_with_another_batch(before: int) -> None:
+    groups = tracker(Memory())  # two groups a step now
+    groups.merge([trained(step, *range(before * step, before * (step + 1))) for step in (98, 99)])
+    following = 100 * before
+    wanted = [groups.gate.required_version(following + ahead) for ahead in range(4)]
+    assert wanted == [99, 100, 100, 101], "B = 2, W = 2, a bound of 1"
+    assert groups.leases.next_number == following
+
+
+def test_in_a_new_store_what_a_later_step_took_out_of_turn_is_no_drop() -> None:
+    groups = tracker(Memory())
+    groups.merge([trained(4, 9, 10), trained(5, 8, 11)])
+    assert groups.drops == 0 and groups.gate.rank(12) == 12
 
 
 def test_numbers_between_those_that_the_trainer_remembers_are_generated_again() -> None:
     groups = tracker(Memory())
-    groups.merge(0, [0, 2], 7, 1, "a")  # 1 was overtaken, and its answer is lost
+    groups.merge([trained(0, 0, 2)])  # 1 was overtaken, and its answer is lost
     lease = groups.next_lease(5)
     assert lease and lease.number == 1
-    groups.merge(1, [1, 4], 7, 1, "b")
+    groups.merge([trained(1, 1, 4)])
     lease = groups.next_lease(5)
     assert lease and (lease.number, lease.draw) == (3, 3) and groups.leases.next_number == 5
     groups.leases.grant(lease, "rollout-0#1", 0.0)
@@ -168,8 +227,7 @@ def test_numbers_between_those_that_the_trainer_remembers_are_generated_again() 
 def test_a_trainer_with_a_checkpoint_goes_on_in_a_new_store() -> None:
     journal = Memory()
     groups = tracker(journal)
-    for step in range(300, 302):  # 40 groups had been dropped before
-        groups.merge(step, [640 + 2 * (step - 300), 641 + 2 * (step - 300)], 7, 1, f"digest-{step}")
+    groups.merge([trained(300, 640, 641), trained(301, 642, 643)])  # 40 groups had been dropped before
     journal.commit()
     for taken_up in (groups, tracker(journal)):
         assert taken_up.ledger.committed == 302 and taken_up.ledger.first == 300

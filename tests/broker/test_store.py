@@ -13,8 +13,9 @@ import pytest
 
 from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.services.broker.config import StoreConfig
-from penstock.services.broker.store import Store, StoreError
+from penstock.services.broker.store import Store, StoreError, is_loading
 from tests.redis_log import append_only_file
+from tests.weights.channel import until
 
 
 class Server:
@@ -29,8 +30,8 @@ class Server:
     def log(self) -> Path:
         return append_only_file(self.folder)
 
-    def start(self) -> None:
-        self.process = subprocess.Popen(self.redis.command, stdout=subprocess.DEVNULL)
+    def start(self, *options: str) -> None:
+        self.process = subprocess.Popen([*self.redis.command, *options], stdout=subprocess.DEVNULL)
 
     def kill(self) -> None:
         self.process.kill()
@@ -106,6 +107,26 @@ def test_a_second_writer_is_noticed(server: Server) -> None:
         write(first, 0, 5)
     write(second, 1, 1)
     assert set(second.rows("t")) == {"0", "1", "last"}
+
+
+def test_a_store_that_reads_what_it_has_is_waited_for_and_others_hear_of_it(server: Server) -> None:
+    store = Store(server.redis.url, "test", StoreConfig(retry_s=1))
+    for number in range(12_000):
+        store.put("rows", number, {"n": number})
+    store.commit()
+    server.kill()
+    said = subprocess.run([server.redis.command[0], "--version"], capture_output=True, text=True, check=True).stdout
+    often = [] if "v=6." in said else ["--loading-process-events-interval-bytes", "1024"]
+    server.start("--key-load-delay", "500", *often)  # for a command that it reads, in microseconds: 6 s
+    until(lambda: is_loading(server.redis.url), 5, "it to read")
+    heard: list[float] = []
+    store.idle = lambda: heard.append(time.monotonic())
+    store.put("rows", 12_000, {"n": 12_000})
+    began = time.monotonic()
+    store.commit()
+    assert time.monotonic() - began > 1.5, "longer than store.retry_s"
+    assert len(heard) > 2 and store.waited_s > 1.5
+    assert len(store.rows("rows")) == 12_001 and not is_loading(server.redis.url)
 
 
 def test_a_store_that_stays_away_is_an_error(server: Server) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import HubData, ReasoningGymData
+from penstock.services.data.hub import make_prompt
 from penstock.services.data.source import PromptSource
 
 
@@ -40,6 +44,97 @@ def test_a_generator_that_raises_costs_its_row(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match="row 0: TypeError: keys must be"):
         rows[0]
     assert rows[1].text == "1+2="
+
+
+def in_json(folder: Path, text: str, **config: Any) -> Any:
+    (folder / "rows.jsonl").write_text(text)
+    return open_source(HubData(path="json", files=[str(folder / "rows.jsonl")], **config))
+
+
+def lines(*rows: dict[str, Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_what_json_has_is_what_a_reward_is_told(tmp_path: Path) -> None:
+    """Dates among it, which stay the texts that they are."""
+    truths = ["2024-01-05", "2024-01-06T10:00:00Z", "10:30", "007"]
+    rows = [{"prompt": f"on {truth}", "truth": truth, "made": "2024-01-05 10:00:00"} for truth in truths]
+    assert [row.truth for row in in_json(tmp_path, lines(*rows), truth_key="truth")] == truths
+    assert in_json(tmp_path, lines(*rows))[0].truth == rows[0]
+    mixed = [{"prompt": "a", "truth": {"a": 1}}, {"prompt": "b", "truth": {"b": [1, "2"]}}, {"prompt": "c"}]
+    assert [row.truth for row in in_json(tmp_path, lines(*mixed))] == [*mixed[:2], {"prompt": "c", "truth": None}]
+
+
+@pytest.mark.parametrize("form", ["a line each", "one list", "with a mark and empty lines", "compressed"])
+def test_json_files_come_in_several_forms(tmp_path: Path, form: str) -> None:
+    rows = [{"prompt": "a\u2028b", "truth": "x"}, {"prompt": "b", "truth": "y"}, {"prompt": "c", "truth": "z"}]
+    text = json.dumps(rows, indent=1) if form == "one list" else lines(*rows)
+    if form == "with a mark and empty lines":
+        text = "\ufeff" + text.replace("\n", "\n\n")
+    name = "rows.jsonl.gz" if form == "compressed" else "rows.jsonl"
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if form == "compressed" else text.encode())
+    files = [str(tmp_path / name)] * 2
+    found = open_source(HubData(path="json", files=files, truth_key="truth", chat=False, limit=5))
+    assert [(row.text, row.truth) for row in found] == ([(r["prompt"], r["truth"]) for r in rows] * 2)[:5]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            lines(*[{"prompt": "a", "truth": n} for n in range(10_001)], {"prompt": "a", "truth": "7"}),
+            r"files.0: .*rows.jsonl, line 10002: 'truth' is text, and a number in line 1; a column has one type",
+        ),
+        (
+            '[{"prompt": "a", "truth": 1},\n {"prompt": "b", "truth": "2"}]',
+            "row 2: 'truth' is text, and a number in row 1",
+        ),
+        ('[{"prompt": "a"},\n {"prompt" "b"}]', "line 2: not JSON"),
+        (lines({"prompt": "a", "truth": "x"}) + "\n[3]\n", "line 3: a list; each must be a map of columns"),
+    ],
+)
+def test_what_is_wrong_with_json_is_named_wherever_it_is(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        in_json(tmp_path, text, truth_key="truth")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes('{"prompt": "für"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"files.0: cannot read .*rows.jsonl: UnicodeDecodeError.*must be UTF-8"):
+        open_source(HubData(path="json", files=[str(tmp_path / "rows.jsonl")]))
+
+
+def test_types_are_compared_over_files(tmp_path: Path) -> None:
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for file, truth in zip(files, (1, "1"), strict=True):
+        file.write_text(lines({"prompt": "a", "truth": truth}))
+    with pytest.raises(DataError, match=r"two.jsonl, line 1: 'truth' is text, and a number in .*one.jsonl, line 1"):
+        open_source(HubData(path="json", files=list(map(str, files))))
+
+
+def test_a_column_of_dates_is_named_at_the_start(tmp_path: Path) -> None:
+    day = datetime.datetime(2024, 1, 5)
+    rows = {"prompt": ["a"], "truth": ["x"], "made": [{"timestamp": "a", "when": [day]}]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
+    config: dict[str, Any] = {"path": "parquet", "files": [str(tmp_path / "rows.parquet")]}
+    assert open_source(HubData(**config, truth_key="truth"))[0].truth == "x"
+    with pytest.raises(DataError, match=r"prompts.train.truth_key: the column 'made' of .* has dates"):
+        open_source(HubData(**config))
+
+
+def test_only_an_empty_cell_of_a_csv_file_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,truth\nWhich letters?,NA\nq,None\nr,null\ns,\n")
+    rows = open_source(HubData(path="csv", files=[str(tmp_path / "rows.csv")], truth_key="truth"))
+    assert [rows[i].truth for i in range(3)] == ["NA", "None", "null"]
+    with pytest.raises(DataError, match="row 3: 'truth' is missing"):
+        rows[3]
+
+
+def test_a_key_that_only_other_messages_have_is_not_told() -> None:
+    said = [{"role": "user", "content": "hi", "name": None}, {"role": "user", "content": "hi", "name": "b"}]
+    assert make_prompt(0, said, "1", True, None).messages == [{"role": "user", "content": "hi"}, said[1]]
+    with pytest.raises(DataError, match="content of message 0 is NoneType"):
+        make_prompt(0, [{"role": "user", "content": None}], "1", True, None)
 
 
 class Odd(PromptSource):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import typer.main
 import yaml
 
 from penstock.pipeline.cli import app
+from penstock.pipeline.config import load
+from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.plugins import load_plugin
 from penstock.services.runtime.registry import SPECS
 
@@ -102,6 +105,38 @@ def test_gpus_are_reserved_where_they_are_used(name: str) -> None:
     if uses:
         assert service["image"] == "penstock:gpu" and service["environment"]["PENSTOCK_CLAIM_GPUS"] == "/dev/shm"
         assert "shm:/dev/shm" in service["volumes"]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_image_has_what_a_config_needs(file: Path) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def packages(names: str) -> set[str]:
+        found = {package for name in names.split(",") for package in extras[name]}
+        own = {package for package in found if package.startswith("penstock[")}
+        return (found - own).union(*(packages(package[9:-1]) for package in own))
+
+    config = load(file)
+    (needs,) = re.findall(r"^# Needs: pip install -e '.\[([^]]*)\]'", file.read_text(), re.MULTILINE) or ["quickstart"]
+    assert (config.trainer.lora is not None) == (set(extras["lora"]) <= packages(needs))
+    gpu = isinstance(config.rollout.engine, VllmEngineConfig)
+    (held,) = re.findall(r"^[\w,-]+", FILE["x-gpu" if gpu else "x-cpu"]["build"]["args"]["EXTRAS"])
+    told = re.search(rf"`configs/{file.name}` wants `PENSTOCK_EXTRAS=([\w,-]+)`", (ROOT / "docs/deploy.md").read_text())
+    assert not packages(needs) - packages(f"{held},{told[1]}" if told else held)
+
+
+def test_what_is_mounted_over_the_code_is_a_folder_and_has_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose takes a bare name for a volume's; examples/ is in no image."""
+    pages = {page: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+    folders = [folder for text in pages.values() for folder in re.findall(r"PENSTOCK_CODE=([^\s`]+)", text)]
+    assert len(folders) >= 3 and all(folder.startswith(("./", "/")) for folder in folders)
+    agents = pages[ROOT / "docs" / "agents.md"]
+    (config, code), (overrides,) = (
+        re.findall(r"PENSTOCK_CONFIG=(\S+) PENSTOCK_CODE=(\S+)", agents)[0],
+        re.findall(r'PENSTOCK_OVERRIDES="([^"]*)"', agents),
+    )
+    monkeypatch.syspath_prepend(ROOT / code)  # as the image's PYTHONPATH
+    assert callable(load_plugin(load(ROOT / config, overrides.split()).gateway.tool_calls, "gateway.tool_calls"))
 
 
 def test_every_key_and_variable_is_explained() -> None:

@@ -19,6 +19,7 @@ SAID = {
     "--dry-run prompts.train.prompt_key=questoin": "prompts.train.prompt_key: no column 'questoin'",
     "penstock run task.yaml run.name=first": '"outcome": "complete"',
     "python try_it.py": "dab",
+    "penstock plan $CLONE": "take the first: ",
     "penstock run --resume runs/first": "changed: trainer.steps: 100 → 120",
 }
 """What some of the commands must have printed."""
@@ -27,7 +28,7 @@ SAID = {
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
 def test_every_block_works_in_an_empty_folder(tmp_path: Path) -> None:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "CLONE": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     heard = ""
     for kind, title, fails, text in _BLOCK.findall(PAGE.read_text()):
         if title:

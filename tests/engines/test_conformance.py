@@ -11,6 +11,7 @@ whatever option makes it compute the KV anew.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,20 @@ def test_stop_texts_end_a_sequence(bench: Workbench, random: np.random.Generator
         assert not set(text[:-1]) & set(stops)
         if completion.finish == "stop" and completion.tokens[-1] not in bench.stop_ids:
             assert text[-1] in stops
+
+
+def test_a_request_has_stop_tokens_of_its_own(bench: Workbench, random: np.random.Generator) -> None:
+    ends = frozenset(range(2, bench.vocabulary, 20))
+    own = [replace(bench.request(random, n=8, max_new_tokens=60), stop_ids=ends) for _ in range(3)]
+    others = [bench.request(random, n=8, max_new_tokens=60) for _ in range(3)]
+    done = bench.run(*own, *others)
+    theirs = [c for c in done if c.number > own[-1].number]
+    assert any(np.isin(c.tokens[:-1], sorted(ends)).any() for c in theirs)
+    mine = [c for c in done if c.number <= own[-1].number]
+    assert any(c.finish == "stop" and c.tokens[-1] in ends for c in mine)
+    for completion in mine:
+        assert not np.isin(completion.tokens[:-1], sorted(ends | bench.stop_ids)).any()
+        assert (completion.finish == "stop") == (completion.tokens[-1] in ends | bench.stop_ids)
 
 
 def test_requests_that_never_fit_are_refused(bench: Workbench, random: np.random.Generator) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
+from pathlib import Path
 
 import penstock
 
@@ -95,3 +97,80 @@ def stuck() -> str:
     """A tool that never answers."""
     time.sleep(600)
     return ""
+
+
+class Late:
+    """Async; ``tools`` are there once reset has waited. Does what it is told."""
+
+    async def reset(self, prompt: penstock.Prompt) -> None:
+        await asyncio.sleep(0)
+        self.tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+    async def step(self, answer: str) -> str:
+        if answer == "cancelled":
+            waited = asyncio.ensure_future(asyncio.sleep(9))
+            waited.cancel()
+            await waited
+        if answer == "its own timeout":
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(9)
+        return "go on"
+
+
+class Numbered:
+    """Tools that JSON has not; ``table``: options."""
+
+    def __init__(self, table: dict[str, float] | None = None) -> None: ...
+
+    def reset(self, prompt: penstock.Prompt) -> None:
+        if prompt.index == 7:
+            self.tools = [{"type": "function", "function": {"name": "look", "parameters": {1: "x"}}}]
+
+    def step(self, answer: str) -> str:
+        return "go on"
+
+
+class Sandbox:
+    """Tells a file when it is opened and closed."""
+
+    def __init__(self, told: str) -> None:
+        self._told = told
+
+    def reset(self, prompt: penstock.Prompt) -> None:
+        self._tell("opened")
+
+    def step(self, answer: str) -> str:
+        return "go on"
+
+    def close(self) -> None:
+        self._tell("closed")
+
+    def _tell(self, word: str) -> None:
+        with Path(self._told).open("a") as file:
+            file.write(f"{word}\n")
+
+
+class AsyncSandbox(Sandbox):
+    async def close(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(0.1)
+        self._tell("closed")
+
+
+class Long:
+    """Says very much: at once, or after its first turn."""
+
+    def reset(self, prompt: penstock.Prompt) -> str | None:
+        return "a" * 1_000_000 if prompt.truth == "long" else None
+
+    def step(self, answer: str) -> penstock.Turn:
+        return penstock.Turn("a" * 1_000_000, reward=0.5)
+
+
+def pairs(text: str) -> dict[tuple[str, str], int]:
+    """Counts pairs of letters."""
+    return dict.fromkeys(itertools.pairwise(text), 1)
+
+
+def half(text: str) -> str:
+    """Half of a surrogate pair."""
+    return "\ud83d"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +150,62 @@ def test_leaving_the_process_is_an_error_like_any_other() -> None:
         player.begin(0, 1)
         gone, fine = player.ask([("step", 0, "leave"), ("step", 1, "on")])
         assert "SystemExit" in gone and fine["observation"] == "go on" and player.pool.restarts == 0
+
+
+def test_tools_that_reset_sets_are_heard_of_also_where_it_is_async() -> None:
+    with Player("Late") as player:
+        (begun,) = player.ask([("reset", 1, PROMPT)])
+        assert begun["tools"][0]["function"]["name"] == "look"
+
+
+def test_a_call_that_is_cancelled_or_has_a_timeout_of_its_own_is_its_own_failure() -> None:
+    with Player("Late", timeout_s=2.0) as player:
+        player.begin(1, 2, 3)
+        found = player.ask([("step", 1, "cancelled"), ("step", 2, "its own timeout"), ("step", 3, "x")])
+        assert found[0].startswith("raised CancelledError") and found[1].startswith("raised TimeoutError")
+        assert found[2]["observation"] == "go on" and player.pool.restarts == 0
+
+
+def test_maps_that_no_other_process_could_read_cost_their_session_alone() -> None:
+    with Player("Numbered") as player:
+        good, bad = player.ask([("reset", 1, PROMPT), ("reset", 2, Prompt(index=7, text="p"))])
+        assert not good["tools"] and "map key" in bad
+        assert player.ask([("step", 1, "x")])[0]["observation"] == "go on" and player.pool.restarts == 0
+    with pytest.raises(ProgramError, match=r"rollout.environment.options: .* maps with text for keys"):
+        EnvironmentPool(EnvironmentConfig(environment=f"{HERE}:Numbered", options={"table": {1: 0.5}}))
+
+
+@pytest.mark.parametrize("environment", ["Sandbox", "AsyncSandbox"])
+def test_what_is_open_at_the_end_is_closed(environment: str, tmp_path: Path) -> None:
+    with Player(environment, options={"told": str(tmp_path / "told")}) as player:
+        player.begin(1, 2, 3)
+        player.pool.end(2)
+    assert sorted((tmp_path / "told").read_text().split()) == ["closed"] * 3 + ["opened"] * 3
+
+
+def test_a_worker_that_hangs_is_not_waited_for_at_the_end() -> None:
+    with Player("Misbehaving") as player:
+        player.begin(1)
+        player.pool.step(1, "hang", lambda found, error: None)
+        began = time.monotonic()
+    assert time.monotonic() - began < 8
+
+
+def test_a_result_that_json_has_not_is_told_to_the_policy() -> None:
+    functions = [f"{HERE}:pairs", f"{HERE}:half"]
+    pool = EnvironmentPool(EnvironmentConfig(environment="tools", options={"functions": functions}))
+    said: queue.Queue[Any] = queue.Queue()
+    try:
+        pool.reset(1, PROMPT, lambda found, error: said.put(found or error))
+        said.get(timeout=30)
+        calls = [
+            f'<tool_call>{{"name": "{name}", "arguments": {{"text": "ab"}}}}</tool_call>' for name in ("pairs", "half")
+        ]
+        pool.step(1, "".join(calls), lambda found, error: said.put(found or error))
+        first, second = (message["content"] for message in said.get(timeout=30)["observation"])
+        assert "error: pairs raised TypeError: keys must be" in first and second == "?"
+    finally:
+        pool.close()
 
 
 def test_tools_that_hang_are_in_nobodys_way() -> None:

@@ -46,7 +46,8 @@ class House:
         **config: Any,
     ) -> None:
         self.engine = engine or engine_for(model, {1})
-        self.turns, self.text, self._max_length = TurnServer(self.engine), text or Tokenizer(str(folder)), max_length
+        self.text, self._max_length = text or Tokenizer(str(folder)), max_length
+        self.turns = TurnServer(self.engine, self.text)
         self.asked: dict[int, tuple[m.TurnRequest, Future[m.Message]]] = {}
         self.records: dict[Key, dict[str, np.ndarray]] = {}
         self.engines_own: list[Answer] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,7 +19,8 @@ import uvicorn
 from typer.testing import CliRunner
 
 from penstock.pipeline import cli
-from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient, RunOver
+from penstock.protocols import agent_client
+from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient, RunOver
 from penstock.protocols.experience import Group
 from penstock.services.gateway import bodies
 from penstock.services.gateway.access import Access
@@ -415,6 +417,37 @@ def test_sessions_are_listed(house: House, tmp_path: Path) -> None:
         assert "1 sessions" in shown.output and session["session"] in shown.output
 
     served(house, agent, owners(tmp_path, "right"))
+
+
+def test_who_comes_after_the_runs_end_is_told_so_and_who_comes_early_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_client, "START_S", 0.5)
+    over, stopped = tmp_path / "over", tmp_path / "stopped"
+    for folder, outcome in ((over, "failed"), (stopped, "interrupted")):
+        folder.mkdir()
+        (folder / "summary.json").write_text(json.dumps({"outcome": outcome}))
+
+    async def enter(folder: Path) -> None:
+        async with AsyncAgentClient(folder):
+            pass
+
+    async def beside() -> list[float]:
+        waiting, gaps, last = asyncio.ensure_future(enter(stopped)), [], time.monotonic()
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+        with pytest.raises(FileNotFoundError, match="no gateway for"):
+            await waiting
+        return gaps
+
+    for attempt in (lambda: AgentClient(over), lambda: asyncio.run(enter(over))):
+        with pytest.raises(RunOver, match="has ended"):
+            attempt()
+    with pytest.raises(FileNotFoundError):  # such a run may go on
+        AgentClient(stopped)
+    assert max(asyncio.run(beside())) < 0.3
 
 
 def test_the_zeromq_client(house: House) -> None:

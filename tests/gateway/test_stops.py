@@ -49,6 +49,28 @@ def test_the_first_of_the_stops_ends_a_text(
     assert (message["content"], stop) == told
 
 
+def test_a_special_token_among_the_stops_ends_an_answer(tokenizers: dict[bool, Path], model: Any) -> None:
+    """No text shows it; the run's own stops are none."""
+    house = House(tokenizers[True], model, tool_calls="none", max_turns=400)
+    house.desk.start(house.lease(0, new=16))
+    (unknown,) = house.text.special_ids(["<unk>"])
+
+    async def play() -> Turn:
+        held = await house.desk.open(1)
+        turn = await house.desk.chat(held, SAY, None, stop=["z", "<unk>"])
+        while turn.stopped_by != "<unk>":
+            assert unknown not in turn.answer.tokens
+            turn = await house.desk.chat(held, SAY, None, stop=["z", "<unk>"])
+        house.open().start(house.lease(0, new=16))
+        kept = (await house.desk.find(held.id)).session.turns[turn.number]
+        assert (kept.message, kept.stopped_by) == (turn.message, "<unk>")
+        return turn
+
+    turn = house.run(play)
+    assert turn.answer.finish == "stop" and np.flatnonzero(turn.answer.tokens == unknown) == len(turn.answer.tokens) - 1
+    assert turn.message["content"] == house.text.decode([turn.answer.tokens.tolist()])[0]
+
+
 def test_clients_are_told_what_ended_an_answer_and_not_with_it(house: House) -> None:
     async def agent(url: str) -> None:
         async with httpx.AsyncClient() as http:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from penstock.protocols.experience import Group
+from penstock.protocols import wire
+from penstock.protocols.experience import Group, as_bytes
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.errors import AgentError
-from penstock.services.gateway.session import Session
+from penstock.services.gateway.questions import ONCE
+from penstock.services.gateway.session import Session, Turn
 from penstock.services.gateway.work import Held
 from tests.gateway.house import House
 
@@ -29,6 +34,68 @@ def group(house: House, number: int = 0) -> Group:
     made = house.delivered["train", number]
     assert isinstance(made, Group), made
     return made
+
+
+async def goes_on(house: House, held: Held, form: str, last: Turn | None) -> Turn:
+    """The next turn of an agent that speaks in messages, in text or in tokens."""
+    if form == "chat":
+        user = {"role": "user", "content": "b", "name": "x" * 2000}
+        return await house.desk.chat(held, [*(last.said if last else ()), user], None)
+    if form == "text":
+        return await house.desk.completes(held, (last.text if last else "") + "ba")(ONCE)
+    return await house.desk.generate(held, np.append(held.session.tokens(last), [5, 6]).astype(np.int32))
+
+
+@pytest.mark.parametrize("form", ["chat", "text", "tokens"])
+def test_a_turn_keeps_what_it_adds_and_is_whole_after_a_takeover(house: House, form: str) -> None:
+    async def play() -> list[Turn]:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+        turns = [await goes_on(house, held, form, None)]
+        for _ in range(7):
+            turns.append(await goes_on(house, held, form, turns[-1]))
+        for parent, turn in pairwise(turns):
+            assert turn.parent == parent.number
+            assert all(mine is its for mine, its in zip(turn.said, parent.said, strict=False)), "kept in memory once"
+        house.open().start(house.lease(0))
+        held = await house.desk.find(held.id)
+        kept = list(held.session.turns.values())
+        assert [(t.said, t.text, t.message) for t in kept] == [(t.said, t.text, t.message) for t in turns]
+        assert (await goes_on(house, held, form, kept[-1])).parent == turns[-1].number
+        return turns
+
+    turns = house.run(play)
+    sizes = [house.records["train", 0][f"note.0.{turn.number}"].size for turn in turns]
+    assert max(sizes) < sizes[0] + 50, sizes
+
+
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_a_session_is_taken_over_from_a_gateway_of_older_code(house: House, form: str) -> None:
+    """It had all of a conversation kept with each turn."""
+
+    async def play() -> None:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+        first = await goes_on(house, held, form, None)
+        turns = [first, await goes_on(house, held, form, first)]
+        records = house.records["train", 0]
+        for turn in turns:
+            note = wire.unpack(records[f"note.0.{turn.number}"].tobytes())
+            del note["added"]
+            whole = turn.text[: len(turn.text) - len(turn.message["content"])]
+            said = turn.said[:-1] if form == "chat" else [{"text": whole}]
+            records[f"note.0.{turn.number}"] = as_bytes(wire.pack({**note, "said": json.dumps(said)}))
+        house.open().start(house.lease(0))
+        held = await house.desk.find(held.id)
+        kept = held.session.turns
+        assert [(t.text, t.message, t.parent) for t in kept.values()] == [(t.text, t.message, t.parent) for t in turns]
+        turns.append(await goes_on(house, held, form, kept[turns[-1].number]))
+        house.open().start(house.lease(0))
+        held = await house.desk.find(held.id)
+        again = held.session.turns[turns[-1].number]
+        assert (again.said, again.text, again.parent) == (turns[-1].said, turns[-1].text, turns[-2].number)
+
+    house.run(play)
 
 
 def late(house: House) -> asyncio.Event:

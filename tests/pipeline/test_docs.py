@@ -47,6 +47,18 @@ def test_where_others_keys_go_there_is_one() -> None:
     assert len(named) > 50 and not named - known
 
 
+def test_nobody_is_told_to_install_what_no_index_has() -> None:
+    code = [path for folder in ("services", "pipeline") for path in (ROOT / folder).rglob("*.py")]
+    told = [*PAGES, *(ROOT / "configs").glob("*.yaml"), *(path for path in code if path.name != "install.py")]
+    assert not [str(path) for path in told if re.search(r"pip install \S*penstock", path.read_text())]
+
+
+def test_the_readme_names_no_run_that_it_does_not_make() -> None:
+    text = (ROOT / "README.md").read_text()
+    made = {"NAME", *re.findall(r"run\.name=([\w-]+)", text)}
+    assert set(re.findall(r"\bruns/([\w-]+)", text)) <= made
+
+
 def test_the_page_of_commands_is_what_they_say_of_themselves() -> None:
     assert (ROOT / "docs" / "commands.md").read_text() == command_page(), "make commands-page"
 

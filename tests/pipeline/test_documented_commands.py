@@ -41,7 +41,7 @@ def _blocks(text: str) -> str:
 def words_of(command: str) -> list[str]:
     """Of the command itself, without what a shell does with it, and what may be left out."""
     command = re.sub(r"\[(?=--)|(?<=[\w.])\](?= |$)", "", re.sub(r"\s#.*$", "", command).replace("\\|", "|"))
-    found = shlex.split(command)
+    found = shlex.split(command.replace("$CLONE/", ""))
     ends = [i for i, word in enumerate(found) if word in ("|", ">", "&", "&&", ";", ">>")]
     return found[: ends[0]] if ends else found
 

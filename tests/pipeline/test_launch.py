@@ -16,11 +16,13 @@ import yaml
 from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
+from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.launch import kubernetes, ready, slurm
 from penstock.pipeline.launch.parts import Part, parts_of
 from penstock.pipeline.launch.ready import cluster_network
-from penstock.pipeline.resources.host import too_small
+from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too_small
 from penstock.pipeline.resources.placement import joining_guests, seated
+from penstock.pipeline.run.folder import open_folder
 from penstock.pipeline.run.join import shares
 from penstock.services.runtime import registry
 
@@ -44,7 +46,7 @@ def spread(file: Path, *overrides: str) -> Config:
 
 
 def test_the_head_has_what_is_not_elsewhere() -> None:
-    config = spread(GRPO, "rollout.count=5", "trainer.ranks=2")
+    config = spread(GRPO, "rollout.count=6", "trainer.ranks=2")
     head, rollouts = parts_of(config, with_gpus=True, each=2)
     assert (head.kind, head.tasks, head.gpus) == ("head", 1, 2 + config.reference.count)
     assert (rollouts.tasks, rollouts.each, rollouts.gpus, rollouts.processes) == (3, 2, 2, 2)
@@ -57,6 +59,15 @@ def test_the_head_has_what_is_not_elsewhere() -> None:
         ("rollout", 4, 2),
         ("trainer", 2, 8),
     ]
+
+
+def test_there_are_as_many_as_the_config_says_or_none() -> None:
+    config = spread(QUICKSTART, "rollout.count=8")
+    with pytest.raises(ConfigError, match=r"--each: 3 does not divide rollout.count=8; take one of 1, 2, 4, 8, or"):
+        parts_of(config, with_gpus=False, each=3)
+    for each in (1, 2, 4, 8, 100):
+        _, rollouts = parts_of(config, with_gpus=False, each=each)
+        assert rollouts.tasks * rollouts.each == 8
 
 
 def test_guests_come_with_the_trainers_machines() -> None:
@@ -110,6 +121,33 @@ def test_a_network_that_is_none_is_told() -> None:
             cluster_network(Console(), wrong)
 
 
+def test_a_network_that_is_given_counts_and_one_that_is_guessed_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready, "own_network", lambda: "10.9.0.0/16")
+
+    def placed(*given: str, resume: Path | None = None, network: str | None = None) -> tuple[str, str]:
+        file = None if resume else QUICKSTART
+        config = ready.resolve(Console(), file, [f"run.folder={tmp_path}", *given], resume, network)[0]
+        assert config.run.elsewhere == ("rollout",) or config.run.elsewhere == ["rollout"]
+        return config.broker.bind, config.weights.host
+
+    own = ("broker.bind=tcp://10.1.0.7:5555", "weights.host=10.1.0.0/16")
+    assert placed() == ("tcp://10.9.0.0/16:0", "10.9.0.0/16")
+    assert placed(*own) == ("tcp://10.1.0.7:5555", "10.1.0.0/16")
+    assert placed(*own, network="10.2.0.0/16") == ("tcp://10.2.0.0/16:0", "10.2.0.0/16")
+    alone, beyond = tmp_path / "alone", tmp_path / "beyond"  # as `penstock run` leaves one, and `penstock launch`
+    for folder, overrides in ((alone, ()), (beyond, own)):
+        open_folder(load(QUICKSTART, list(overrides)), folder, Origin(str(QUICKSTART), overrides))
+    assert placed(resume=alone) == ("tcp://10.9.0.0/16:0", "10.9.0.0/16"), "nobody else would reach it"
+    assert placed(resume=beyond) == ("tcp://10.1.0.7:5555", "10.1.0.0/16")
+    assert placed(resume=beyond, network="10.2.0.0/16") == ("tcp://10.2.0.0/16:0", "10.2.0.0/16")
+    monkeypatch.setattr(ready, "own_network", lambda: None)
+    assert placed(*own) == ("tcp://10.1.0.7:5555", "10.1.0.0/16"), "nothing is to be guessed"
+    with pytest.raises(ConfigError, match="--network: this machine does not say"):
+        placed(resume=alone)
+
+
 # --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +163,24 @@ def test_a_slurm_script_asks_for_what_the_part_needs(tmp_path: Path) -> None:
         slurm.scripts(tmp_path / "first try", tmp_path, parts, [])
     for text in made.values():
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_partitions_are_looked_at_wherever_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/sh\necho 'gpu|gpu:a100:8'; echo 'gpu-large|gpu:h100:8'; echo 'cpu*|(null)'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for options, wanted, gpus in (
+        ([], [], False),
+        (["--partition=gpu,gpu-large"], ["gpu", "gpu-large"], True),
+        (["--account=lab", "--partition=gpu"], ["gpu"], True),
+        (["--account=lab -p gpu"], ["gpu"], True),
+        (["--partition=gpu", "-pcpu"], ["cpu"], False),
+        (["--parsable", "--comment=run-p"], [], False),
+    ):
+        assert slurm.partitions(options) == wanted and slurm.offers_gpus(wanted) == gpus
+    with pytest.raises(ConfigError, match="--partition: sinfo knows none that is called 'gpus'; it has cpu, gpu,"):
+        slurm.offers_gpus(["gpu", "gpus"])
 
 
 @pytest.mark.parametrize(
@@ -199,6 +255,58 @@ def test_pods_have_the_shared_memory_that_prepare_asks_for(file: Path) -> None:
     assert "PENSTOCK_SHM" in given and not too_small(spread(file), given)
     (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
     assert shm["sizeLimit"] == given["PENSTOCK_SHM"].replace("g", "Gi")
+
+
+def memory(found: dict[tuple[str, str], dict[str, Any]], part: str) -> int:
+    """GiB that a pod of ``part`` asks for."""
+    pod = found["Job", f"penstock-first-{part}"]["spec"]["template"]["spec"]
+    return int(pod["containers"][0]["resources"]["requests"]["memory"].removesuffix("Gi"))
+
+
+@pytest.mark.parametrize("name", ["grpo-32b", "grpo-30b-a3b", "grpo-70b"])
+def test_memory_is_asked_for_where_the_trainer_is(name: str) -> None:
+    config = load(ROOT / "configs" / f"{name}.yaml")
+    needs, found = host_needs(config), objects(config)
+    assert needs and memory(found, "head") <= 2 * SPARE * PROCESS_GIB, "a head without a trainer"
+    ranks, received = config.trainer.ranks // config.trainer.nodes, needs.received(config)
+    engine = PROCESS_GIB * parts_of(config, True)[1].processes + received
+    assert memory(found, "trainer") == pytest.approx(SPARE * needs.trainer_node(config, ranks), abs=1)
+    assert memory(found, "rollout") == pytest.approx(SPARE * engine, abs=1), "the versions that it receives"
+    joined = load(ROOT / "configs" / f"{name}.yaml", ["run.elsewhere=[rollout]", "trainer.nodes=1"])
+    whole = needs.trainer_node(joined, joined.trainer.ranks) + PROCESS_GIB
+    assert memory(objects(joined), "head") == pytest.approx(SPARE * whole, abs=1)
+
+
+def test_guests_memory_comes_on_top_of_the_trainers() -> None:
+    file, keys = ROOT / "configs" / "grpo-32b.yaml", ["run.placement=colocated", "rollout.count=4"]
+    plain, beside = (load(file, more) for more in ([], [*keys, "run.elsewhere=[trainer,rollout]"]))
+    needs = host_needs(beside)
+    assert needs and needs.resting
+    more = needs.resting / 2 + 2 * (needs.beside("rollout", beside) + PROCESS_GIB)
+    own = memory(objects(plain), "trainer")
+    assert memory(objects(beside), "trainer") == pytest.approx(own + SPARE * more, abs=2)
+
+
+def test_a_scorer_is_an_object_whatever_its_name() -> None:
+    def judged(name: str, *more: str) -> Config:
+        scorers = ", ".join(
+            f'{each}: {{scorer: "m:J", columns: {{s{i}: token}}}}' for i, each in enumerate([name, *more])
+        )
+        return load(QUICKSTART, [f"scorers={{{scorers}}}", f"run.elsewhere=[{','.join(['rollout', name, *more])}]"])
+
+    job = objects(judged("My_judge"), gpus=False)["Job", "penstock-first-my-judge"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "my-judge" and container["args"][2] == "My_judge"
+    assert job["metadata"]["labels"]["app.kubernetes.io/component"] == "My_judge"
+    with pytest.raises(ConfigError, match="the Job of my_judge would be called penstock-first-my-judge"):
+        objects(judged("my_judge", "My_judge"), gpus=False)
+    with pytest.raises(ConfigError, match="at most 63 long; call the scorer otherwise"):
+        objects(judged("judge" * 20), gpus=False)
+
+
+def test_a_pod_is_replaced_before_its_dead_node_says_that_it_has_ended() -> None:
+    jobs = [item["spec"] for (kind, _), item in objects(load(GRPO.with_name("grpo-32b.yaml"))).items() if kind == "Job"]
+    assert len(jobs) == 3 and all(job.get("podReplacementPolicy") != "Failed" for job in jobs)
 
 
 def test_without_gpus_none_is_asked_for() -> None:

@@ -15,17 +15,22 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
-from penstock.pipeline.resources.memory import plan
+from penstock.pipeline.resources.host import host_needs
+from penstock.pipeline.resources.memory import embedded_gib, plan, reference_gib
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
-from penstock.pipeline.resources.search import FILL, layouts, shapes
+from penstock.pipeline.resources.search import FILL, layouts, shapes, unsearched
+from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.services.runtime import registry
 from penstock.services.trainer.config import TrainerConfig
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
+LARGE, SMALL = "Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"
 GRPO = [path for path in CONFIGS if path.name.startswith("grpo-")]
+JUDGED = ('scorers={judge: {scorer: "mine:Judge", columns: {judged: token}}}', "run.elsewhere=[rollout,trainer,judge]")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -50,6 +55,8 @@ def test_parameters_are_those_of_the_real_models() -> None:
      ("30b-a3b", "trainer.ranks=512 trainer.expert_parallel=64"),
      *(pytest.param(*case, marks=pytest.mark.chaos) for case in (
          ("8b", "trainer.ranks=8 trainer.gradient_checkpointing=false trainer.tokens_per_micro_batch=4096"),
+         ("8b", "trainer.ranks=1 model.dtype=float32 trainer.tokens_per_micro_batch=4096"),
+         ("8b", "trainer.ranks=8 model.dtype=float32 trainer.tokens_per_micro_batch=4096"),
          ("3b", "trainer.ranks=4 trainer.sum_gradients=step"), ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
          ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2"), ("30b-a3b", ""),
          ("8b", "trainer.ranks=8 trainer.pipeline_parallel=4 trainer.gradient_checkpointing=selective")))],
@@ -105,6 +112,23 @@ def test_why_a_layout_is_the_first_is_said() -> None:
     assert re.search(r"why: 32 ranks \(.*\) would train in [\d.]+ s and not [\d.]+, but take 1\d\d GiB each", said)
 
 
+@pytest.mark.parametrize(
+    "gpus, more, elsewhere, there",
+    [("8xH100", (), [], True), ("24xH100", (), ["rollout", "trainer"], False), ("8xH100", JUDGED, ["judge"], True)],
+    ids=["one machine", "three", "a scorer stays elsewhere"],
+)
+def test_a_layout_of_one_machine_needs_nobody_to_join(
+    gpus: str, more: tuple[str, ...], elsewhere: list[str], there: bool
+) -> None:
+    """configs/grpo-32b.yaml is for several machines, and says who joins."""
+    result = CliRunner().invoke(app, ["plan", "configs/grpo-32b.yaml", *more, "--gpus", gpus])
+    taken = shlex.split(result.output.partition("take the first: ")[2])
+    config = load(Path("configs/grpo-32b.yaml"), [*more, *taken])
+    assert list(config.run.elsewhere) == elsewhere
+    here = {spec.kind for spec in registry.started_here(config) if spec.count(config)}
+    assert ({"trainer", "rollout"} <= here) == there
+
+
 def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
     result = CliRunner().invoke(app, ["plan", "configs/grpo-70b.yaml", "--gpus", "2xH100"])
     assert "nothing fits 2 x H100 of 80 GiB" in result.output
@@ -124,12 +148,68 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
         ("grpo-8b", "rollout.engine.max_length=50000", "has positions for 40960"),
         ("grpo-8b", "trainer.expert_parallel=2", r"trainer\.expert_parallel=2 .* no experts"),
         ("grpo-30b-a3b", "trainer={ranks: 12, expert_parallel: 3}", "does not divide the 128 experts"),
+        ("grpo-32b", "trainer={ranks: 4, tensor_parallel: 4}", r"trainer\.ranks=4: .*; (8|16|32) ranks with"),
+        ("grpo-8b", "trainer={ranks: 16, tensor_parallel: 16}", r"tensor_parallel=16 does not divide .* 8 of keys"),
+        (
+            "grpo-8b",
+            "trainer={ranks: 64, sequence_parallel: 32, tensor_parallel: 2}",
+            r"sequence_parallel=32: 16 attention heads and 4 of keys and values of each rank",
+        ),
+        ("quickstart", "trainer={ranks: 8, sequence_parallel: 8}", "sequence_parallel=8: 4 attention heads"),
+        (
+            "grpo-8b",
+            "rollout.engine={type: torch, max_length: 4096}",
+            r"rollout\.engine\.max_sequences=256: .* set it to",
+        ),
     ],
 )
 def test_what_cannot_fit_is_an_error_that_names_the_key(path: str, override: str, message: str) -> None:
     found = plan(load(Path(f"configs/{path}.yaml"), [override]))
     with pytest.raises(ConfigError, match=message):
         found.check()
+
+
+def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
+    kl, ppo = "trainer.algorithm.kl.coefficient=0.001", "trainer.algorithm.preset=ppo"
+    for override, key in ((f"reference.path={LARGE}", kl), (f"critic.path={LARGE}", ppo)):
+        config = load(Path("configs/grpo-0.5b.yaml"), [override, key, "rollout.sampling.n=2", "run.gpu_gib=40"])
+        large = override.partition(".")[0]
+        assert [large in problem for problem in plan(config).problems] == [True]
+        assert large in unsearched(config, devices_of("8xA100-40")[1])  # type: ignore[operator]
+        assert large in too_much(config, {large: "0", "rollout-0": "0"}, {"0": 40.0})[0]
+    needs = host_needs(load(Path("configs/grpo-0.5b.yaml"), [f"critic.path={LARGE}", ppo]))
+    assert needs and needs.critic == pytest.approx(12 * 32.76e9 / 2**30, rel=0.01)
+    assert needs.checkpoints == pytest.approx(3 * (needs.staging + needs.critic))
+    config = load(Path("configs/grpo-70b.yaml"), [f"reference.path={SMALL}", kl])
+    assert not [problem for problem in plan(config).problems if "reference" in problem]
+    config = load(Path("configs/grpo-0.5b.yaml"), ["reference.path=no/such-model", kl])
+    assert not plan(config).problems and reference_gib(config) is None, "its sizes are not known here"
+
+
+def test_what_the_embedded_engine_keeps_is_counted() -> None:
+    """Two versions, and a slot of the longest for each sequence: 147,456 bytes a token."""
+    engine = "rollout.engine={{type: torch, max_length: 4096, max_sequences: {}}}"
+    many, few = (load(Path("configs/grpo-8b.yaml"), [engine.format(size)]) for size in (256, 64))
+    shape = shape_of(few)
+    assert shape and embedded_gib(few, shape) == pytest.approx(
+        (2 * 16.38e9 + 64 * 4096 * 147456) / 2**30 + 1.5, rel=0.01
+    )
+    assert not plan(few).problems
+    (problem,) = plan(many).problems
+    fits = int(problem.rpartition(" ")[2])
+    assert plan(load(Path("configs/grpo-8b.yaml"), [engine.format(fits)])).problems == []
+    assert "max_sequences=64: GPU 0" in too_much(few, {"rollout-0": "0", "reference-0": "0"}, {"0": 80.0})[0]
+    beside = plan(few.model_copy(update={"run": few.run.model_copy(update={"placement": "colocated"})})).problems
+    assert "max_sequences=64: beside an engine's" in " ".join(beside)
+
+
+def test_adapters_are_counted_by_the_ends_of_full_names() -> None:
+    shape = shape_of(load(Path("configs/grpo-8b.yaml")))
+    assert shape
+    wanted = shape.layers * 32 * (4096 + 4096)
+    assert shape.adapter(32, ["q_proj"]) == shape.adapter(32, ["self_attn.q_proj"]) == wanted
+    assert shape.adapter(32, ["mlp.q_proj"]) == shape.adapter(32, ["proj"]) == 0
+    assert shape.adapter(32, ["self_attn.q_proj", "q_proj", "up_proj"]) > wanted
 
 
 def test_gpus_are_given_out_without_overlap() -> None:

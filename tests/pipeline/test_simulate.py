@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
-from penstock.pipeline.config import Config, load
-from penstock.pipeline.simulate.costs import Costs, of_file
+from penstock.pipeline.config import Config, dump, load
+from penstock.pipeline.resources.devices import devices_of
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.simulate.calibrate import like
+from penstock.pipeline.simulate.costs import Costs, of_file, on_gpus
 from penstock.pipeline.simulate.world import StuckError, World
 
 QUICKSTART = Path("configs/quickstart.yaml")
@@ -123,6 +127,57 @@ def test_the_command_compares_and_its_costs_can_be_kept(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*call, "--vary", "trainer.ranks=4,16"])
     first, second = [line.split() for line in done.output.splitlines() if line.split()[:1] in (["4"], ["16"])]
     assert float(first[1]) > float(second[1]), "costs follow what is varied"
+
+
+def test_several_engines_of_a_rollout_decode_more_and_stages_need_less_memory() -> None:
+    def on(**options: Any) -> Costs:
+        engine = f"rollout.engine.vllm={json.dumps({'tensor_parallel_size': 1, **options})}"
+        made = load(Path("configs/grpo-8b.yaml"), [engine])
+        shape = shape_of(made)
+        assert shape
+        return on_gpus(made, shape, devices_of("1xA100-40")[1], 1500, 256)
+
+    one, two, staged = on(), on(data_parallel_size=2), on(pipeline_parallel_size=2)
+    assert one.most_sequences and two.most_sequences and staged.most_sequences
+    assert two.most_sequences == 2 * one.most_sequences and staged.most_sequences > 2.5 * one.most_sequences
+    assert two.decode_s == staged.decode_s == one.decode_s, "all weights are read for each token"
+    for several in (two, staged):
+        assert several.decode_sequence_s == pytest.approx(one.decode_sequence_s / 2)
+        assert several.prefill_token_s == pytest.approx(one.prefill_token_s / 2)
+    assert staged.pause_s == pytest.approx(one.pause_s / 2)
+    assert (on(gpu_memory_utilization=0.6).most_sequences or 0) < one.most_sequences
+
+
+def test_deterministic_runs_decode_each_group_alone() -> None:
+    """Four groups of a second, one after the other."""
+    found = World(in_one_go(**{"run.deterministic": "true"}), alike(), 10).run()
+    assert found.steps_per_s == pytest.approx(1 / 4, rel=0.03)
+
+
+@pytest.mark.parametrize("stood_s", [0.0, 3600.0])
+def test_a_run_is_as_fast_as_it_was_while_it_was_at_work(tmp_path: Path, stood_s: float) -> None:
+    """Steps of a second, of 100 tokens each sequence; between two of them the run was down for an hour."""
+    made = in_one_go()
+    (tmp_path / "config.yaml").write_text(dump(made))
+    step = {"kind": "step", "tokens": 800, "response_tokens": 100, "train_step_s": 0.2}
+    times = [number + stood_s * (number > 9) for number in range(20)]
+    rows = [json.dumps(step | {"step": number, "time": time}) for number, time in enumerate(times)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    warned: list[str] = []
+    found = like(tmp_path, warned.append)
+    assert World(made, found, 40).run().steps_per_s == pytest.approx(1.0, rel=0.05)
+    assert 1e-4 < found.decode_s < 1e-2 and not warned
+    slow = [json.dumps(step | {"step": number, "time": number, "train_step_s": 2.0}) for number in range(20)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(slow))
+    like(tmp_path, warned.append)
+    assert "however long decoding took, the simulated run is slower than the real one's 1 steps" in warned[0]
+
+
+def test_values_may_have_commas_of_their_own() -> None:
+    engines = "{type: torch, max_length: 4096},{type: torch, max_length: 8192, max_sequences: 64}"
+    call = ["simulate", "configs/grpo-8b.yaml", "--gpus", "H100", "--steps", "2", "--vary", f"rollout.engine={engines}"]
+    done = CliRunner().invoke(app, call)
+    assert done.exit_code == 0 and "{type: torch, max_length: 8192" in done.output, done.output
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 
 from penstock.pipeline import cli
 from penstock.protocols import agent_client
-from penstock.protocols.agent_client import Reply
+from penstock.protocols.agent_client import AsyncAgentSession, Reply
 from penstock.protocols.experience import Group, Prompt
+from penstock.protocols.mailbox import DeadlineError
 from penstock.services.data import open_source
 from penstock.services.data.config import NumbersData
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.players import openenv, playing
-from penstock.services.players.base import Played
+from penstock.services.players.base import Played, Player
 from penstock.services.players.openenv import OpenEnvConfig, OpenEnvPlayer
 from penstock.services.players.own import as_said
 from penstock.services.players.playing import Score, play_run
@@ -45,7 +46,9 @@ def house(tokenizers: dict[bool, Path], model: Any) -> House:  # noqa: F811
     return House(tokenizers[True], model, tool_calls=CALLS, attempts=2, engine=engine, max_length=LENGTH)
 
 
-def played(house: House, environment: str, options: Mapping[str, Any], groups: int = 4, at_once: int = 3) -> Score:
+def played(
+    house: House, environment: str | Player, options: Mapping[str, Any], groups: int = 4, at_once: int = 3
+) -> Score:
     """What comes of ``groups`` of two sessions each, when ``environment`` plays them."""
 
     async def run() -> Score:
@@ -53,7 +56,7 @@ def played(house: House, environment: str, options: Mapping[str, Any], groups: i
         door.start(asyncio.get_running_loop(), "http://here")
         for number in range(groups):
             house.desk.start(house.lease(number, n=2))
-        player = make_player(environment, options, "none")
+        player = make_player(environment, options, "none") if isinstance(environment, str) else environment
         playing_it = asyncio.ensure_future(play_run(door.address, None, player, at_once))
         while len(house.delivered) < groups and not playing_it.done():
             await asyncio.sleep(0.02)
@@ -124,6 +127,76 @@ def test_an_openenv_connection_that_cannot_be_closed_costs_no_session(monkeypatc
     player = OpenEnvPlayer(OpenEnvConfig(url="http://here", action="message"))
     session: Any = SimpleNamespace(task=Prompt(index=0, text="1+1="))
     assert asyncio.run(player.play(session)) == Played(1.0, {"turns": 0.0})
+
+
+class Client:
+    """Stands for OpenEnv's: an episode of one step, after which it wants a reset."""
+
+    def __init__(self, **_: Any) -> None:
+        self._over = False
+
+    async def connect(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def reset(self, seed: int) -> Any:
+        return SimpleNamespace(observation={"words": "go"}, reward=0.0, done=False)
+
+    async def step(self, action: dict[str, Any]) -> Any:
+        if action["type"] == "list_tools":
+            return SimpleNamespace(observation={"tools": [{"name": "look"}]}, reward=0.0, done=False)
+        if self._over:
+            raise RuntimeError("the episode is over")
+        self._over = True
+        return SimpleNamespace(observation={"words": "won"}, reward=1.0, done=True)
+
+
+def openenv_player(monkeypatch: pytest.MonkeyPatch) -> OpenEnvPlayer:
+    monkeypatch.setattr(openenv, "need", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "openenv.core.generic_client", SimpleNamespace(GenericEnvClient=Client))
+    return OpenEnvPlayer(OpenEnvConfig(url="http://here"))
+
+
+def test_an_openenv_episode_that_is_done_is_not_stepped_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def chat(*_: Any) -> Any:
+        return SimpleNamespace(message={}, calls=[("look", {}, "1"), ("look", {}, "2")])
+
+    session: Any = SimpleNamespace(task=Prompt(index=0, text="1+1="), chat=chat)
+    assert asyncio.run(openenv_player(monkeypatch).play(session)) == Played(1.0, {"turns": 1.0})
+
+
+def test_a_gateway_that_is_away_is_not_an_openenv_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def chat(*_: Any) -> Any:
+        raise DeadlineError("no answer from the gateway")
+
+    session: Any = SimpleNamespace(task=Prompt(index=0, text="1+1="), chat=chat)
+    with pytest.raises(DeadlineError, match="the gateway"):
+        asyncio.run(openenv_player(monkeypatch).play(session))
+
+
+class Measuring:
+    """A player whose metrics no gateway takes."""
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def play(self, session: AsyncAgentSession) -> Played:
+        await session.chat([{"role": "user", "content": "sort ba="}])
+        return Played(1.0, {"accuracy/all": 1.0})
+
+
+def test_a_session_whose_end_is_refused_is_given_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playing, "PAUSE_S", 0.01)
+    score = played(house, Measuring(), {}, groups=1)
+    assert (score.played, score.given_up) == (0, 4)
+    assert all("given out 2 times: metrics: 'accuracy/all'" in t.failure for t in made(house, 0).trajectories)
+
+
+def test_a_run_that_has_ended_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"outcome": "complete"}')
+    told = CliRunner().invoke(cli.app, ["play", str(tmp_path), "tests.players.envs:Twice"])
+    assert told.exit_code == 0 and "the run is over: 0 played" in told.output
 
 
 @pytest.mark.parametrize("turns", [3, 60])

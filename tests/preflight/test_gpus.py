@@ -13,7 +13,7 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.preflight import gpus, machine
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources import gpu_locks
-from penstock.pipeline.resources.host import HostNeeds, host_needs, too_small
+from penstock.pipeline.resources.host import HostNeeds, host_needs, to_scale, too_small
 from penstock.pipeline.run.serve import environment
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.parallel.world import local_device
@@ -144,15 +144,34 @@ def test_host_memory_shared_memory_and_disk_are_counted(monkeypatch: pytest.Monk
     assert needs
     assert needs.version == pytest.approx(70.55e9 * 2 / 2**30, rel=0.01)
     assert needs.shared == pytest.approx(4 * needs.version)
-    report = Report()
-    machine.look(config, Path("runs/first"), report)
-    said = "\n".join(report.here)
-    for key in ("weights.transport=auto: 4 versions of 131.4 GiB", "trainer.checkpoint.keep=2", "model.path: versions"):
-        assert key in said, said
+    said = {}
+    for elsewhere in ("[]", "[rollout, trainer]"):
+        report = Report()
+        config = load(Path("configs/grpo-70b.yaml"), [f"run.elsewhere={elsewhere}"])
+        machine.look(config, Path("runs/first"), report)
+        said[elsewhere] = "\n".join(report.here)
+    memory = ("weights.transport=auto: 4 versions of 131.4 GiB", "model.path: the trainer")
+    assert all(key in said["[]"] for key in (*memory, "trainer.checkpoint.keep=2")), said
+    assert not any(key in said["[rollout, trainer]"] for key in memory), "the trainer is on another machine"
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (100, 100))
     report = Report()
     machine.look(load(Path("configs/quickstart.yaml")), Path("runs/first"), report)
     assert "open files: 100 are allowed, this run may need" in "\n".join(report.here)
+
+
+def test_what_lies_on_the_host_of_an_adapters_trainer_is_counted() -> None:
+    """The model is frozen, in bf16 or else fp32, and lies where its trainer's weights do."""
+    weights = 8.19e9 / 2**30
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        given = ["trainer.lora={rank: 32}", f"model.dtype={dtype}", "trainer.checkpoint.keep=1"]
+        offloaded = host_needs(load(Path("configs/grpo-8b.yaml"), [*given, "trainer.offload=true"]))
+        resting = host_needs(load(Path("configs/grpo-8b.yaml"), [*given, "run.placement=colocated"]))
+        assert offloaded and resting
+        assert offloaded.offloaded - 16 / 12 * offloaded.staging == pytest.approx(size * weights, rel=0.01)
+        assert resting.resting - resting.staging == pytest.approx(size * weights, rel=0.01)
+    best = ["prompts.eval_every=50", "trainer.checkpoint={every: 50, keep: 1, keep_best: true}"]
+    needs = host_needs(load(Path("configs/grpo-8b.yaml"), best))
+    assert needs and needs.checkpoints == pytest.approx(3 * needs.staging), "the newest, the best, the next one"
 
 
 def test_compose_is_given_what_the_model_needs() -> None:
@@ -161,11 +180,18 @@ def test_compose_is_given_what_the_model_needs() -> None:
     assert isinstance(needs, HostNeeds)
     enough = needs.compose(config)
     assert not too_small(config, enough)
-    assert too_small(config, enough | {"PENSTOCK_SHM": "8g"})[0].startswith(
-        f"PENSTOCK_SHM=8g: this model wants {enough['PENSTOCK_SHM']}"
-    )
+    (said,) = too_small(config, enough | {"PENSTOCK_SHM": "8g"})
+    assert said.startswith(f"PENSTOCK_SHM=8g: this model wants {enough['PENSTOCK_SHM']}")
+    assert "docker volume rm penstock_shm" in said and "-v," not in said, "runs and Redis are in volumes, too"
     tiny = load(Path("configs/quickstart.yaml"))
     assert host_needs(tiny) is None and not too_small(tiny, {"PENSTOCK_SHM": "1g"})
+
+
+def test_what_compose_starts_one_of_is_noted() -> None:
+    config = load(Path("configs/quickstart.yaml"), ["rollout.count=3"])
+    (said,) = to_scale(config, {"PENSTOCK_TRAINER_MEMORY": "8g"})
+    assert said.startswith("rollout.count=3: ") and "--scale rollout=3 " in said and "(rollout-gpu=3 " in said
+    assert not to_scale(config, {}), "elsewhere the config says how many"
 
 
 def test_a_deterministic_run_on_gpus_tells_cublas_and_vllm(nvml: FakeNvml) -> None:

@@ -6,6 +6,7 @@ start them, also CPU seconds until it is told. The others are forked from a proc
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import subprocess
@@ -170,7 +171,7 @@ MISTAKES = [
     m("a tracker that nobody knows", "run.trackers.0", "tensorboard", overrides=["run.trackers=[comet]"]),
     m("an adapter that is not there", "trainer.lora.start: nowhere has no adapter_config.json, so it is no adapter",
       overrides=["trainer.lora={start: nowhere}"]),
-    m("an adapter of another rank", "trainer.lora.rank=4: the adapter in ", "adapter has rank 8; set trainer.lora.rank to it",
+    m("an adapter of another rank", "trainer.lora.rank=4: the adapter in ", "adapter has rank 8; set",
       files={"adapter/adapter_config.json": '{"r": 8}', "adapter/adapter_model.safetensors": ""},
       overrides=["trainer.lora={rank: 4, start: adapter}"]),
     m("a store of another scheme", "store.url", "'^(redis|rediss|unix)://'", overrides=["store.url=postgres://h/1"]),
@@ -427,3 +428,23 @@ def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
     elsewhere, _ = run(tmp_path, "config.yaml", "--dry-run", "trainer.device=cuda")
     assert elsewhere.returncode == 0 and "# on this machine: trainer.device: cuda" in elsewhere.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks(tmp_path: Path) -> None:
+    lay_out(tmp_path, Mistake("", (), ()))
+    if importlib.util.find_spec("mlflow"):
+        pytest.skip("mlflow is installed")
+    given = [REWARD.format("mine:good"), "run.trackers=[mlflow]", "trainer.device=cuda"]
+
+    def prepare(**environment: str) -> subprocess.CompletedProcess[str]:
+        command = penstock("prepare", "config.yaml", *given, "--folder", "made")
+        env = {**os.environ, **WITHOUT, **environment}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+
+    refused = prepare(PENSTOCK_ONE_PER_HOST="1")
+    wanted = "run.trackers: mlflow is not installed; run: PENSTOCK_EXTRAS=mlflow docker compose build"
+    assert refused.returncode == 2 and wanted in refused.stderr and not (tmp_path / "made").exists()
+    done = prepare()
+    assert done.returncode == 0, done.stderr
+    for lack in ("run.trackers: mlflow is not installed", "trainer.device: cuda is asked for"):
+        assert f"note: on this machine: {lack}" in done.stderr

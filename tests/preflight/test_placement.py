@@ -12,6 +12,9 @@ from rich.console import Console
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.resources.choice import choose
 from penstock.pipeline.resources.devices import DEVICES, device_called
+from penstock.pipeline.resources.memory import plan
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.trainer_memory import trainer_gib
 from penstock.pipeline.run.folder import begin
 from penstock.pipeline.run.start import laid_out, start
 from penstock.services.runtime.errors import SetupError
@@ -50,6 +53,17 @@ def test_a_run_is_laid_out_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     shown = yaml.safe_load(out)
     assert 1 <= shown["trainer"]["ranks"] <= 4 and shown["rollout"]["count"] >= 1
     assert f"trainer.ranks={shown['trainer']['ranks']}" in out.partition("# changed: run.placement: auto takes ")[2]
+
+
+def test_one_machine_is_one_node_and_as_large_as_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml(monkeypatch, 16)
+    choice = choose(load(BIG, [AUTO]))
+    assert load(BIG, [AUTO, *choice.overrides]).trainer.nodes == 1
+    assert not any(word.startswith("run.elsewhere") for word in choice.overrides)
+    FakeNvml(monkeypatch, (79.6, 70.0), "580.65.06", 13000)
+    choice = choose(load(ROOT / "configs" / "grpo-3b.yaml", [AUTO]))
+    taken = load(ROOT / "configs" / "grpo-3b.yaml", [AUTO, *choice.overrides, "run.gpu_gib=70"])
+    assert not plan(taken).problems and trainer_gib(shape_of(taken), taken.trainer, 70) <= 0.95 * 70
 
 
 def test_with_no_gpu_or_a_tiny_model_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,4 +119,5 @@ def test_gpus_are_known_by_what_the_driver_calls_them() -> None:
     }  # fmt: skip
     for (name, gib), wanted in names.items():
         assert device_called(name, gib) == DEVICES[wanted], name
+        assert DEVICES[wanted].gib <= 1.01 * gib, "of what is sold as 24 GB the driver shows 22.5 GiB"
     assert device_called("NVIDIA L40", 45) is None and device_called("Tesla T4", 15) is None

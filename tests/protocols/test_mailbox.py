@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
 
 import msgpack
 import pytest
@@ -12,9 +16,23 @@ import zmq
 
 from penstock.protocols import mailbox as mb
 from penstock.protocols import wire
+from penstock.protocols.experience import GroupSummary, as_bytes
 from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError
-from penstock.protocols.messages import Ack, Credit, Fenced, Heartbeat, HelloNeeded, Refused, Stop, Take
+from penstock.protocols.messages import (
+    Ack,
+    Credit,
+    Fenced,
+    Finished,
+    Heartbeat,
+    HeartbeatAck,
+    HelloNeeded,
+    Message,
+    Refused,
+    Stop,
+    Take,
+)
 from penstock.protocols.router_server import RouterServer
+from tests.weights.channel import until
 
 
 class Answering:
@@ -23,7 +41,7 @@ class Answering:
     def __init__(self) -> None:
         self.exchange = RouterServer("tcp://127.0.0.1:0")
         self.seen: list[tuple[str, int, object]] = []
-        self.answer = lambda identity, request, message: Ack()
+        self.answer: Callable[[str, int, Any], Message | None] = lambda identity, request, message: Ack()
         self._open = True
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -91,6 +109,23 @@ def test_requests_are_sent_again(broker: Answering, box: Mailbox, monkeypatch: p
     broker.answer = lambda *_: next(answers)
     assert box.ask(Take(step=1), 5) == Ack()
     assert len({request for _, request, _ in broker.seen}) == 1 and len(broker.seen) == 3
+
+
+def test_a_patient_request_is_sent_again_less_and_less_often(
+    broker: Answering, box: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mb, "RESEND_S", 0.3)
+    broker.answer = lambda *_: None
+    box.hello = lambda: [Credit(total=1)]
+    patient, plain = box.ask_later(Take(step=1), 60, patient=True), box.ask_later(Take(step=2), 60)
+
+    def sent(step: int) -> int:
+        return sum(message == Take(step=step) for _, _, message in broker.seen)
+
+    until(lambda: sent(1) == 4, 20, "the patient one")  # at 0, 0.3, 0.9 and 2.1 s
+    assert sent(2) >= 6 and not patient.done() and not plain.done()
+    broker.exchange.send("tester#1", HelloNeeded())  # of a broker that has none of it
+    until(lambda: sent(1) == 5, 1.5, "the patient one to be said again at once")
 
 
 def test_being_fenced_ends_every_wait(broker: Answering, box: Mailbox) -> None:
@@ -232,3 +267,52 @@ def test_a_mailbox_that_fails_says_so_to_all_who_wait(broker: Answering, box: Ma
         waiting.result(10)
     with pytest.raises(DeadlineError, match="the mailbox failed"):
         box.ask(Take(step=1), 60)
+
+
+def throttled(port: int, bytes_s: int) -> int:
+    """The port of a line to ``port`` that is this slow, for each connection."""
+    door = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(10_000):
+                sink.sendall(data)
+                time.sleep(len(data) / bytes_s)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                inside, _ = door.accept()
+                outside = socket.create_connection(("127.0.0.1", port))
+                for ends in ((inside, outside), (outside, inside)):
+                    threading.Thread(target=pump, args=ends, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return int(door.getsockname()[1])
+
+
+def test_what_is_long_on_its_way_keeps_no_heartbeat_back(broker: Answering) -> None:
+    """Nor its answer: whoever is not heard of counts as dead, and what it then says is thrown away."""
+    heard: list[float] = []
+
+    def answer(identity: str, request: int, message: Message) -> Message | None:
+        if isinstance(message, Heartbeat):
+            heard.append(time.monotonic())
+            return HeartbeatAck()
+        return Ack()
+
+    broker.answer = answer
+    port = throttled(int(broker.exchange.address.rpartition(":")[2]), 500_000)
+    slow = Mailbox(f"tcp://127.0.0.1:{port}", "rollout-0#1")
+    slow.beat_s, slow.beat = 0.1, lambda: Heartbeat(gauges={})
+    summary = GroupSummary(trajectories=1, tokens=1, sampled=1, oldest=0, newest=0)
+    large = Finished(purpose="train", number=1, attempt=1, summary=summary, experience=as_bytes(bytes(1_500_000)))
+    began, silent = time.monotonic(), 0.0
+    asked = slow.ask_later(large, 20)
+    while not asked.done():
+        time.sleep(0.05)
+        silent = max(silent, time.monotonic() - slow.heard_at)
+    assert asked.result() == Ack() and time.monotonic() - began > 2.0
+    between = [later - earlier for earlier, later in pairwise([began, *heard])]
+    assert max(between) < 1.5 and silent < 1.5
+    slow.close()

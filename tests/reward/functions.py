@@ -123,3 +123,18 @@ def one_number(response: list[str]) -> float:
 def one_wrong(response: list[str]) -> list[Any]:
     """A word among the numbers."""
     return [1.0, "good", *[1.0] * (len(response) - 2)]
+
+
+def last_turn(turns: list[str], truth: str) -> float:
+    """Of the last turn alone."""
+    return float(turns[-1] == truth)
+
+
+def as_many(response: list[str]) -> list[float]:
+    """How many there are, for each."""
+    return [float(len(response))] * len(response)
+
+
+def constant(response: str) -> float:
+    """Whatever was said."""
+    return 1.0

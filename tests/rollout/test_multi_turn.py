@@ -17,10 +17,14 @@ from penstock.protocols.messages import Lease
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.modeling import attention  # noqa: F401 - registers ours
+from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig
 from penstock.services.rollout.group_maker import Made
 from penstock.services.rollout.multi_turn import MultiTurn
+from penstock.services.rollout.service import Rollout
 from penstock.services.rollout.single_turn import SingleTurn
+from penstock.services.runtime.actor import ActorContext
 from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.weights.config import WeightsConfig
 from tests.rollout.test_torch_engine import engine_for, make
 
 CHAT = (
@@ -161,6 +165,50 @@ def test_what_goes_wrong_costs_its_own_trajectory(table: Any) -> None:
 def test_a_prompt_without_room_is_nobodys_turn(table: Any) -> None:
     found = group(table(**COUNTING, max_length=5).play(lease())[0]).trajectories
     assert all("no room" in t.failure and not t.sampled and not t.turns for t in found)
+
+
+def test_what_is_far_too_long_is_not_counted(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = table(environment="tests.environments.games:Long", max_turns=3)
+    counted: list[int] = []
+    plain = at.text._tokenizer
+
+    def count(text: str, **more: Any) -> Any:
+        counted.append(len(text))
+        return plain(text, **more)
+
+    monkeypatch.setattr(at.text, "_tokenizer", Spied(plain, count))
+    said, begun = (group(found).trajectories for found in at.play(lease(0), lease(1, "long")))
+    assert all(not t.failure and len(t.turns) == 1 and t.finish == "length" for t in said)
+    assert all(float(t.rewards.sum()) == 0.5 and t.loss_mask[-1] == 1 for t in said)
+    assert all("too many for the 64 tokens" in t.failure for t in begun)
+    assert counted and max(counted) < 1000
+
+
+class Spied:
+    """A tokenizer whose calls are seen."""
+
+    def __init__(self, plain: Any, call: Any) -> None:
+        self._plain, self._call = plain, call
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return self._call(*args, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+def test_a_trajectory_is_no_longer_than_the_model_has_positions_for(folder: Path, model: Any, tmp_path: Path) -> None:
+    model.config.save_pretrained(tmp_path)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    engine = TorchEngineConfig(max_sequences=4, max_length=512, device="cpu")
+    config = RolloutConfig(engine=engine, environment=EnvironmentConfig.model_validate(COUNTING))
+    context = ActorContext("rollout-0", "run", tmp_path, "tcp://127.0.0.1:1")
+    made = Rollout(context, config, WeightsConfig(), str(tmp_path), "float32", 3)
+    assert isinstance(made._maker, MultiTurn) and made._maker._max_length == made.engine._length == 128
+    made._receiver.close()
+    made._maker.close()
+    made.actor.mailbox.close(0)
 
 
 def test_single_answers_have_a_greedy_one_more(folder: Path, model: Any) -> None:

@@ -114,7 +114,10 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
                 parameter.data.copy_(weights[name])  # what rounding makes of it is not followed any further
     plain.gather()
     assert version_of(cut) == version_of(plain), "after steps"
-    assert cut.score(list(range(2, 9))) and cut.evaluate(a_step(9), lambda rows: _logprobs(cut, rows))
+    assert cut.score(list(range(2, 9)))
+    evaluated, alike = (each.evaluate(a_step(9), lambda rows, of=each: _logprobs(of, rows)) for each in (cut, plain))
+    for here, there in zip(evaluated, alike, strict=True):
+        np.testing.assert_allclose(here, there, atol=1e-4, err_msg="each rank is told all of it")
 
     unrewarded = a_step(5)
     unrewarded.values["reward"][:] = float("nan")

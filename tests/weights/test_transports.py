@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,9 +22,11 @@ from penstock.protocols.versions import DigestError, SnapshotRoute
 from penstock.services.weights.buffers import HostBuffer, Mappings
 from penstock.services.weights.byte_views import as_array, from_memory
 from penstock.services.weights.layout import make_layout
+from penstock.services.weights.receiver.canary import CanaryError, check_canary
 from penstock.services.weights.receiver.loader import MappedVersion
 from penstock.services.weights.sender import broadcast
 from penstock.services.weights.transports import shared_memory
+from penstock.services.weights.transports.bucket_server import BucketClient, BucketServer, bucket_reply
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 from tests.weights.channel import Channel, Holder, Named, flip, score, until
 
@@ -325,6 +328,43 @@ def test_an_engine_that_makes_something_else_of_right_bytes_does_not_serve_it(sh
     assert 0 not in careless.served and "canary's log-probabilities differ" in shared.broker.failures[0].error
     engine.careless = False
     assert same(careless.wait(0), 0)
+
+
+def test_every_replica_of_an_engine_is_asked() -> None:
+    class Replicas(Holder):
+        wrong = 0.0
+
+        def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
+            found = super().score(prepared, tokens)
+            return np.stack([found, found + self.wrong])
+
+    engine, tokens, loaded = Replicas(), [1, 2, 3], dict(weights(0))
+    canary = m.Canary(tokens=tokens, logprobs=score(loaded, tokens).tolist(), tolerance=1e-4)
+    assert check_canary(engine, loaded, canary) == 0
+    engine.wrong = 0.5
+    with pytest.raises(CanaryError, match="differ by 0.5"):
+        check_canary(engine, loaded, canary)
+
+
+def test_buckets_that_came_are_let_go_of_while_others_are_fetched() -> None:
+    data = np.arange(40 * 1024, dtype=np.uint8)
+    layout = make_layout({"w": (20, 1024)}, "bfloat16", bucket_bytes=1024)
+    held: list[weakref.ref[Any]] = []
+
+    def answer(fetch: m.Message) -> m.Message:
+        assert isinstance(fetch, m.Fetch)
+        start, end = layout.spans[fetch.index]
+        return bucket_reply(0, fetch.index, memoryview(data)[start:end], None)
+
+    def arrived(bucket: m.Bucket, _: np.ndarray) -> None:
+        held.append(weakref.ref(bucket))
+        assert sum(one() is not None for one in held) <= 2
+
+    server = BucketServer("127.0.0.1", None, answer)
+    client = BucketClient(server.address, "rollout-0#1", None)
+    assert client.fetch(0, "", layout, list(range(40)), None, arrived, 5) == data.nbytes and len(held) == 40
+    client.close()
+    server.close()
 
 
 def test_a_proposal_of_a_layout_that_nobody_was_invited_with_is_refused(shared: Channel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -161,6 +162,27 @@ def test_a_version_that_one_worker_cannot_load_is_loaded_by_none(
     assert 1 not in two.served
     monkeypatch.setattr(module.Receiver, "_settle", settle)
     assert same(two.wait(1), 1), "offered again"
+
+
+def test_a_worker_slower_than_the_trainers_patience_costs_that_offer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are ready, and must not wait for it for ever."""
+    channel = Channel(weights(0), transport="snapshot", bucket_mb=0.01, deadline_s=1.0)
+    two = fleet(channel)
+    channel.publish(0)
+    two.wait(0)
+    slow, settle, stalled = two.workers[1]._receiver, module.Receiver._settle, threading.Event()
+
+    def late(self: module.Receiver, *arguments: object) -> object:
+        if self is slow and not stalled.is_set():
+            stalled.set()
+            time.sleep(2.5)
+        return settle(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.Receiver, "_settle", late)
+    become(channel, 1)
+    channel.publish(1)
+    assert same(two.wait(1), 1) and stalled.is_set(), "offered again"
+    channel.close()
 
 
 def test_a_fleet_is_reached_when_its_last_worker_has_come(channel: Channel) -> None:

@@ -33,6 +33,8 @@ class Curriculum:
         self._until: dict[int, int] = {int(row): said["until"] for row, said in journal.rows(TABLE).items()}
         """Row to the last epoch in which it rests."""
         self._epoch = 0
+        self._resting = range(0)
+        """Draws that are known to rest: not looked at again, as long as nothing that rests is woken."""
 
     def measured(self, draw: int, mean: float) -> None:
         """The answers to this draw's prompt had this mean reward. May be said again."""
@@ -40,9 +42,13 @@ class Curriculum:
             return
         row, rest = self._row_of(draw), self._bounds.rest(mean)
         if rest:
-            self._until[row] = draw // self._size + rest
+            until = draw // self._size + rest
+            if until < self._until.get(row, -1):
+                self._resting = range(0)
+            self._until[row] = until
             self._journal.put(TABLE, row, {"until": self._until[row]})
         elif self._until.pop(row, None) is not None:
+            self._resting = range(0)
             self._journal.delete(TABLE, row)
 
     def next(self, draw: int) -> int:
@@ -50,10 +56,14 @@ class Curriculum:
         if not self._until:
             return draw
         self._epoch = draw // self._size
-        for later in range(draw, draw + 2 * self._size):  # the whole of the next epoch is among them
+        end = draw + 2 * self._size  # the whole of the next epoch is among them
+        found = draw
+        for later in range(self._resting.stop if draw in self._resting else draw, end):
             if self._until.get(self._row_of(later), -1) < later // self._size:
-                return later
-        return draw
+                end = found = later
+                break
+        self._resting = range(draw, end)
+        return found
 
     def counts(self) -> dict[str, float]:
         """How many prompts rest in the epoch that is drawn from; nothing where none may."""

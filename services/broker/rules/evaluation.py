@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
+from typing import Any
 
 from penstock.protocols.columns import Column
-from penstock.services.broker.rules.journal import Volatile
+from penstock.services.broker.rules.journal import Journal, Volatile
 from penstock.services.broker.rules.leases import Leases
 from penstock.services.broker.rules.replay_buffer import Replay
 
@@ -78,11 +79,15 @@ def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
 
 
 class Evaluation:
-    """The round in progress, if any, and the results of those before it. Not durable: a round that a crash cuts short
-    is run again."""
+    """The round in progress, if any, and the results of those before it, which alone are durable: a round that a crash
+    cuts short is run again."""
 
-    def __init__(self, size: int, columns: Sequence[Column], set_of: Callable[[int], str] = lambda draw: "") -> None:
-        self.size, self._set_of = size, set_of
+    TABLE = "evaluations"
+
+    def __init__(
+        self, journal: Journal, size: int, columns: Sequence[Column], set_of: Callable[[int], str] = lambda draw: ""
+    ) -> None:
+        self._journal, self.size, self._set_of = journal, size, set_of
         self.round: Round | None = None
         self.results: dict[str, float | None] = {}
         """Label to mean reward; None where no prompt had one."""
@@ -90,6 +95,9 @@ class Evaluation:
         """Label to the mean reward of each set."""
         self.steps: dict[str, int] = {}
         """Label to the step it was made at."""
+        self._made = 0
+        for label, row in sorted(journal.rows(self.TABLE).items(), key=lambda item: item[1]["made"]):
+            self._keep(label, row)
         # A broker that was started again must not take a late answer to the round before for one of this.
         self.leases = Leases(Volatile(), next_number=time.time_ns() // 1_000_000 % (1 << 40) * 1_000)
         self.replay = Replay(Volatile(), columns)
@@ -130,6 +138,10 @@ class Evaluation:
             self.round.scores.setdefault(name, {}).setdefault(what, []).append(value)
         return self._end()
 
+    def open(self, number: int) -> bool:
+        """The prompt may still have a reward."""
+        return self.round is not None and (number in self.leases.open or number in self.replay.entries)
+
     def drop(self, number: int, reason: str) -> Round | None:
         """The prompt will have no reward; the round, if that completes it."""
         if self.round is None or (self.leases.close(number) or self.replay.remove(number)) is None:
@@ -148,6 +160,13 @@ class Evaluation:
         if not self.round.complete:
             return None
         finished, self.round = self.round, None
-        self.results[finished.label], self.by_set[finished.label] = finished.mean(), finished.means()
-        self.steps[finished.label] = finished.step
+        row = {"reward": finished.mean(), "by_set": finished.means(), "step": finished.step, "made": self._made + 1}
+        self._keep(finished.label, row)
+        self._journal.put(self.TABLE, finished.label, row)
         return finished
+
+    def _keep(self, label: str, row: Mapping[str, Any]) -> None:
+        for known in (self.results, self.by_set, self.steps):
+            known.pop(label, None)  # what is measured again is the newest
+        self.results[label], self.by_set[label], self.steps[label] = row["reward"], row["by_set"], row["step"]
+        self._made = row["made"]

@@ -8,6 +8,7 @@ from typing import Literal
 import structlog
 
 from penstock.protocols.columns import Column
+from penstock.protocols.messages import LedgerRow
 from penstock.services.broker import clock
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.journal import Journal
@@ -29,8 +30,7 @@ class GroupTracker:
     ``columns`` is what a group needs before it may be trained on, ``steps`` how many steps the run has, ``draws`` how
     many prompts there are (None: no end), ``prefetch`` how many groups may be under way beyond those taken (None: as
     many as the gate allows), ``release`` is told the number of each group whose payload is not needed any more,
-    ``archive`` the steps that are freed before that, ``on_drop`` each drop with its reason and kind; ``choose`` says
-    which draw is made next, of those from one on.
+    ``on_drop`` each drop with its reason and kind; ``choose`` says which draw is made next, of those from one on.
     """
 
     def __init__(
@@ -42,20 +42,18 @@ class GroupTracker:
         draws: int | None,
         prefetch: int | None,
         release: Callable[[int], None],
-        archive: Callable[[Sequence[Step]], None],
         on_drop: Callable[[int, str, DropKind], None],
         choose: Callable[[int], int] = lambda draw: draw,
     ) -> None:
         self._journal = journal
-        self._release, self._archive, self._on_drop, self._choose = release, archive, on_drop, choose
+        self._release, self._on_drop, self._choose = release, on_drop, choose
         self.gate, self.steps, self.draws = gate, steps, draws
         # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
         self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
         self.leases = Leases(journal)
         self.replay = Replay(journal, columns)
         self.ledger = Ledger(journal)
-        # Steps are counted on from those taken, which may have had another B.
-        gate.steps, gate.groups = self.ledger.length, self.ledger.groups
+        self._count_on()
         self._recent_drops = {int(number) for number in journal.rows("dropped")}
         self._forgotten_drops = journal.rows("counters").get("dropped", {"count": 0})["count"]
         gate.remember(self._recent_drops, self._forgotten_drops)
@@ -69,6 +67,10 @@ class GroupTracker:
                     "too_old",
                 )
         self.consecutive_drops = 0
+
+    def _count_on(self) -> None:
+        """Steps are counted on from those taken, which may have had another B."""
+        self.gate.steps, self.gate.groups = self.ledger.length, self.ledger.groups
 
     def _beyond_the_end(self, number: int) -> bool:
         """A group with this number would be trained in no step."""
@@ -124,20 +126,30 @@ class GroupTracker:
         self.replay.add(number, lease.draw, oldest, trajectories, tokens)
         return True
 
-    def merge(self, step: int, groups: list[int], seed: int, max_lag: int, digest: str) -> None:
-        """The trainer remembers committing ``step``: what the store has lost of it is true again."""
-        new = not self.ledger.length
-        if not self.ledger.merge(step, groups, seed, max_lag, digest, clock.now()):
-            return
-        log.warning("merged a step that the store had lost", step=step)
-        if new and step and groups:  # numbers that no step took were dropped
-            self._count_forgotten(max(0, min(groups) - (self.ledger.groups - len(groups))))
-            self.leases.next_number = self.leases.next_draw = min(groups)
-        # Whatever was under way is generated again; what later steps of the trainer's have trained is closed then.
-        self.leases.skip_to(max(groups, default=-1) + 1)
-        for number in groups:
+    def merge(self, tail: Sequence[LedgerRow]) -> None:
+        """The trainer remembers committing these steps: what the store has lost of them is true again."""
+        new, now = not self.ledger.length, clock.now()
+        lost: list[LedgerRow] = []
+        try:
+            for row in tail:
+                if self.ledger.merge(row.step, row.groups, row.seed, row.max_lag, row.digest, now):
+                    lost.append(row)
+        finally:  # of a tail that is refused, what is in the ledger now is not generated again
+            if lost:
+                self._found(lost, new)
+
+    def _found(self, lost: list[LedgerRow], new: bool) -> None:
+        numbers = [number for step in lost for number in step.groups]
+        log.warning("merged steps that the store had lost", steps=[step.step for step in lost])
+        if new and lost[0].step and numbers:  # numbers before them that no step took were dropped
+            self._count_forgotten(max(0, min(numbers) - (self.ledger.groups - len(numbers))))
+            self.leases.next_number = self.leases.next_draw = min(numbers)
+        # Whatever was under way is generated again.
+        self.leases.skip_to(max(numbers, default=-1) + 1)
+        for number in numbers:
             self.leases.close(number)
             self.replay.remove(number)
+        self._count_on()
 
     def filter(self, number: int, reason: str) -> None:
         """The group is sound, but teaches nothing: it is dropped, which is no failure."""
@@ -209,10 +221,8 @@ class GroupTracker:
         numbers = [n for n in (unready, unfinished) if n is not None]
         return min(numbers, default=self.leases.next_number)
 
-    def free(self, version: int) -> None:
-        """A durable checkpoint holds ``version``: the groups of the steps before it are needed no more."""
-        covered = self.ledger.covered(version)
-        self._archive(covered)  # all of them, before a payload is deleted: either may be cut short
+    def free(self, covered: list[Step]) -> None:
+        """A durable checkpoint covers these first steps: their groups are needed no more."""
         for step in covered:
             for number in step.groups:
                 self._release(number)

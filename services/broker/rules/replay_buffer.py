@@ -125,6 +125,8 @@ class Replay:
             if place < len(self._ready) and self._ready[place] == number:
                 del self._ready[place]
             self._journal.delete(self.TABLE, number)
+            if not self.entries:
+                self._unready.clear()
         return entry
 
     def _enter(self, entry: Entry) -> None:

@@ -143,6 +143,11 @@ class World:
         """It has the model's head, and so its losses."""
         return self.stage == self.shape.stages - 1
 
+    @property
+    def tells(self) -> bool:
+        """Of the ranks that compute a micro-batch together, it is the one that says what comes of it."""
+        return self.last_stage and self.rank % self.shape.together == 0
+
     def column_group(self) -> Any:
         """A new one, of the ranks that have this one's place in each stage. All ranks must ask at once."""
         return self.group_among(range(place, self.size, self.breadth) for place in range(self.breadth))

@@ -54,6 +54,8 @@ class Request:
     """What sampling is keyed by in the place of `number`."""
     known: int = 0
     """Tokens at the beginning whose experts need not be said: see `Completion.routing`."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer, besides the engine's own: those of `Sampling.stop` that no decoded text shows."""
 
     @property
     def stream(self) -> int:

@@ -16,10 +16,11 @@ class CanaryError(DigestError):
 
 
 def check_canary(engine: WeightLoader, prepared: Any, canary: Canary) -> float:
-    """The mean difference of its log-probabilities. Raises `CanaryError` where that is too large."""
-    found = engine.score(prepared, np.array(canary.tokens, np.int32))
+    """The mean difference of its log-probabilities, the largest of its replicas'. Raises `CanaryError` where that is
+    too large."""
+    found = np.atleast_2d(engine.score(prepared, np.array(canary.tokens, np.int32)))
     wanted = np.array(canary.logprobs, np.float32)
-    difference = float(np.abs(found - wanted).mean()) if found.shape == wanted.shape else float("nan")
+    difference = float(np.abs(found - wanted).mean(-1).max()) if found.shape[1:] == wanted.shape else float("nan")
     if not difference <= canary.tolerance:
         raise CanaryError(
             f"the canary's log-probabilities differ by {difference:.3g} on average from the trainer's; "

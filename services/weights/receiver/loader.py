@@ -41,4 +41,4 @@ class WeightLoader(Protocol):
     def score(self, prepared: Any, tokens: np.ndarray) -> np.ndarray:
         """Log-probabilities (float32 ``[tokens - 1]``, temperature 1) of all ``tokens`` (int32) but the first, under
         weights that are not swapped in yet (`remote`: that are): what is made of a version is checked before it
-        serves."""
+        serves. Engines with several replicas give a row for each."""

@@ -90,7 +90,7 @@ class Receiver:
     ) -> None:
         self._engine, self._mailbox, self._config, self._keys, self._verify = engine, mailbox, config, keys, verify
         self._deliver, self._base, self._at_work = deliver or mailbox.post, base, at_work
-        self._forgotten: tuple[int, int] | None = None
+        self._forgotten = (-1, -1)
         self._proposals: queue.SimpleQueue[Propose | None] = queue.SimpleQueue()
         self._commits: dict[tuple[int, int], CommitVersion] = {}
         self._changed = threading.Condition()
@@ -136,9 +136,10 @@ class Receiver:
             self._changed.notify_all()
 
     def forget(self, epoch: int, version: int) -> None:
-        """This version will not be swapped in: another worker of the engine could not load it."""
+        """This version will not be swapped in, nor one before it: another worker of the engine could not load it, or
+        the trainer offers it again."""
         with self._changed:
-            self._forgotten = epoch, version
+            self._forgotten = max(self._forgotten, (epoch, version))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -211,8 +212,8 @@ class Receiver:
         while not prepared.swapped.wait(SWAP_POLL_S):
             if self._closing:
                 raise DigestError("closed before it was swapped in")
-            if self._forgotten == at:
-                raise DigestError("another worker of the engine could not load it")
+            if at <= self._forgotten:
+                raise DigestError("another worker of the engine could not load it, or it was offered again")
 
     def _open(self, proposal: Propose, layout: Layout) -> StagingBuffer:
         if isinstance(proposal.route, SharedMemoryRoute):
@@ -313,7 +314,7 @@ class Receiver:
     def _given_up(self, proposal: Propose) -> bool:
         """The sender has proposed something newer, or this rollout leaves."""
         at = proposal.epoch, proposal.version
-        return self._closing or self._newest != at or self._forgotten == at
+        return self._closing or self._newest != at or at <= self._forgotten
 
     def _await_commit(self, proposal: Propose) -> CommitVersion:
         patience_s = self._config.patience_s(self._layout.nbytes if self._layout else 0)

@@ -106,6 +106,7 @@ class WorkerDesk:
             self._reached[identity] = message
             self._answer_invitation(message)
         elif isinstance(message, m.Propose):
+            self._give_up_coming()
             self._coming = _Coming(message.epoch, message.version)
             for place, worker in enumerate(self._workers):
                 self._router.send(worker, self._addressed(message, worker, place))
@@ -140,6 +141,16 @@ class WorkerDesk:
             return message
         first = route.ranks[self._mailbox.identity]
         return message.model_copy(update={"route": route.model_copy(update={"ranks": {worker: first + place}})})
+
+    def _give_up_coming(self) -> None:
+        """The trainer waits for it no more: workers that are ready must not wait for those that are not."""
+        coming = self._coming
+        if coming and not coming.over:
+            late = ", ".join(w.rpartition("#")[0] for w in self._workers if w not in coming.ready)
+            log.warning("a version is given up: another is offered", version=coming.version, late=late or "none")
+            forget = m.LoadFailed(epoch=coming.epoch, version=coming.version, error="another is offered")
+            for worker in self._workers:
+                self._router.send(worker, forget)
 
     def _ready(self, identity: str, message: m.Loaded) -> None:
         coming = self._coming

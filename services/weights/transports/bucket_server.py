@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -79,15 +80,12 @@ class BucketClient:
         """Asks for the ``missing`` buckets; ``arrived`` is called with each and its bytes. ``base``: the digest of a
         whole version that the receiver has, and its flat buffer, which changes are applied to. Returns the bytes that
         came. Raises `DeadlineError`, `RefusedError` or what ``arrived`` raises."""
-        received = 0
-        futures = []
-        held = base[0] if base else ""
-        for index in missing[:WINDOW]:
-            futures.append(self._ask(version, digest, index, held, deadline_s))
+        received, held = 0, base[0] if base else ""
+        asked = deque(self._ask(version, digest, index, held, deadline_s) for index in missing[:WINDOW])
         for place in range(len(missing)):
-            reply = futures[place].result(WINDOW * deadline_s + 5)
+            reply = asked.popleft().result(WINDOW * deadline_s + 5)
             if place + WINDOW < len(missing):
-                futures.append(self._ask(version, digest, missing[place + WINDOW], held, deadline_s))
+                asked.append(self._ask(version, digest, missing[place + WINDOW], held, deadline_s))
             assert isinstance(reply, Bucket)
             data = np.frombuffer(reply.data.data, np.uint8)
             received += len(data)

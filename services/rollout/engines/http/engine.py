@@ -26,6 +26,8 @@ import torch
 
 from penstock.protocols.experience import Finish
 from penstock.services.modeling.experts import as_in_files
+from penstock.services.modeling.lengths import positions_of
+from penstock.services.rollout.config import HTTP_LENGTH
 from penstock.services.rollout.engines.asynchronous import AsyncEngine
 from penstock.services.rollout.engines.base import (
     Completion,
@@ -63,7 +65,7 @@ class HttpOptions(Section):
     """Versions are written here, for the server to read: shared memory on this host, or a file system of both."""
     max_sequences: int = 256
     """Continuations in flight at once."""
-    max_length: int = 2048
+    max_length: int = HTTP_LENGTH
     """Longest prompt and response together, in tokens."""
     deadline_s: float = 60.0
     """For loading and scoring a version, and for a connection."""
@@ -105,7 +107,8 @@ class HttpEngine(AsyncEngine):
         config = AutoConfig.from_pretrained(model_path)
         self._family: str = config.model_type
         vocabulary = config.get_text_config().vocab_size
-        super().__init__(type(self).__name__, vocabulary, options.max_length, options.max_sequences)
+        length = min(options.max_length, positions_of(config) or options.max_length)
+        super().__init__(type(self).__name__, vocabulary, length, options.max_sequences)
         self.options, self.stop_ids = options, sorted(stop_ids)
         self._model_path, self._generated = Path(model_path), 0
         self._written: list[Path] = []
@@ -120,7 +123,8 @@ class HttpEngine(AsyncEngine):
                 shutil.rmtree(left, ignore_errors=True)
         key = os.environ.get(options.key_env) if options.key_env else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=options.max_sequences, max_keepalive_connections=options.max_sequences)
+        most = options.max_sequences + 1  # one for scores: what waits for a version takes all others when it is there
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
         self._client = httpx.AsyncClient(
             base_url=options.url, headers=headers, timeout=options.deadline_s, limits=limits, trust_env=False
         )

@@ -75,7 +75,8 @@ class OpenAIEngine(HttpEngine):
         body = {
             "model": self._model, "prompt": request.tokens.tolist(), "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
-            "seed": seed, "stop": list(sampling.stop), "stop_token_ids": self.stop_ids, "ignore_eos": True,
+            "seed": seed, "stop": list(sampling.stop), "ignore_eos": True,
+            "stop_token_ids": sorted({*self.stop_ids, *request.stop_ids}),
             # Or a server takes the model's own, from its generation_config.json, and reports what was before them.
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0,
             "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,

@@ -15,6 +15,7 @@ import torch
 from penstock.protocols.experience import Finish, no_candidates
 from penstock.protocols.routing import no_routing
 from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.resting import Resting, forget, remember
 from penstock.services.rollout.config import TorchEngineConfig
@@ -24,6 +25,7 @@ from penstock.services.rollout.engines.torch.hosted import HostedModel, UnfitErr
 from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
 from penstock.services.rollout.engines.torch.routing_table import RoutingTable
 from penstock.services.rollout.engines.torch.sampling import sample, stream_key, uniforms
+from penstock.services.rollout.engines.torch.stops import Stops
 from penstock.services.weights.receiver.loader import MappedVersion
 
 log = structlog.get_logger()
@@ -82,17 +84,16 @@ class TorchEngine:
     ) -> None:
         self.version = -1
         self._capacity = config.max_sequences
-        self._config, self._decode = config, decode
+        self._config = config
         self.device = device_of(config.device, "rollout.engine.device")
-        limit = getattr(model_config, "max_position_embeddings", None) or config.max_length
-        self._length = min(config.max_length, limit)
+        self._length = min(config.max_length, positions_of(model_config) or config.max_length)
         self._model = _make_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device)
         self._vocabulary = model_config.vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._slots = _Slots.empty(self._capacity, self._length)
         self._active = 0
         self._queue: deque[Request] = deque()
-        self._stops: dict[int, tuple[str, ...]] = {}
+        self._stops = Stops(decode)
         self._masked: set[int] = set()
         """Requests whose candidates are recorded."""
         self._kept: dict[tuple[int, int], list[np.ndarray]] = {}
@@ -120,8 +121,7 @@ class TorchEngine:
         if sampling.routing_replay:
             self._route(request)
         self._queue.append(request)
-        if sampling.stop:
-            self._stops[request.number] = sampling.stop
+        self._stops.add(request)
         if sampling.candidates and sampling.temperature > 0:
             self._masked.add(request.number)
 
@@ -146,7 +146,7 @@ class TorchEngine:
         gone = np.flatnonzero(self._slots.number[: self._active] == number)
         if gone.size:
             self._compact(gone)
-        self._stops.pop(number, None)
+        self._stops.drop(number)
         self._masked.discard(number)
         self._routed.pop(number, None)
         self._kept = {key: recorded for key, recorded in self._kept.items() if key[0] != number}
@@ -332,10 +332,8 @@ class TorchEngine:
         stopped = np.isin(s.tokens[slots, lengths - 1], self._stop_ids)
         if self._stops:
             for i, slot in enumerate(slots):
-                stops = self._stops.get(int(s.number[slot]))
-                if stops and not stopped[i]:
-                    text = self._decode(s.tokens[slot, s.prompt[slot] : lengths[i]].tolist())
-                    stopped[i] = any(stop in text for stop in stops)
+                answer = s.tokens[slot, s.prompt[slot] : lengths[i]]
+                stopped[i] = stopped[i] or self._stops.reached(int(s.number[slot]), answer)
         finished = slots[stopped | (lengths >= s.limit[slots])]
         if not finished.size:
             return []
@@ -343,7 +341,7 @@ class TorchEngine:
         self._compact(finished)
         if self._stops or self._masked or self._routed:
             running = set(s.number[: self._active].tolist()) | {r.number for r in self._queue}
-            self._stops = {number: stop for number, stop in self._stops.items() if number in running}
+            self._stops.keep(running)
             self._masked &= running
             self._routed = {number: known for number, known in self._routed.items() if number in running}
         return done

@@ -19,6 +19,7 @@ from penstock.protocols.keys import ClientKeys
 from penstock.protocols.routing import routing_dtype, unrouted
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.experts import mixture_layers
+from penstock.services.modeling.lengths import positions_of
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
 from penstock.services.rollout.engines.base import (
@@ -90,9 +91,10 @@ class VllmEngine(AsyncEngine):
         beside: int = 0,
     ) -> None:
         """``sleeps``: see `base.SleepingEngine`. ``beside``: rank of adapters that are not merged; 0: all are."""
-        positions = getattr(model_config, "max_position_embeddings", None) or config.max_length + 1
+        positions = positions_of(model_config) or config.max_length + 1
         length = min(config.max_length, positions)
-        self._seated = config.max_sequences * int(config.vllm.get("data_parallel_size", 1))
+        self._replicas = int(config.vllm.get("data_parallel_size", 1))
+        self._seated = config.max_sequences * self._replicas
         super().__init__("vLLM", model_config.vocab_size, length, self._seated)
         self._config, self._stop_ids = config, sorted(stop_ids)
         self._raw = sampling.temperature in (0.0, 1.0) and not sampling.candidates
@@ -251,7 +253,7 @@ class VllmEngine(AsyncEngine):
                 max_tokens=sampling.max_new_tokens,
                 seed=seed if self._config.seeded else None,
                 stop=list(sampling.stop) or None,
-                stop_token_ids=self._stop_ids,
+                stop_token_ids=sorted({*self._stop_ids, *request.stop_ids}),
                 ignore_eos=True,  # the stop ids are ours alone
                 logprobs=sampling.top_k if sampling.candidates else 0,
                 flat_logprobs=True,
@@ -268,10 +270,10 @@ class VllmEngine(AsyncEngine):
         size, routed = len(request.tokens) - request.known + len(found.tokens), result.outputs[0].routed_experts
         return dataclasses.replace(found, routing=as_recorded(routed, size, self._model_config))
 
-    async def _answer(self, prompt: dict[str, Any], parameters: Any, name: str, priority: int = 0) -> Any:
+    async def _answer(self, prompt: dict[str, Any], parameters: Any, name: str, **how: Any) -> Any:
         self._requests += 1
         name = f"{name}-{self._requests}"
-        async for result in self.llm.generate(prompt, parameters, name, lora_request=self._adapter, priority=priority):
+        async for result in self.llm.generate(prompt, parameters, name, lora_request=self._adapter, **how):
             if result.finished:
                 return result
         raise EngineError(f"vLLM ended request {name} without a result")
@@ -284,8 +286,15 @@ class VllmEngine(AsyncEngine):
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"score {self._requests}"}
-        rows = list((await self._answer(prompt, parameters, "score", AHEAD)).prompt_logprobs)[1:]
-        return np.array([row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)], np.float32)
+
+        async def of(replica: int | None) -> list[float]:
+            found = await self._answer(prompt, parameters, "score", priority=AHEAD, data_parallel_rank=replica)
+            rows = list(found.prompt_logprobs)[1:]
+            return [row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)]
+
+        if self._replicas == 1:
+            return np.array(await of(None), np.float32)
+        return np.array(await asyncio.gather(*map(of, range(self._replicas))), np.float32)
 
     async def _load_version(self, prepared: MappedVersion | ReceivedVersion, version: int) -> None:
         core = self.llm.engine_core

@@ -1,0 +1,92 @@
+"""What learners are given for a step: its groups, read where they are; written down for people, and to the archive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from penstock.protocols import messages as m
+from penstock.protocols.experience import ExperienceError
+from penstock.protocols.wire import WireError
+from penstock.services.broker.archive import open_group
+from penstock.services.broker.payloads import PayloadLostError
+from penstock.services.broker.rules.ledger import Step
+from penstock.services.broker.samples import best_and_worst, rows
+from penstock.services.broker.state import BrokerState
+from penstock.services.runtime import health
+from penstock.services.runtime.errors import SetupError
+
+log = structlog.get_logger()
+
+SAMPLED_STEPS = 40
+"""Samples are kept of about this many steps."""
+
+
+def batch_for(state: BrokerState, step: Step, learner: str) -> m.Batch:
+    """What ``learner`` gets for ``step``."""
+    batch = _read(state, step)
+    if learner != "trainer":
+        return batch
+    for number in step.groups:
+        state.payloads.forget(("train", number))
+    _record_samples(state, step.step, batch.groups)
+    return batch
+
+
+def free_covered(state: BrokerState) -> bool:
+    """Frees what a durable checkpoint covers: one step where it is to be in the archive first, for all of them might
+    take longer than anybody waits for the broker. Returns whether there may be more. Called where nothing is queued
+    for the store, which reads would not see."""
+    groups = state.groups
+    covered = groups.ledger.covered(state.covered())
+    if not covered:
+        return False
+    if state.archive.wanted:
+        covered = covered[:1]
+        _archive(state, covered[0])
+    groups.free(covered)
+    return state.archive.wanted
+
+
+def _archive(state: BrokerState, step: Step) -> None:
+    """Writes its groups to disk."""
+    health.beat()
+    assert step.digest is not None
+    try:
+        # A run that was resumed may have columns now that it had not when the step was trained.
+        batch = _read(state, step, partial=True)
+    except PayloadLostError as error:  # known from the trainer alone, after the store had lost it
+        log.warning("a step is not in the archive", step=step.step, error=str(error))
+        return
+    try:
+        state.archive.append(batch, step.digest)
+    except OSError as error:
+        raise SetupError(f"replay.archive: step {step.step} cannot be written: {error}; mend that, and go on") from None
+
+
+def _read(state: BrokerState, step: Step, partial: bool = False) -> m.Batch:
+    late = {column.name for column in state.lacking(step)}
+    names = [name for name in state.settings.columns.names if name not in late]
+    groups = state.payloads.taken(step.groups, names, partial)
+    committed = state.groups.ledger.committed
+    return m.Batch(step=step.step, seed=step.seed, max_lag=step.max_lag, groups=groups, committed=committed)
+
+
+def _record_samples(state: BrokerState, step: int, groups: list[m.TakenGroup]) -> None:
+    keep = state.settings.replay.samples
+    if not state.recorder.wants_samples(step):
+        return
+    if keep == "some" and step % max(1, state.settings.steps // SAMPLED_STEPS):
+        return
+    kept: list[dict[str, Any]] = []
+    for taken in groups[: len(groups) if keep == "all" else 1 if keep == "some" else keep]:
+        try:
+            group = open_group(taken)
+        except (ExperienceError, WireError) as error:  # the trainer leaves it out too
+            log.warning("a sample cannot be read", group=taken.number, error=str(error))
+            continue
+        by_token = state.settings.columns.by_token
+        found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in by_token}))
+        kept += best_and_worst(found) if keep == "some" else found
+    state.recorder.samples(step, kept)

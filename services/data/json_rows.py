@@ -1,0 +1,109 @@
+"""Rows of JSON files just as they are written: what reads them into tables makes dates of texts that look like some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.services.data import DataError
+
+
+class JsonRows:
+    """Rows of ``files`` that have one object a line, or one list of them. All are looked at; then their lines lie in
+    the cache of ``datasets``, and each is parsed when it is asked for. Raises `DataError`, with ``key`` and the line,
+    for a file that cannot be read, a row that is no object, and a column that has had another type."""
+
+    def __init__(self, files: Sequence[Path], key: str) -> None:
+        import datasets
+
+        self._kinds: dict[str, tuple[str, Path, str]] = {}
+        """Of columns: the type, and the file and the place in it that have it first."""
+        self._names: dict[str, None] = {}
+        self._lines = datasets.concatenate_datasets(
+            [self._looked_at(file, f"{key}.{number}") for number, file in enumerate(files)]
+        )
+
+    @property
+    def column_names(self) -> list[str]:
+        """Of all rows."""
+        return list(self._names)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """With None for the columns that it has not."""
+        return dict.fromkeys(self._names) | json.loads(self._lines[index]["text"])
+
+    def _looked_at(self, file: Path, key: str) -> Any:
+        """Its rows as lines, in a dataset."""
+        import datasets
+
+        lines, place = _lines_of(file, key), "line"
+        if next((line for line in _texts(lines) if line.strip()), "").lstrip().startswith("["):
+            rows, place = _parsed("\n".join(_texts(lines)), file, key), "row"
+            kinds = datasets.Features({"text": datasets.Value("string")})
+            lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for row in rows]}, features=kinds)
+        full = []
+        for number, line in enumerate(_texts(lines)):
+            if line.strip():
+                full.append(number)
+                self._check(_parsed(line, file, key, number), file, f"{place} {number + 1}", key)
+        return lines if len(full) == len(lines) else lines.select(full)
+
+    def _check(self, row: Any, file: Path, place: str, key: str) -> None:
+        if not isinstance(row, dict):
+            raise DataError(f"{key}: {file}, {place}: a {type(row).__name__}; each must be a map of columns")
+        self._names |= dict.fromkeys(row)
+        for column, value in row.items():
+            if value is None:
+                continue
+            kind, other, first = self._kinds.setdefault(column, (kind_of(value), file, place))
+            if kind != kind_of(value):
+                where = first if other == file else f"{other}, {first}"
+                raise DataError(
+                    f"{key}: {file}, {place}: {column!r} is {kind_of(value)}, and {kind} in {where}; a column has one "
+                    "type"
+                )
+
+
+def kind_of(value: Any) -> str:
+    """In words."""
+    names = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "a map"}
+    return names.get(type(value), type(value).__name__)
+
+
+def words_of(error: BaseException) -> str:
+    """The root of ``error``, in one line: datasets wraps what really happened."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    return f"{type(root).__name__}: {' '.join(str(root).split())[:300]}"
+
+
+def _lines_of(file: Path, key: str) -> Any:
+    """All of its lines as a dataset, whatever it is compressed by."""
+    import datasets
+
+    try:
+        return datasets.load_dataset("text", data_files=[str(file)], split="train", encoding="utf-8-sig")
+    except Exception as error:  # datasets raises many unrelated types
+        raise DataError(f"{key}: cannot read {file}: {words_of(error)}; it must be UTF-8 text") from error
+
+
+def _texts(lines: Any) -> Iterator[str]:
+    for batch in lines.iter(1000):
+        yield from batch["text"]
+
+
+def _parsed(text: str, file: Path, key: str, before: int = 0) -> Any:
+    """``before``: lines of the file that stand before it."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = before + error.lineno
+        raise DataError(f"{key}: {file}, line {line}: not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise DataError(f"{key}: {file}, line {before + 1}: it is nested too deeply") from None

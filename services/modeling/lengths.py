@@ -1,0 +1,17 @@
+"""How long a sequence may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def positions_of(config: Any) -> int | None:
+    """Tokens that the model of transformers' ``config`` has positions for; None: it has no such bound."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
+def longest_sequence(engine: Any, positions: int | None) -> int | None:
+    """Tokens that a prompt and its answer may have together: what ``engine``, a section of the config, allows, and no
+    more than the model has ``positions`` for. None where the engine alone knows."""
+    allowed: int | None = engine.max_length
+    return min(allowed, positions or allowed) if allowed else None

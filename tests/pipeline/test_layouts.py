@@ -1,0 +1,111 @@
+"""Whatever layout is proposed, `penstock run` takes: no key forbids it, and no GPU is given twice."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.pipeline.cli import app
+from penstock.pipeline.config import Config, load
+from penstock.pipeline.resources.choice import best_of, half_of_the_longest, load_of, nothing_fits, overrides
+from penstock.pipeline.resources.devices import devices_of
+from penstock.pipeline.resources.gpus import total_gpus
+from penstock.pipeline.resources.memory import plan, references_each
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.search import Layout, layouts, shapes
+
+BIG = Path("configs/grpo-8b.yaml")
+SMALL = "Qwen/Qwen2.5-0.5B-Instruct"
+ALONE = "trainer.algorithm.kl.coefficient=0"
+
+
+def searched(given: list[str], gpus: str) -> tuple[Config, list[Layout]]:
+    config, (count, device) = load(BIG, given), devices_of(gpus)
+    shape = shape_of(config)
+    assert shape
+    return config, list(layouts(config, shape, count, device, load_of(config, half_of_the_longest(config))))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 2), (28, 4), (40, 8), (32, 8)])
+def test_ranks_of_a_sequence_share_the_heads_that_tensor_parallelism_leaves(heads: int, kv_heads: int) -> None:
+    shape = shape_of(load(BIG))
+    assert shape
+    trainer = load(BIG).trainer.model_copy(update={"ranks": 8, "lora": None})
+    found = list(shapes(replace(shape, heads=heads, kv_heads=kv_heads), trainer))
+    assert any(each.sequence_parallel > 1 for each in found) and any(each.tensor_parallel > 1 for each in found)
+    for each in found:
+        left, kv = heads // each.tensor_parallel, kv_heads // each.tensor_parallel
+        assert not left % each.sequence_parallel
+        assert not kv % each.sequence_parallel or not each.sequence_parallel % kv
+
+
+@pytest.mark.parametrize(
+    "forbids",
+    ["weights.transport=nccl", "rollout.engine.start_s=1200",
+     "rollout.engine={type: plugin, name: sglang, options: {url: 'http://x', folder: /dev/shm/x}}"],
+)  # fmt: skip
+def test_nobody_shares_gpus_where_the_config_forbids_it(forbids: str) -> None:
+    _, free = searched([ALONE], "8xH100")
+    _, found = searched([ALONE, forbids], "8xH100")
+    assert any(layout.colocated for layout in free) and found
+    assert not any(layout.colocated for layout in found)
+
+
+@pytest.mark.parametrize("also", [[], ["trainer.algorithm.preset=ppo", "rollout.sampling.n=2", f"critic.path={SMALL}"]])
+def test_gpus_of_scorers_are_theirs(also: list[str]) -> None:
+    scorer = "scorers={mine: {scorer: 'mine:Mine', columns: {mine: token}, gpus: 2}}"
+    config, found = searched([scorer, *also], "8xH100")
+    assert found and {layout.colocated for layout in found} == {False, True}
+    for layout in found:
+        made = load(BIG, [scorer, *also, *overrides(config, layout, 8)])
+        assert total_gpus(made) <= 8 and not plan(made).problems
+
+
+def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
+    engine = "rollout.engine={{type: torch, max_length: 4096, max_sequences: {}}}"
+    config, found = searched([engine.format(256)], "8xH100")
+    assert not found and "fewer rollout.engine.max_sequences" in nothing_fits(config, *devices_of("8xH100"))
+    config, found = searched([engine.format(48)], "8xH100")
+    assert {layout.colocated for layout in found} == {False, True}
+    for layout in found:
+        assert not plan(load(BIG, [engine.format(48), *overrides(config, layout, 8)])).problems
+
+
+def test_several_references_may_lie_on_one_gpu() -> None:
+    config, found = searched(["reference.count=3"], "2xH200")
+    shared = [layout for layout in found if layout.colocated]
+    assert shared and references_each(config, 2) == 2 and references_each(config, 4) == 1
+    for layout in shared:
+        made = load(BIG, ["reference.count=3", *overrides(config, layout, 2), "run.gpu_gib=141"])
+        assert not plan(made).problems
+        assert layout.share == pytest.approx(
+            math.floor(20 * (1 - (1.5 + 2 * (16.38e9 / 2**30 + 3)) / 141)) / 20, abs=0.051
+        )
+
+
+@pytest.mark.parametrize(
+    "key", ["rollout.engine.vllm.data_parallel_size=2", "rollout.engine.vllm.pipeline_parallel_size=2"]
+)
+def test_what_keeps_the_search_from_looking_is_said(key: str) -> None:
+    config, found = searched([key], "8xH100")
+    assert not found
+    assert nothing_fits(config, *devices_of("8xH100")).startswith(f"no layout was looked for on 8 x H100: {key}: ")
+
+
+@pytest.mark.parametrize("gpus", ["2xH100", "4xH100", "8xA100"])
+def test_without_lag_the_first_row_is_what_is_taken(gpus: str) -> None:
+    given = ["gate.max_lag=0", ALONE]
+    config, found = searched(given, gpus)
+    best, _ = best_of(config, found)
+    shown = CliRunner().invoke(app, ["plan", str(BIG), *given, "--gpus", gpus]).output
+    first = re.findall(r"(\d+\.\d) [│┃|]\s*$", shown[shown.index(": the fastest that fit") :], re.MULTILINE)[0]
+    assert first == f"{best.synchronous_s:.1f}"
+
+
+def test_a_response_has_a_length() -> None:
+    assert CliRunner().invoke(app, ["plan", str(BIG), "--gpus", "8xH100", "--length", "-5"]).exit_code == 2
