@@ -357,6 +357,13 @@ class AlgorithmConfig(Section):
         return self
 
     @property
+    def needs_proximal(self) -> bool:
+        """Where a step has several updates, the log-probabilities that it began with are to be kept: a forward pass
+        more."""
+        compares = self.correction.type != "none" or bool(self.reject)
+        return self.ratio != "interpolated" and (self.ratio == "proximal" or compares)
+
+    @property
     def penalties(self) -> Penalties:
         """What is taken off the rewards."""
         return Penalties(self.kl, tuple(self.constraints))

@@ -73,7 +73,7 @@ class Learner(ModelLearner):
             before_update()  # the parameters are the teacher's for a while
         (advantages, rewarded), proximal = self._advantages(step), None
         parts = list(mini_batches(step, self._config.epochs, self._config.mini_batches))
-        if len(parts) > 1 and self.algorithm.needs_proximal:
+        if len(parts) > 1 and self._config.algorithm.needs_proximal:
             proximal = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
         watched = self._config.norms_every and (self.version + 1) % self._config.norms_every == 0
         norms = LayerNorms(self.parameters, self.world) if watched else None
