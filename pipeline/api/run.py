@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.folder import named
 from penstock.pipeline.run.lock import holder
 from penstock.pipeline.run.summary import check_run, read_summary, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
@@ -33,7 +34,7 @@ class Run:
     """The run in ``folder``: under way, stopped, or over."""
 
     def __init__(self, folder: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
-        self.folder = Path(folder)
+        self.folder = named(Path(folder))
         self._process = process
         if process is None:
             check_run(self.folder, "Run")
