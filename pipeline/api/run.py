@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.folder import named
 from penstock.pipeline.run.lock import holder
@@ -156,8 +157,3 @@ def launched(command: list[str], folder: Path) -> Run:
     with (own / OUTPUT).open("wb") as file:  # in a session of its own: Ctrl-C is handed on once, by `wait`'s caller
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env)
     return Run(folder, process)
-
-
-def as_overrides(values: dict[str, Any]) -> list[str]:
-    """``{"trainer.steps": 3}`` as ``trainer.steps=3``; values in JSON, which is YAML."""
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
