@@ -87,11 +87,8 @@ class Texts:
 
 def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:
     """Groups of an archived step that can be read, with their columns."""
-    try:
-        batch = next((batch for batch, _ in archive.read(folder, step)), None)
-    except FileNotFoundError:  # the run keeps the last steps alone, and this one has just gone
-        return
-    if batch is None or batch.step != step:
+    batch = next((batch for batch, _ in archive.read(folder, step)), None)
+    if batch is None or batch.step != step:  # the run keeps the last steps alone, and this one has just gone
         return
     for taken in batch.groups:
         try:
