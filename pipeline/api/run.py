@@ -16,7 +16,7 @@ from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.folder import named
 from penstock.pipeline.run.lock import holder
-from penstock.pipeline.run.summary import check_run, read_summary, steps_of
+from penstock.pipeline.run.summary import check_run, read_summary, rows_behind, steps_in, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
 from penstock.services.runtime.user_folders import VARIABLE
 
@@ -90,12 +90,14 @@ class Run:
         """Until it is over; ``on_step`` is called with each step's metrics as it is complete. Returns the summary.
         Raises `RunFailed`, and `TimeoutError` after ``seconds``: the run goes on."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        told = 0
+        told = at = 0
         while True:
             running = self.running
-            for row in self.steps[told:]:
-                told += 1
-                on_step(row)
+            new, at = rows_behind(self.folder / "metrics.jsonl", at)
+            for row in steps_in(new):
+                if row["step"] >= told:
+                    told = row["step"] + 1
+                    on_step(row)
             if not running:
                 return self._over()
             if deadline is not None and time.monotonic() > deadline:
