@@ -265,20 +265,20 @@ def status(
     from penstock.pipeline.observe.client import find_broker, state, watching
     from penstock.pipeline.observe.terminal import View
     from penstock.pipeline.report.console import print_summary
-    from penstock.pipeline.run.summary import read_summary
+    from penstock.pipeline.run.summary import finite, read_summary
 
     console = Console()
     over = read_summary(run) if run and broker is None else None
     if run and over:
         if as_json:
-            typer.echo(json.dumps(over))
+            typer.echo(json.dumps(finite(over)))
         else:
             print_summary(console, over, run)
         return
     with watching(*find_broker(run, broker, keys)) as mailbox:
         now = state(mailbox)
     if as_json:
-        typer.echo(json.dumps(now))
+        typer.echo(json.dumps(finite(now)))
     else:
         console.print(View(console, f"penstock {now['run']}").render(now, now["restarts"]))
 
