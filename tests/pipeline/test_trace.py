@@ -40,3 +40,9 @@ def test_each_thing_is_where_it_was_and_as_long() -> None:
 
 def test_a_run_that_has_not_begun_is_an_empty_trace() -> None:
     assert list(events([], [], [], [])) == []
+
+
+def test_where_a_run_goes_on_nobody_was_started_again() -> None:
+    beats = [beat(100, 1, 2), beat(101, 1, 2), beat(130, 8, 9), beat(131, 8, 10)]
+    again = [event["ts"] for event in events([], [], beats, []) if event["name"] == "started again"]
+    assert again == [31e6]
