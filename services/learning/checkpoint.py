@@ -31,6 +31,7 @@ from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, separate
 from penstock.services.modeling.families import MIXTURES
+from penstock.services.modeling.generation_config import write_generation_config
 from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
@@ -151,7 +152,7 @@ class Saver:
         config.dtype = "float32"
         config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
+            write_generation_config(model.generation_config, folder)
 
 
 def versions(folder: Path) -> list[int]:
