@@ -147,7 +147,7 @@ class Saver:
 
     def _write_config(self, folder: Path) -> None:
         model = self._learner.model
-        config = copy.deepcopy(model.config)
+        config = copy.deepcopy(self._learner.config)
         config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
         config.dtype = "float32"
         config.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from penstock.services.learning.optimizer import make_optimizer, set_rate, stepp
 from penstock.services.learning.out_of_memory import MicroBatches
 from penstock.services.learning.phase_memory import PhaseMemory
 from penstock.services.modeling.checkpointing import keep_products
+from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
@@ -70,10 +72,9 @@ class ModelLearner:
         """What a version consists of."""
         self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
         model.train()
-        for module in model.modules():  # what the rollout sampled without dropout is not judged with it
-            for name in ("p", "attention_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
+        self.config = copy.deepcopy(model.config)
+        """The model's, with its own dropout: as a checkpoint has it."""
+        without_dropout(model)
         if config.gradient_checkpointing:
             how = {"context_fn": keep_products} if config.gradient_checkpointing == "selective" else {}
             model.gradient_checkpointing_enable({"use_reentrant": False, **how})  # a frozen model's inputs need none
