@@ -256,6 +256,8 @@ class Learner(ModelLearner):
         policy, squares = (step.padded([of[which] for of in found], chosen) for which in (0, 1))
         wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name not in (PICKED, LAGS)}
         read = {name: values if values.ndim > 1 else values[:, None] for name, values in wanted.items()}
+        if LAGS in self.algorithm.columns:
+            read[LAGS] = step.padded([self._lags(trajectory) for trajectory in step.trajectories], chosen)
         weights, _ = self.algorithm.weights(Part(policy, sampled, torch.zeros_like(policy), mask, read))
         weights = torch.ones_like(policy) if weights is None else weights
         return {POLICY: policy, SQUARES: squares, WEIGHTS: weights}, {}
