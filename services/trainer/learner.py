@@ -317,7 +317,7 @@ class Learner(ModelLearner):
                 total += float(of_weights)
                 count += float(of_count)
         total, count = self.world.sum([total, count])
-        return total / count if count else 1.0
+        return total / count if total else 1.0  # all 0: so they stay
 
     def _describe(self, step: TrainingBatch) -> dict[str, float]:
         lags = step.lags(self.version)
