@@ -41,7 +41,8 @@ ENOUGH = 3
 
 
 class ModelLearner:
-    """Model and optimizer. ``version`` is the number of steps trained, ``steps`` how many the run has.
+    """Model and optimizer. ``version`` is the number of steps trained, ``steps`` how many the run has; in the first
+    ``frozen_steps`` of them the weights stay as they are, and the learning rate's schedule begins behind them.
 
     Where ``world`` has several ranks, each of them calls every method with the same arguments.
     """
@@ -49,8 +50,10 @@ class ModelLearner:
     SECTION = "trainer"
     """Its keys, in the config."""
 
-    def __init__(self, model: Any, config: LearnerConfig, steps: int, world: World | None = None) -> None:
-        self.model, self._learning, self._steps = model, config, steps
+    def __init__(
+        self, model: Any, config: LearnerConfig, steps: int, world: World | None = None, frozen_steps: int = 0
+    ) -> None:
+        self.model, self._learning, self._steps, self._frozen_steps = model, config, steps, frozen_steps
         # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
         every: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
@@ -158,7 +161,8 @@ class ModelLearner:
 
     def begin_update(self) -> float:
         """Forgets the last gradient. Returns the learning rate, which is the same for all updates of a step."""
-        rate = learning_rate(self._learning.optimizer, self.version, self._steps)
+        learned = max(0, self.version - self._frozen_steps)
+        rate = learning_rate(self._learning.optimizer, learned, self._steps - self._frozen_steps)
         set_rate(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
         return rate
@@ -167,11 +171,10 @@ class ModelLearner:
         self,
         loss: float,
         before_update: Callable[[], None] = lambda: None,
-        frozen: bool = False,
         norms: LayerNorms | None = None,
     ) -> dict[str, float]:
         """Clips the gradient and changes the weights by it, unless it or ``loss`` is not finite, or the weights are
-        ``frozen`` in this step. ``before_update`` is called before a parameter changes; ``norms`` watch."""
+        frozen in this step. ``before_update`` is called before a parameter changes; ``norms`` watch."""
         bound = self._learning.optimizer.max_grad_norm
         sum_partial(self.model, self.parameters, self.world)
         if self.stage:
@@ -182,7 +185,7 @@ class ModelLearner:
         norm = float(clip_gradients(self.parameters, self.world, bound))
         before_update()
         finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite and not frozen:
+        if finite and self.version >= self._frozen_steps:
             with stepping(self.optimizer):
                 self.optimizer.step()
             self.gather()
