@@ -112,9 +112,11 @@ def run(
     For instance: penstock run configs/quickstart.yaml trainer.steps=50
     or: penstock run --resume runs/first-try trainer.steps=300
     """
+    from penstock.pipeline.run.folder import named
     from penstock.pipeline.run.start import start
 
-    raise typer.Exit(start(Console(), file, overrides or [], resume, dry_run, wait_s=wait_s))
+    folder = named(resume) if resume else None
+    raise typer.Exit(start(Console(), file, overrides or [], folder, dry_run, wait_s=wait_s))
 
 
 @app.command("eval")
@@ -170,7 +172,7 @@ def serve(
 
     For instance: penstock serve rollout --config run.yaml --broker tcp://10.1.0.7:5555 --keys client.json
     """
-    from penstock.pipeline.run.folder import keys_folder, run_name
+    from penstock.pipeline.run.folder import keys_folder, named, run_name
     from penstock.pipeline.run.serve import serve as serve_actor
     from penstock.protocols.keys import load_client
     from penstock.services.runtime import registry
@@ -182,6 +184,7 @@ def serve(
         raise ConfigError(f"ACTOR: {actor!r} is not one of {', '.join(actors)}")
     if actor != "broker" and broker is None:
         raise ConfigError(f"{actor}: give the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
+    folder = named(folder)
     folder.mkdir(parents=True, exist_ok=True)
     client = keys or keys_folder(folder) / "client.json"
     mine = load_client(client) if actor != "broker" and (keys or client.is_file()) else None
@@ -261,20 +264,20 @@ def status(
     from penstock.pipeline.observe.client import find_broker, state, watching
     from penstock.pipeline.observe.terminal import View
     from penstock.pipeline.report.console import print_summary
-    from penstock.pipeline.run.summary import read_summary
+    from penstock.pipeline.run.summary import finite, read_summary
 
     console = Console()
     over = read_summary(run) if run and broker is None else None
     if run and over:
         if as_json:
-            typer.echo(json.dumps(over))
+            typer.echo(json.dumps(finite(over)))
         else:
             print_summary(console, over, run)
         return
     with watching(*find_broker(run, broker, keys)) as mailbox:
         now = state(mailbox)
     if as_json:
-        typer.echo(json.dumps(now))
+        typer.echo(json.dumps(finite(now)))
     else:
         console.print(View(console, f"penstock {now['run']}").render(now, now["restarts"]))
 

@@ -60,6 +60,14 @@ METRICS = frozenset(
 )  # fmt: skip
 """Names in the row of a step, which no column and no metric of the user's own may have: columns stand there too."""
 
+FIELDS = frozenset(
+    (
+        "prompt", "response", "truth", "sample", "group", "source", "session", "finish", "version_min", "version_max",
+        "metrics", "token_ids", "logprobs", "loss_mask", "versions", "failure", "parent",
+    )
+)  # fmt: skip
+"""Names in the row of a trajectory, beside those that `METRICS` has too, which no column may have."""
+
 Per = Literal["trajectory", "token"]
 Dtype = Literal["float32", "float64", "int32", "int64", "uint8"]
 

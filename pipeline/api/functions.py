@@ -11,8 +11,10 @@ import ast
 import builtins
 import inspect
 import re
+import site
 import symtable
 import sys
+import sysconfig
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,8 @@ from typing import Any
 
 from penstock.pipeline.config import ConfigError
 
+PACKAGE = __name__.partition(".")[0]
+LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 PLAIN = (type(None), bool, int, float, str, bytes, dict, list, tuple, set)
 Defined = Callable[..., Any] | type
 
@@ -33,6 +37,8 @@ class Functions:
         self._imports: dict[str, str] = {}
         self._parts: dict[str, str] = {}
         """By name: assignments and definitions, in the order in which they are needed."""
+        self._known: dict[str, Any] = {}
+        """By name: what is imported or defined by it."""
         self.folders: list[Path] = []
 
     def name(self, value: Defined, key: str) -> str:
@@ -46,8 +52,7 @@ class Functions:
             )
         module = sys.modules.get(value.__module__)
         if value.__module__ != "__main__" and module is not None and getattr(module, "__file__", None):
-            top = module.__name__.split(".")
-            self.folders.append(Path(str(module.__file__)).resolve().parents[len(top) - 1 + _is_package(module)])
+            self._find(module)
             return f"{module.__name__}:{value.__qualname__}"
         self._define(value.__name__, value, key)
         return f"{self._module}:{value.__name__}"
@@ -62,10 +67,14 @@ class Functions:
         return "\n\n".join([about, first, "\n".join(self._imports.values()), *self._parts.values()]) + "\n"
 
     def _define(self, name: str, value: Any, key: str) -> None:
-        if name in self._parts or name in self._imports:
+        if name in self._known:
+            if self._known[name] is not value:
+                raise ConfigError(f"{key}: two different things are called {name}; give one of them another name")
             return
+        self._known[name] = value
         if isinstance(value, ModuleType):
             self._imports[name] = f"import {value.__name__} as {name}"
+            self._find(value)
         elif _is_plain(value):
             self._parts[name] = f"{name} = {value!r}"
         elif isinstance(value, re.Pattern):
@@ -73,6 +82,7 @@ class Functions:
             self._parts[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
         elif (found := _importable(value)) is not None:
             self._imports[name] = found if found.endswith(f" {name}") else f"{found} as {name}"
+            self._find(sys.modules[value.__module__])
         elif isinstance(value, type) or inspect.isfunction(value):
             self._write(name, value, key)
         else:
@@ -88,18 +98,28 @@ class Functions:
             raise ConfigError(f"{key}: the source of {name} is not known ({error}); put it into a module") from error
         if value.__name__ != name:
             source += f"\n\n{name} = {value.__name__}"
-        self._parts[name] = ""  # whoever comes back to it finds it
         known = vars(sys.modules["__main__"])
         known = known | (getattr(inspect.unwrap(value), "__globals__", None) or {})
         for used in _names(source):
             if used in known and used != value.__name__:
                 self._define(used, known[used], key)
-        del self._parts[name]  # behind what it needs
-        self._parts[name] = source.strip()
+        self._parts[name] = source.strip()  # behind what it needs
+
+    def _find(self, module: ModuleType) -> None:
+        """The run's processes look for ``module`` where it lies, unless every Python finds it."""
+        file = getattr(module, "__file__", None)
+        if file is None or module.__name__.split(".")[0] == PACKAGE:
+            return
+        depth = module.__name__.count(".") + hasattr(module, "__path__")
+        folder = Path(file).resolve().parents[depth]
+        if folder not in self.folders and not any(folder.is_relative_to(installed) for installed in _installed()):
+            self.folders.append(folder)
 
 
-def _is_package(module: ModuleType) -> int:
-    return int(hasattr(module, "__path__"))
+def _installed() -> set[Path]:
+    """Where the standard library and installed packages lie."""
+    found = (*map(sysconfig.get_path, LIBRARIES), *site.getsitepackages(), site.getusersitepackages())
+    return {Path(path).resolve() for path in found}
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.folder import named
 from penstock.pipeline.run.lock import holder
-from penstock.pipeline.run.summary import check_run, read_summary, steps_of
+from penstock.pipeline.run.summary import check_run, read_summary, rows_behind, steps_in, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
 from penstock.services.runtime.user_folders import VARIABLE, listed
 
@@ -33,7 +35,7 @@ class Run:
     """The run in ``folder``: under way, stopped, or over."""
 
     def __init__(self, folder: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
-        self.folder = Path(folder)
+        self.folder = named(Path(folder))
         self._process = process
         if process is None:
             check_run(self.folder, "Run")
@@ -88,12 +90,14 @@ class Run:
         """Until it is over; ``on_step`` is called with each step's metrics as it is complete. Returns the summary.
         Raises `RunFailed`, and `TimeoutError` after ``seconds``: the run goes on."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        told = 0
+        told = at = 0
         while True:
             running = self.running
-            for row in self.steps[told:]:
-                told += 1
-                on_step(row)
+            new, at = rows_behind(self.folder / "metrics.jsonl", at)
+            for row in steps_in(new):
+                if row["step"] >= told:
+                    told = row["step"] + 1
+                    on_step(row)
             if not running:
                 return self._over()
             if deadline is not None and time.monotonic() > deadline:
@@ -155,8 +159,3 @@ def launched(command: list[str], folder: Path) -> Run:
     with (own / OUTPUT).open("wb") as file:  # in a session of its own: Ctrl-C is handed on once, by `wait`'s caller
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env)
     return Run(folder, process)
-
-
-def as_overrides(values: dict[str, Any]) -> list[str]:
-    """``{"trainer.steps": 3}`` as ``trainer.steps=3``; values in JSON, which is YAML."""
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]

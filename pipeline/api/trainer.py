@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from penstock.pipeline.api.functions import Defined, Functions
-from penstock.pipeline.api.run import FOLDERS, OnStep, Run, as_overrides, launched, script_folder
+from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_folder
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.config.load import read_sections
+from penstock.pipeline.config.load import as_overrides, read_sections
 from penstock.pipeline.run.command import penstock
 from penstock.protocols.experience import Prompt
 from penstock.services.data.written import Written, line

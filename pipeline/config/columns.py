@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from penstock.protocols.columns import METRICS, REFERENCE, REWARD, ColumnTable
+from penstock.protocols.columns import FIELDS, METRICS, REFERENCE, REWARD, ColumnTable
 from penstock.services.runtime import registry
 
 
@@ -48,6 +48,10 @@ def check_columns(config: Any) -> None:
             if name in METRICS:
                 raise ValueError(
                     f"scorers.{kind}.columns: {name!r} is a metric of every step; call the column otherwise"
+                )
+            if name in FIELDS:
+                raise ValueError(
+                    f"scorers.{kind}.columns: {name!r} is in the row of every trajectory; call the column otherwise"
                 )
             if names.count(name) > 1:
                 raise ValueError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,11 @@ def dump(config: Config) -> str:
     if url := data["store"]["url"]:
         data["store"]["url"] = hide_password(url)
     return yaml.safe_dump(data, sort_keys=False)
+
+
+def as_overrides(values: Mapping[str, Any]) -> list[str]:
+    """``{"trainer.steps": 3}`` as ``trainer.steps=3``; values in JSON, which is YAML as long as it has no escapes."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
 
 def _give_up_preset(data: dict[str, Any], overrides: list[str]) -> None:

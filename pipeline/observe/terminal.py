@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -38,6 +38,7 @@ class View:
         self._step = -1
         self._phase = self._said = ""
         self._plain_at = 0.0
+        self._over = False
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
 
     def __enter__(self) -> View:
@@ -48,13 +49,15 @@ class View:
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """A terminal that goes away, or a pipe that nobody reads any more, ends the view, and not the run."""
+        """A terminal that goes away, a pipe that nobody reads any more, or what cannot be drawn, ends the view, and not
+        the run."""
         try:
             yield
-        except OSError as error:
-            log.warning("nobody sees the run any more: it goes on", error=str(error))
+        except Exception as error:
+            if not self._over:
+                log.warning("nobody sees the run any more: it goes on", error=f"{type(error).__name__}: {error}")
+            self._over = True
             live, self._live = self._live, None
-            self._console = Console(file=io.StringIO(), force_terminal=False)
             with suppress(OSError):
                 if live:
                     live.stop()  # which takes back what it has done to stdout
@@ -68,19 +71,26 @@ class View:
 
     def note(self, text: str) -> None:
         """A line of its own, such as a restart."""
+        if self._over:
+            return
         with self._seen():
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, markup=False)
 
     def update(self, state: dict[str, Any], restarts: int) -> None:
         """Shows ``state`` (`protocols.messages.Status`)."""
+        if self._over:
+            return
+        with self._seen():
+            self._show(state, restarts)
+
+    def _show(self, state: dict[str, Any], restarts: int) -> None:
         metrics = state["metrics"]
         if metrics and state["step"] != self._step:
-            self._rewards.append(metrics["reward"])
+            self._rewards += [metrics["reward"]] * math.isfinite(metrics["reward"])
             self._step = state["step"]
         phase = state["phase"].replace("_", " ")
         if self._live:
-            with self._seen():
-                self._live.update(self.render(state, restarts), refresh=True)
+            self._live.update(self.render(state, restarts), refresh=True)
         elif time.monotonic() - self._plain_at > PLAIN_EVERY_S or (phase != self._phase and self._phase):
             self._plain_at = time.monotonic()
             self._say(self._line(state, phase, restarts))
@@ -88,16 +98,18 @@ class View:
 
     def finish(self, state: dict[str, Any], restarts: int) -> None:
         """Shows how it ended: the last frame, all of it however low the terminal is."""
-        if self._live:
-            self._live.vertical_overflow = "visible"
-            self.update(state, restarts)
-        elif (line := self._line(state, state["phase"].replace("_", " "), restarts)) != self._said:
-            self._say(line)
+        if self._over:
+            return
+        with self._seen():
+            if self._live:
+                self._live.vertical_overflow = "visible"
+                self._show(state, restarts)
+            elif (line := self._line(state, state["phase"].replace("_", " "), restarts)) != self._said:
+                self._say(line)
 
     def _say(self, line: str) -> None:
         self._said = line
-        with self._seen():
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, state: dict[str, Any], phase: str, restarts: int) -> str:
         metrics, queues = state["metrics"], state["queues"]
@@ -130,7 +142,7 @@ class View:
         if state["evaluations_by_set"]:
             shown["evaluation"] = _evaluation(state)
         for name, value in shown.items():
-            facts.add_row(Text(name, style="dim"), value)
+            facts.add_row(Text(name, style="dim"), Text(value) if isinstance(value, str) else value)
         actors = Table(expand=True, box=None, header_style="dim")
         for column in ("actor", "state", "version", "pause", "busy", ""):
             actors.add_column(column)
@@ -141,15 +153,15 @@ class View:
             rate = f"{member['tokens_per_s']:,.0f} tok/s" if member.get("tokens_per_s") else ""
             version = str(member["version"]) if member["version"] >= 0 else "-"
             pause = f"{member['pause_s'] * 1000:.1f} ms" if member.get("pause_s") is not None else ""
-            actors.add_row(name, health, version, pause, busy, rate)
+            actors.add_row(Text(name), health, version, pause, busy, rate)
         for words in _failing(state):
             facts.add_row(Text("failing", style="yellow"), Text(words, "yellow"))
         if state["stall"]:
             facts.add_row(Text("stall", style="red"), Text(state["stall"], "red"))
         for name, silent_s in state["lost"].items():
-            actors.add_row(name, Text(f"lost: silent for {silent_s:.0f} s", "red"), "-", "", "", "")
+            actors.add_row(Text(name), Text(f"lost: silent for {silent_s:.0f} s", "red"), "-", "", "", "")
         title = f"{self._title}  ·  version {max(0, state['version'])}  ·  restarts {restarts}"
-        return Panel(Group(self._progress, facts, actors), title=title, title_align="left")
+        return Panel(Group(self._progress, facts, actors), title=Text(title), title_align="left")
 
 
 def _failing(state: dict[str, Any]) -> list[str]:

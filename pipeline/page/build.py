@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.page.data import as_json, run_data
+from penstock.pipeline.page.data import RunFiles, as_json
 from penstock.pipeline.page.rollouts import TOKENS, groups_of
 from penstock.services.runtime.files import write_whole
 
@@ -24,12 +24,12 @@ def whole(folders: Sequence[Path], tokens: int, summaries: Summaries) -> str:
     ``summaries``: of runs that have none on the disk yet."""
     runs = []
     for folder in folders:
-        runs.append(run_data(folder, summary=summaries.get(folder)) | {"groups": groups_of(folder, tokens)})
+        runs.append(RunFiles(folder).data(summary=summaries.get(folder)) | {"groups": groups_of(folder, tokens)})
     return page({"runs": runs, "live": False})
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page with ``data``: ``runs`` as of `run_data`, with their ``groups``; ``live``: it asks for what is new."""
+    """The page with ``data``: ``runs`` as of `RunFiles`, with their ``groups``; ``live``: it asks for what is new."""
     markup = (ASSETS / "page.html").read_text()
     parts = {
         "TITLE": html.escape(", ".join(run["name"] for run in data["runs"])),

@@ -4,61 +4,98 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config import dump, load
-from penstock.pipeline.page.alerts import alerts
-from penstock.pipeline.run.summary import read_lines, read_summary, steps_in
+from penstock.pipeline.config import Config, dump, load
+from penstock.pipeline.page.alerts import READ, alerts, sessions
+from penstock.pipeline.page.beats import Beats
+from penstock.pipeline.run.summary import finite, read_summary, rows_behind, steps_in
 
-BEATS = 1500
-"""Points over time, at most: of more, every second, every third, … is kept."""
-LATEST = 120
-"""Of the last ones all are looked at: a row a second."""
 DIGITS = 6
+LOADS = ("time", "receiver", "version", "pause_s", "receive_s")
+"""What is shown of a version's way into a rollout."""
 Rows = Sequence[dict[str, Any]]
 
 
-def run_data(folder: Path, after: int = -1, summary: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Everything but its rollouts; of the steps those behind ``after``. ``summary``: where none is on the disk yet."""
-    config = load(folder / "config.yaml")
-    rows = read_lines(folder / "metrics.jsonl")
-    every = steps_in(rows)
-    steps = [row for row in every if row["step"] > after]
-    beats, last = _beats_of(folder / "actors.jsonl")
-    summary = summary or read_summary(folder)
-    look = summary.get("look_at_this", []) if summary else alerts(config, every, [*beats, *last], time.time())
-    loads = read_lines(folder / "weights.jsonl")
-    return {
-        "name": folder.name,
-        "config": dump(config),
-        "wanted": config.trainer.steps,
-        "summary": summary,
-        "alerts": look,
-        "columns": [name for name in config.columns.by_name if any(name in row for row in steps)],
-        "steps": by_column(steps),
-        "evaluations": [
-            {"step": row["step"], "label": row["label"], "sets": row["sets"]} for row in rows if row["kind"] == "eval"
-        ],
-        "beats": _beats(beats),
-        "loads": by_column(
-            [{key: row.get(key) for key in ("time", "receiver", "version", "pause_s", "receive_s")} for row in loads]
-        ),
-    }
+class RunFiles:
+    """The files of the run in ``folder``, for a page that asks again every two seconds: what was read of them once is
+    not read again."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._beats = Beats(folder / "actors.jsonl")
+        self._steps: dict[int, dict[str, Any]] = {}
+        """Of every step what `alerts` reads of it."""
+        self._read = 0
+        """How far metrics.jsonl was looked at for them, in bytes."""
+        self._config: tuple[int, Config, str] | None = None
+        """When it was written, and the same as text."""
+        self._lock = threading.Lock()
 
-def _beats_of(path: Path) -> tuple[Rows, Rows]:
-    """`BEATS` of the rows at most, from end to end; and the latest that are not among them. A run writes one a second:
-    of all of them few are taken apart."""
-    if not path.is_file():
-        return [], []
-    with path.open("rb") as file:
-        count = sum(1 for _ in file)
-    every = max(1, -(-count // BEATS))
-    rows = read_lines(path, every)
-    return rows, [] if every == 1 else read_lines(path, 1, skip=max(0, count - LATEST))
+    def data(self, metrics: int = 0, loads: int = 0, summary: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Everything but its rollouts; of steps, evaluations and loads those behind so many bytes of metrics.jsonl and
+        weights.jsonl, as the answer before has them in ``seen``. ``summary``: where none is on the disk yet."""
+        with self._lock:
+            return self._data(metrics, loads, summary)
+
+    def _data(self, metrics: int, loads: int, summary: dict[str, Any] | None) -> dict[str, Any]:
+        config, text = self._configured()
+        rows, metrics = self._rows(metrics)
+        steps = steps_in(rows)
+        beats, with_latest = self._beats.read()
+        summary = summary or read_summary(self._folder)
+        every = [self._steps[step] for step in sorted(self._steps)]
+        look = summary.get("look_at_this", []) if summary else alerts(config, every, with_latest, time.time())
+        loaded, loads = rows_behind(self._folder / "weights.jsonl", loads)
+        return {
+            "name": self._folder.name,
+            "config": text,
+            "wanted": config.trainer.steps,
+            "summary": summary,
+            "alerts": look,
+            "columns": [name for name in config.columns.by_name if any(name in row for row in steps)],
+            "steps": by_column(steps),
+            "evaluations": [
+                {"step": row["step"], "label": row["label"], "sets": row["sets"]}
+                for row in rows
+                if row["kind"] == "eval"
+            ],
+            "sampled": [name for name, how in config.prompts.eval_sampling.items() if how.temperature > 0],
+            "beats": _beats(beats),
+            "loads": by_column([{key: row.get(key) for key in LOADS} for row in loaded]),
+            "seen": {"metrics": metrics, "loads": loads},
+        }
+
+    def _configured(self) -> tuple[Config, str]:
+        """Its config, which another start may have changed."""
+        path = self._folder / "config.yaml"
+        written = path.stat().st_mtime_ns
+        if self._config is None or self._config[0] != written:
+            config = load(path)
+            self._config = written, config, dump(config)
+        return self._config[1:]
+
+    def _rows(self, seen: int) -> tuple[Rows, int]:
+        """Of metrics.jsonl those behind ``seen``, and where the last one ends."""
+        path = self._folder / "metrics.jsonl"
+        if path.is_file() and path.stat().st_size < self._read:  # another run, of the same name
+            self._steps, self._read = {}, 0
+        if self._read < seen:  # by another server
+            before, self._read = rows_behind(path, self._read)
+            self._note(before)
+        rows, end = rows_behind(path, seen)
+        self._note(rows)
+        self._read = max(self._read, end)
+        return rows, end
+
+    def _note(self, rows: Rows) -> None:
+        for row in rows:
+            if row["kind"] == "step":
+                self._steps[row["step"]] = {name: row[name] for name in READ if name in row}
 
 
 def by_column(rows: Rows) -> dict[str, list[Any]]:
@@ -79,7 +116,8 @@ def _time(value: float) -> float | None:
 
 
 def _beats(beats: Rows) -> dict[str, Any]:
-    """What every actor did: for each beat, and of each actor, null where it was not there."""
+    """What every actor did: for each beat, and of each actor, null where it was not there; and which beats are the
+    first ones of a start."""
     names = sorted({name for beat in beats for name in beat["actors"]})
     actors = {}
     for name in names:
@@ -93,6 +131,7 @@ def _beats(beats: Rows) -> dict[str, Any]:
     queues = beats[-1]["queues"] if beats else {}
     return {
         "time": [_value(beat["time"]) for beat in beats],
+        "sessions": sessions(beats),
         "actors": actors,
         "queues": {name: [beat["queues"].get(name) for beat in beats] for name in queues},
     }
@@ -102,8 +141,8 @@ def as_json(data: Any) -> str:
     """To stand in a page's script: it cannot end that."""
     try:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # a summary whose last rewards were all missing, say
-        text = json.dumps(json.loads(json.dumps(data), parse_constant=lambda _: None), separators=(",", ":"))
+    except ValueError:  # of a step whose rewards were all missing, say
+        text = json.dumps(finite(data), separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 

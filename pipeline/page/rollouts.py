@@ -12,7 +12,7 @@ import structlog
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.page.data import evenly
 from penstock.pipeline.run.folder import model_path
-from penstock.pipeline.run.summary import read_lines
+from penstock.pipeline.run.summary import each_line
 from penstock.pipeline.tools.rollouts import by_token_values
 from penstock.protocols import wire
 from penstock.protocols.experience import ALONE, ExperienceError, Group, Trajectory
@@ -24,6 +24,8 @@ log = structlog.get_logger()
 
 TOKENS, GROUPS = 1_000_000, 10_000
 """What a page has, at most."""
+LETTERS = 50_000_000
+"""Of prompts and answers of samples.jsonl, that it has at most."""
 STEPS = 40
 """Archived steps that are looked into first, evenly over the run."""
 
@@ -87,11 +89,8 @@ class Texts:
 
 def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:
     """Groups of an archived step that can be read, with their columns."""
-    try:
-        batch = next((batch for batch, _ in archive.read(folder, step)), None)
-    except FileNotFoundError:  # the run keeps the last steps alone, and this one has just gone
-        return
-    if batch is None or batch.step != step:
+    batch = next((batch for batch, _ in archive.read(folder, step)), None)
+    if batch is None or batch.step != step:  # the run keeps the last steps alone, and this one has just gone
         return
     for taken in batch.groups:
         try:
@@ -164,11 +163,20 @@ def _rounded(values: np.ndarray, sampled: np.ndarray) -> list[float | None]:
 
 
 def _of_samples(folder: Path, groups: int) -> list[dict[str, Any]]:
+    """The newest ``groups``, as far as `LETTERS` go. The file may have gigabytes: it is never in memory as a whole, and
+    its rows come in the order of the steps."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for row in read_lines(folder / "samples.jsonl"):
+    letters = 0
+    for row in each_line(folder / "samples.jsonl"):
         found.setdefault((row["step"], row["group"]), []).append(row)
-    newest = sorted(found)[-groups:]
-    return [_group(found[key][0], [_plain(row) for row in found[key]]) for key in newest]
+        letters += _letters(row)
+        while len(found) > groups or (letters > LETTERS and len(found) > 1):
+            letters -= sum(map(_letters, found.pop(next(iter(found)))))
+    return [_group(several[0], [_plain(row) for row in several]) for _, several in sorted(found.items())]
+
+
+def _letters(row: dict[str, Any]) -> int:
+    return len(row["prompt"]) + len(row["response"])
 
 
 SHARED = ("step", "group", "prompt", "truth")

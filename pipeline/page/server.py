@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.page.build import page
-from penstock.pipeline.page.data import as_json, run_data
+from penstock.pipeline.page.data import RunFiles, as_json
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.services.runtime.install import install
 
@@ -17,7 +17,7 @@ GROUPS = 512
 
 
 def make_app(folders: Sequence[Path]) -> Any:
-    """The page at ``/``; what is new at ``/runs/N?after=STEP``, and groups at ``/runs/N/groups``."""
+    """The page at ``/``; what is new at ``/runs/N?metrics=BYTES&loads=BYTES``, and groups at ``/runs/N/groups``."""
     try:
         from fastapi import FastAPI, HTTPException, Response
         from fastapi.responses import HTMLResponse
@@ -25,25 +25,28 @@ def make_app(folders: Sequence[Path]) -> Any:
         raise ConfigError(f"penstock page: fastapi is not installed; run: {install('agents')}") from error
     app = FastAPI(title="Penstock page", docs_url=None, redoc_url=None, openapi_url=None)
 
-    def of(number: int) -> Path:
+    files = [RunFiles(folder) for folder in folders]
+
+    def check(number: int) -> None:
         if not 0 <= number < len(folders):
             raise HTTPException(404, f"there is no run {number}")
-        return folders[number]
 
     @app.get("/", response_class=HTMLResponse)
     def whole() -> str:
         """The page, with all runs as they are now."""
-        return page({"runs": [run_data(folder) | {"groups": []} for folder in folders], "live": True})
+        return page({"runs": [each.data() | {"groups": []} for each in files], "live": True})
 
     @app.get("/runs/{number}")
-    def run(number: int, after: int = -1) -> Response:
-        """Of one run, with its steps behind ``after``."""
-        return Response(as_json(run_data(of(number), after)), media_type="application/json")
+    def run(number: int, metrics: int = 0, loads: int = 0) -> Response:
+        """Of one run, with what is behind so many bytes of its files."""
+        check(number)
+        return Response(as_json(files[number].data(metrics, loads)), media_type="application/json")
 
     @app.get("/runs/{number}/groups")
     def groups(number: int) -> Response:
         """Groups of one run, the newest."""
-        return Response(as_json(groups_of(of(number), groups=GROUPS)), media_type="application/json")
+        check(number)
+        return Response(as_json(groups_of(folders[number], groups=GROUPS)), media_type="application/json")
 
     return app
 

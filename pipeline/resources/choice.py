@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, TinyModel
+from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.resources.devices import MACHINE, Device, device_called
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.search import Layout, layouts, unsearched
@@ -83,7 +83,7 @@ def _as_given(config: Config, taken: Sequence[str]) -> list[str]:
         while parts and not isinstance(value, dict):  # an engine's own arguments are given back together
             value = getattr(value, parts.pop(0))
         given[".".join(key.split(".")[: -len(parts) or None])] = value
-    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    return as_overrides(given)
 
 
 def half_of_the_longest(config: Config) -> int:

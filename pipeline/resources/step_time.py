@@ -57,8 +57,11 @@ def _passes(trainer: TrainerConfig, load: Load) -> float:
 def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:
     """What is gathered of the model travels beside the arithmetic, all else does not."""
     passes = _passes(trainer, load)
-    tokens = load.tokens * trainer.epochs / trainer.ranks
-    arithmetic = tokens * _flops(shape, trainer, load.length) / (device.tflops * 1e12 * FLOPS_SHARE)
+    tokens = load.tokens / trainer.ranks
+    flops = trainer.epochs * _flops(shape, trainer, load.length)
+    if trainer.epochs * trainer.mini_batches > 1 and trainer.algorithm.needs_proximal:
+        flops += _forward_flops(shape, load.length)
+    arithmetic = tokens * flops / (device.tflops * 1e12 * FLOPS_SHARE)
     sums = 0.0 if trainer.lora else 1 if keeps_whole_gradients(trainer, shape, device.gib) else passes
     gathered = _gathered(shape, trainer, passes, sums) / _between(trainer.ranks // trainer.replicas, device)
     gathered += sums * _replicated(shape, trainer) / _between(trainer.ranks, device)
@@ -89,9 +92,14 @@ def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) 
     return 2 * (kept + shape.parameters * shape.served_bytes / tensor) / (device.host_gb_s * 1e9 * LINK_SHARE)
 
 
+def _forward_flops(shape: Shape, length: float) -> float:
+    """Of one token."""
+    return 2 * shape.met + 2 * shape.layers * shape.heads * shape.head_dim * length
+
+
 def _flops(shape: Shape, trainer: TrainerConfig, length: float) -> float:
     """Of one token, forward and backward."""
-    forward = 2 * shape.met + 2 * shape.layers * shape.heads * shape.head_dim * length
+    forward = _forward_flops(shape, length)
     backward = 1 if trainer.lora else 2  # a frozen matrix has no gradient of its own
     again = float(bool(trainer.gradient_checkpointing))
     if trainer.gradient_checkpointing == "selective":  # of a mixture, the experts are computed again

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import asdict
@@ -11,8 +10,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.start import start
 from penstock.pipeline.tools.merge import adapter_of
 from penstock.services.modeling.adapter_files import AdapterShape
@@ -29,8 +30,8 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
         raise ConfigError("prompts.eval: there is nothing to evaluate on; name a data source, e.g. {type: sort}")
     path = str(find_folder(checkpoint) or checkpoint)
     about = adapter_of(Path(path))
-    model = json.dumps({"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype})
-    own = [f"model={model}", f"trainer.lora={json.dumps(_adapter(about, path))}", "trainer.steps=0"]
+    model = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
+    own = as_overrides({"model": model, "trainer.lora": _adapter(about, path), "trainer.steps": 0})
     own += [NOTHING_LEARNED, "reference.refresh_every=0", "replay.filter=none", "replay.archive=none"]
     if getattr(config.rollout.engine, "adapter", "merged") != "merged":
         own.append("rollout.engine.adapter=merged")  # what is published is whole
@@ -52,12 +53,12 @@ def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) ->
     """The mean reward of every set, and what several answers to a prompt tell."""
     found = summary["evaluations"].get("before", {})
     measures = list(dict.fromkeys(name.partition("/")[2] or "reward" for name in found))
-    table = Table(title=f"evaluation; see {folder / 'metrics.jsonl'}")
+    table = Table(title=Text(f"evaluation; see {folder / 'metrics.jsonl'}"))
     for column in ("set", *measures):
         table.add_column(column)
     for name in dict.fromkeys(name.partition("/")[0] for name in found):
         values = [found.get(name if measure == "reward" else f"{name}/{measure}") for measure in measures]
-        table.add_row(name, *("-" if value is None else f"{value:.4f}" for value in values))
+        table.add_row(Text(name), *("-" if value is None else f"{value:.4f}" for value in values))
     console.print(table)
     for finding in summary.get("look_at_this", []):
         console.print(f"  - {finding}", highlight=False, markup=False, soft_wrap=True)

@@ -31,6 +31,12 @@ def new_folder(config: Config, config_path: Path) -> Path:
     return folder
 
 
+def named(folder: Path) -> Path:
+    """``folder`` as it was typed, whose last part is its run's name; ``.`` and ``..`` name none, and become the whole
+    path."""
+    return folder.resolve() if folder.name in ("", "..") else folder
+
+
 def make_folder(folder: Path, key: str) -> None:
     """Raises `ConfigError`, which names ``key``, where ``folder`` cannot be made or written to."""
     try:

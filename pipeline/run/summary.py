@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,59 @@ from penstock.pipeline.report.findings import findings
 from penstock.protocols.messages import LedgerReply
 
 WINDOW = 10
-"""reward_last is the mean over this many steps."""
+"""reward_last is the mean over this many steps, of those that have one."""
 
 
-def read_lines(path: Path, every: int = 1, skip: int = 0) -> list[dict[str, Any]]:
-    """The rows of a JSONL file behind the first ``skip``, or one of ``every`` so many; a last line that was cut short
-    is left out."""
-    rows: list[dict[str, Any]] = []
-    if not path.is_file():
-        return rows
-    with path.open() as lines:
-        for line in islice(lines, skip, None, every):
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return rows
+Row = dict[str, Any]
+
+
+def read_lines(path: Path) -> list[Row]:
+    """The rows of a JSONL file; a last line that was cut short is left out."""
+    return list(each_line(path))
+
+
+def each_line(path: Path) -> Iterator[Row]:
+    """The same, one after the other."""
+    if path.is_file():
+        with path.open("rb") as lines:
+            for line in lines:
+                yield from parsed(line)
+
+
+def parsed(line: bytes) -> list[Row]:
+    """The row in a line; none where it was cut short."""
+    try:
+        return [json.loads(line)]
+    except ValueError:
+        return []
+
+
+def lines_behind(path: Path, at: int) -> Iterator[bytes]:
+    """The lines behind byte ``at`` of a file that is being written; the last one once it is whole."""
+    if path.is_file():
+        with path.open("rb") as lines:
+            lines.seek(at)
+            yield from (line for line in lines if line.endswith(b"\n"))
+
+
+def rows_behind(path: Path, at: int) -> tuple[list[Row], int]:
+    """Their rows, and where the last one ends: what is behind that is new the next time."""
+    rows: list[Row] = []
+    for line in lines_behind(path, at):
+        at += len(line)
+        rows += parsed(line)
+    return rows, at
 
 
 def check_run(folder: Path, key: str = "RUN") -> None:
     """Raises `ConfigError`, which names ``key``, where ``folder`` is no run's."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{key}: {folder} is not a run's folder: it has no config.yaml")
+
+
+def finite(data: Any) -> Any:
+    """``data`` as JSON can say it: null where a number is infinite, or none."""
+    return json.loads(json.dumps(data), parse_constant=lambda _: None)
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -77,9 +108,9 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
     steps = steps_of(folder)
     rewards = [row["reward"] for row in steps]
     totals = state["totals"]
-    last = rewards[-WINDOW:]
+    last = [reward for reward in rewards[-WINDOW:] if math.isfinite(reward)]
     drops = read_lines(folder / "dropped.jsonl")
-    return {
+    found = {
         "run": state["run"],
         "outcome": outcome,
         "steps": state["step"],
@@ -111,3 +142,4 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "evaluations": state["evaluations_by_set"],
         "look_at_this": findings(state, steps, drops),
     }
+    return dict(finite(found))

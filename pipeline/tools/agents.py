@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.pipeline.config import ConfigError
 
@@ -43,5 +44,5 @@ def show(console: Console, run: Path) -> None:
         for column in COLUMNS:
             table.add_column(column.replace("silent_s", "silent, s"))
         for row in sorted(rows, key=lambda row: -row["silent_s"]):
-            table.add_row(*(str(row[column]) for column in COLUMNS))
+            table.add_row(*(Text(str(row[column])) for column in COLUMNS))
         console.print(table)

@@ -47,6 +47,7 @@ def join(
     For instance: penstock join /shared/runs/first-try
     or: penstock join /shared/runs/first-try rollout --count 2 weights.transport=snapshot
     """
+    from penstock.pipeline.run.folder import named
     from penstock.pipeline.run.join import NobodyError
     from penstock.pipeline.run.join import join as join_run
     from penstock.pipeline.run.launcher import RunError
@@ -55,7 +56,7 @@ def join(
         overrides, actor = [actor, *(overrides or [])], "rollout"
     try:
         mine = name or f"{socket.gethostname()}-{os.getpid()}"
-        over = join_run(Console(), run, actor, count, mine, patience, overrides or [])
+        over = join_run(Console(), named(run), actor, count, mine, patience, overrides or [])
     except RunError as error:
         typer.echo(f"error: {error}\nlogs: {run / 'logs'}", err=True)
         raise typer.Exit(NOBODY if isinstance(error, NobodyError) else 1) from None

@@ -11,6 +11,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.pipeline.config import ConfigError
 from penstock.protocols.keys import make_guest, save_client
@@ -64,7 +65,7 @@ def add(
     console = Console()
     console.print(f"over HTTP: {shown}", soft_wrap=True, highlight=False)
     zmq = f'AgentClient("tcp://…", keys="{file}")' if guest else "gateway.bind is on the loopback, and asks for no keys"
-    console.print(f"over ZeroMQ: {zmq}", soft_wrap=True, highlight=False)
+    console.print(f"over ZeroMQ: {zmq}", soft_wrap=True, highlight=False, markup=False)
 
 
 @app.command(name="list")
@@ -80,7 +81,7 @@ def list_keys(run: RUN) -> None:
         try:
             key = NamedKey.model_validate_json(file.read_text())
         except (OSError, ValueError) as error:
-            table.add_row(file.stem, "cannot be read", str(error).splitlines()[0], "")
+            table.add_row(file.stem, "cannot be read", Text(str(error).splitlines()[0]), "")
             continue
         ends = f"{key.expires:%Y-%m-%d %H:%M} UTC" + ("" if key.valid else ", over") if key.expires else "–"
         table.add_row(file.stem, str(key.sessions or "–"), str(key.turns_per_minute or "–"), ends)

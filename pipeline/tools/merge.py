@@ -36,10 +36,14 @@ def merge(
         raise ConfigError(f"OUT: {out} exists; choose another folder")
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    from penstock.services.modeling.generation_config import write_generation_config
 
     base = AutoModelForCausalLM.from_pretrained(about.base, dtype=torch.float32)
     merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
+    told, merged.generation_config = merged.generation_config, GenerationConfig()
     merged.save_pretrained(out)
+    write_generation_config(told, out)
     AutoTokenizer.from_pretrained(str(checkpoint)).save_pretrained(out)
     typer.echo(f"written: {out}")

@@ -41,10 +41,10 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
         config = config.model_copy(update={"run": config.run.model_copy(update={"gpu_gib": device.gib})})
     found = plan(config)
     for line in found.lines:
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
     _print_parts(console, config, shape)
     for problem in found.problems:
-        console.print(f"does not fit: {problem}", style="red", highlight=False)
+        console.print(f"does not fit: {problem}", style="red", highlight=False, markup=False)
     if needs := host_needs(config):
         console.print(
             f"host: {needs.trainer_node(config):.0f} GiB on the trainer's first node, {needs.shared:.0f} GiB of it "

@@ -66,6 +66,7 @@ def play(
     except (KeysError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from None
     except DeadlineError as error:
-        console.print(f"{error}. Has the run ended, or its gateway? Start this again once it is there", highlight=False)
+        words = f"{error}. Has the run ended, or its gateway? Start this again once it is there"
+        console.print(words, highlight=False, markup=False)
         raise typer.Exit(1) from None
     console.print(f"the run is over: {score}", highlight=False)

@@ -62,7 +62,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     if config.rollout.sampling.routing_replay:
         Replay(model)
     teacher = self_teacher(trainer, begun, config.template)
-    learner = Learner(model, trainer, config.rollout.sampling.temperature, world, teacher)
+    temperature = config.rollout.sampling.temperature
+    learner = Learner(model, trainer, temperature, world, teacher, config.critic_warmup)
     if start:
         checkpoint.restore(learner, start)
     gmac = Gmac.of_run(run_key(folder))
@@ -73,7 +74,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
         torch.manual_seed(batch.seed)
         step = open_batch(batch, config.columns, mixture_of(model))
-        metrics = learner.train(step, frozen=batch.step < config.critic_warmup)
+        metrics = learner.train(step)
         digest = source.digest()
         if only is None or batch.step == only:
             yield Redone(batch.step, len(batch.groups), metrics["reward"], metrics["loss"], digest, recorded)

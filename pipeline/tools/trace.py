@@ -6,11 +6,12 @@ is an actor of the run. Nothing was recorded for it: it is made of the files tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.page.alerts import sessions
 from penstock.pipeline.page.data import as_json
 from penstock.pipeline.run.summary import check_run, read_lines, steps_in
 from penstock.services.runtime.files import write_whole
@@ -99,9 +100,12 @@ def _counters(beats: Rows, ids: dict[str, int], at: Any) -> Iterator[Event]:
         yield {"ph": "C", "name": "groups in the queues", "pid": 0, "ts": ts, "args": queues}
 
 
-def _deaths(beats: Iterable[dict[str, Any]], ids: dict[str, int], at: Any) -> Iterator[Event]:
+def _deaths(beats: Rows, ids: dict[str, int], at: Any) -> Iterator[Event]:
     last: dict[str, int] = {}
-    for beat in beats:
+    starts = set(sessions(beats))
+    for place, beat in enumerate(beats):
+        if place in starts:  # of a run that was stopped nobody has died
+            last.clear()
         for name, actor in beat["actors"].items():
             if last.get(name, actor["pid"]) != actor["pid"]:
                 yield {"ph": "i", "s": "p", "name": "started again", "pid": ids[name], "ts": at(beat["time"])}

@@ -56,11 +56,15 @@ def steps(folder: Path) -> list[int]:
 
 
 def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:
-    """The archived steps of a run from step ``first`` on, in order, each with the digest that it yielded."""
+    """The archived steps of a run from step ``first`` on, in order, each with the digest that it yielded; those that a
+    run which keeps its last steps alone removes meanwhile are left out."""
     for number in steps(folder):
         if number < first:
             continue
-        row = wire.unpack(_file(folder / "archive", number).read_bytes())
+        try:
+            row = wire.unpack(_file(folder / "archive", number).read_bytes())
+        except FileNotFoundError:
+            continue
         groups = [
             TakenGroup(number=g["number"], experience=as_bytes(g["experience"].tobytes()), columns=dict(g["columns"]))
             for g in row["groups"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ log = structlog.get_logger()
 WAITING = 10_000
 """Rows that may wait for slow trackers; of more, those that come are left out."""
 GIVEN_UP = object()
+NOT_IN_MLFLOW = re.compile(r"[^/\w.\- ]")
+"""Signs that MLflow takes in no metric's name, such as the @ of pass@4: a row with one of them is refused."""
 CLOSE_S = 20.0
 """What a tracker has to send the last of it."""
 
@@ -160,7 +163,8 @@ class _MLflow:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in values.items()])
+        named = {NOT_IN_MLFLOW.sub("-", name): value for name, value in values.items()}
+        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in named.items()])
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

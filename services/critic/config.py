@@ -15,7 +15,7 @@ class CriticConfig(LearnerConfig):
     starts at 0 where the model has none."""
     warmup_steps: int = Field(0, ge=0)
     """Steps in which the critic learns and the policy stands still, e.g. ``10``: a policy that follows a critic which
-    knows nothing yet unlearns."""
+    knows nothing yet unlearns. The policy's learning rate warms up behind them."""
     clip: float = Field(0.2, gt=0)
     """A value moves by at most so much in a step: beyond, the loss has no gradient (Schulman et al. 2017)."""
     gamma: float | None = Field(None, ge=0, le=1)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import structlog
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, consolidate_safetensors_files
 from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.model_learner import ModelLearner
@@ -31,12 +31,14 @@ from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, separate
 from penstock.services.modeling.families import MIXTURES
+from penstock.services.modeling.generation_config import write_generation_config
 from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import sync
+from penstock.services.runtime.processes import raise_file_limit
 
 log = structlog.get_logger()
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # a world of one
@@ -47,6 +49,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "average"
 """In the optimizer's state too, where a learner keeps a running mean of its weights."""
 OPTIMIZER, STATE = "optimizer", "state.json"
+SHARDED = "sharded"
+"""Where the ranks' parts of the weights are, until they are joined."""
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".{}.partial"
 
@@ -80,7 +84,8 @@ class Saver:
 
     def begin(self, ledger_tail: Sequence[dict[str, Any]] = ()) -> Future[Path]:
         """Stages the learner's version, and writes it while training goes on. Waits for the save before, where that is
-        not done. The future has the checkpoint's path once it is durable, on every rank, or what went wrong."""
+        not done. The future has the checkpoint's path, on rank 0 once it is durable, on any other once its own part is;
+        or what went wrong."""
         if self._last is not None:
             self._last.result()
         learner, target = self._learner, path_of(self._folder, self._learner.version)
@@ -115,7 +120,7 @@ class Saver:
         world, aside = self._learner.world, _aside(target)
         cut = world.size > 1
         together = {"process_group": world.save_group, "no_dist": not cut}
-        weights = ShardWriter(str(aside), staged.files, save_distributed=cut, enable_consolidation=cut)
+        weights = ShardWriter(str(aside / SHARDED if cut else aside), staged.files, save_distributed=cut)
         dcp.save(staged.weights, storage_writer=weights, **together)
         if staged.optimizer:
             optimizer = ShardWriter(str(aside / "trainer" / OPTIMIZER), save_distributed=True)
@@ -125,7 +130,11 @@ class Saver:
         return target
 
     def _finish(self, staged: _Staged, aside: Path, target: Path) -> None:
-        shutil.rmtree(aside / "sharded", ignore_errors=True)  # what was joined
+        """Takes as long as it takes: the other ranks have written, and wait for nothing."""
+        if (sharded := aside / SHARDED).is_dir():
+            raise_file_limit()  # all of them are open at once
+            consolidate_safetensors_files(str(sharded), str(aside), staged.files)
+            shutil.rmtree(sharded)
         adapted = self._learner.adapted
         if (single := aside / "model-00001-of-00001.safetensors").exists():  # as transformers and peft call it
             single.rename(aside / (FILE if adapted else SINGLE))
@@ -146,12 +155,12 @@ class Saver:
 
     def _write_config(self, folder: Path) -> None:
         model = self._learner.model
-        config = copy.deepcopy(model.config)
+        config = copy.deepcopy(self._learner.config)
         config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
         config.dtype = "float32"
         config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
+            write_generation_config(model.generation_config, folder)
 
 
 def versions(folder: Path) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from penstock.services.learning.optimizer import make_optimizer, set_rate, stepp
 from penstock.services.learning.out_of_memory import MicroBatches
 from penstock.services.learning.phase_memory import PhaseMemory
 from penstock.services.modeling.checkpointing import keep_products
+from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
@@ -39,7 +41,8 @@ ENOUGH = 3
 
 
 class ModelLearner:
-    """Model and optimizer. ``version`` is the number of steps trained, ``steps`` how many the run has.
+    """Model and optimizer. ``version`` is the number of steps trained, ``steps`` how many the run has; in the first
+    ``frozen_steps`` of them the weights stay as they are, and the learning rate's schedule begins behind them.
 
     Where ``world`` has several ranks, each of them calls every method with the same arguments.
     """
@@ -47,8 +50,10 @@ class ModelLearner:
     SECTION = "trainer"
     """Its keys, in the config."""
 
-    def __init__(self, model: Any, config: LearnerConfig, steps: int, world: World | None = None) -> None:
-        self.model, self._learning, self._steps = model, config, steps
+    def __init__(
+        self, model: Any, config: LearnerConfig, steps: int, world: World | None = None, frozen_steps: int = 0
+    ) -> None:
+        self.model, self._learning, self._steps, self._frozen_steps = model, config, steps, frozen_steps
         # Asked for once: between a forward and a backward, a cut model shows gathered copies in their place.
         every: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
@@ -70,10 +75,9 @@ class ModelLearner:
         """What a version consists of."""
         self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
         model.train()
-        for module in model.modules():  # what the rollout sampled without dropout is not judged with it
-            for name in ("p", "attention_dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
+        self.config = copy.deepcopy(model.config)
+        """The model's, with its own dropout: as a checkpoint has it."""
+        without_dropout(model)
         if config.gradient_checkpointing:
             how = {"context_fn": keep_products} if config.gradient_checkpointing == "selective" else {}
             model.gradient_checkpointing_enable({"use_reentrant": False, **how})  # a frozen model's inputs need none
@@ -157,7 +161,8 @@ class ModelLearner:
 
     def begin_update(self) -> float:
         """Forgets the last gradient. Returns the learning rate, which is the same for all updates of a step."""
-        rate = learning_rate(self._learning.optimizer, self.version, self._steps)
+        learned = max(0, self.version - self._frozen_steps)
+        rate = learning_rate(self._learning.optimizer, learned, self._steps - self._frozen_steps)
         set_rate(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
         return rate
@@ -166,11 +171,10 @@ class ModelLearner:
         self,
         loss: float,
         before_update: Callable[[], None] = lambda: None,
-        frozen: bool = False,
         norms: LayerNorms | None = None,
     ) -> dict[str, float]:
         """Clips the gradient and changes the weights by it, unless it or ``loss`` is not finite, or the weights are
-        ``frozen`` in this step. ``before_update`` is called before a parameter changes; ``norms`` watch."""
+        frozen in this step. ``before_update`` is called before a parameter changes; ``norms`` watch."""
         bound = self._learning.optimizer.max_grad_norm
         sum_partial(self.model, self.parameters, self.world)
         if self.stage:
@@ -181,7 +185,7 @@ class ModelLearner:
         norm = float(clip_gradients(self.parameters, self.world, bound))
         before_update()
         finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite and not frozen:
+        if finite and self.version >= self._frozen_steps:
             with stepping(self.optimizer):
                 self.optimizer.step()
             self.gather()

@@ -100,6 +100,14 @@ def shares_prompts(model: Any) -> bool:
     return config.model_type in PLAIN and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
 
 
+class _Known(BaseModelOutputWithPast):
+    """What a base model gives: its hidden state, and None for whatever else a family's head reads of it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):  # Python's own: that it is not there is an answer
+            raise AttributeError(name)
+
+
 class _Given(nn.Module):
     """In a base model's place: its hidden state is known."""
 
@@ -107,9 +115,14 @@ class _Given(nn.Module):
         super().__init__()
         self._hidden = hidden
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+    @property
+    def decoder(self) -> _Given:
+        """What OPT asks in the place of its base model."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Known:
         """``hidden``, whatever it is asked."""
-        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
+        return _Known(last_hidden_state=self._hidden)
 
 
 def _head(model: Any, hidden: torch.Tensor) -> torch.Tensor:

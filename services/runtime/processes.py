@@ -43,6 +43,7 @@ def die_with_parent() -> None:
 
 
 def raise_file_limit() -> None:
-    """This process may open as many files and sockets as the system lets it: a broker has one for every actor."""
+    """This process may open as many files and sockets as the system lets it: a broker has one for every actor, and who
+    joins a checkpoint several for every rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -107,7 +107,8 @@ class OptimalTokenBaselineAdvantage(Choice):
 
 
 class GpgAdvantage(Choice):
-    """GPG: the reward, less the group's mean, scaled up by the share of rewards that are not 0."""
+    """GPG: the reward, less the group's mean, divided by the share of answers in groups whose rewards are not all
+    equal."""
 
     implementation = "advantages.gpg:gpg"
     paper = "Chu et al. 2025, arXiv:2504.02546"

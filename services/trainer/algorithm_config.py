@@ -318,7 +318,8 @@ class AlgorithmConfig(Section):
     """A penalty for leaving the reference model."""
     entropy_bonus: float = Field(0.0, ge=0)
     """What a nat of the policy's entropy takes off the loss, by token, e.g. ``0.001``: it keeps the policy from
-    settling early. The entropy is exact, over the whole vocabulary; 0: none, and the metric is an estimate."""
+    settling early. The entropy is exact, over the whole vocabulary, or with `rollout.sampling.candidates` over
+    those; 0: none, and the metric is an estimate."""
     constraints: list[ConstraintConfig] = []
     """Costs that are kept below a limit, e.g. ``[{column: reward/length, limit: 200}]``. See docs/algorithms.md."""
     aggregation: Aggregation | None = None
@@ -355,6 +356,13 @@ class AlgorithmConfig(Section):
                 "loss; take a rule of trajectories, e.g. seq_mean_k3"
             )
         return self
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Where a step has several updates, the log-probabilities that it began with are to be kept: a forward pass
+        more."""
+        compares = self.correction.type != "none" or bool(self.reject)
+        return self.ratio != "interpolated" and (self.ratio == "proximal" or compares)
 
     @property
     def penalties(self) -> Penalties:

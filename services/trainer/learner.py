@@ -48,9 +48,9 @@ class Learner(ModelLearner):
 
     def __init__(
         self, model: Any, config: TrainerConfig, temperature: float, world: World | None = None,
-        teacher: SelfTeacher | None = None,
+        teacher: SelfTeacher | None = None, frozen_steps: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(model, config, config.steps, world)
+        super().__init__(model, config, config.steps, world, frozen_steps)
         self._config, self._teacher = config, teacher
         self._temperature, self._compares = temperature, config.algorithm.advantage.compares
         self.algorithm = Algorithm(config.algorithm)
@@ -62,18 +62,17 @@ class Learner(ModelLearner):
         self,
         step: TrainingBatch,
         before_update: Callable[[], None] = lambda: None,
-        frozen: bool = False,
         judgements: Judgements | None = None,
     ) -> dict[str, float]:
         """The updates of ``step``, one unless the config says more; the model then is `version` + 1. ``before_update``
-        is called once the first gradient is there, before a parameter changes; none does where it is ``frozen``.
-        ``judgements`` are told of every token, once. Returns the step's metrics, means over the updates."""
+        is called once the first gradient is there, before a parameter changes. ``judgements`` are told of every token,
+        once. Returns the step's metrics, means over the updates."""
         if self._average:
             self._average.begin()
             before_update()  # the parameters are the teacher's for a while
         (advantages, rewarded), proximal = self._advantages(step), None
         parts = list(mini_batches(step, self._config.epochs, self._config.mini_batches))
-        if len(parts) > 1 and self.algorithm.needs_proximal:
+        if len(parts) > 1 and self._config.algorithm.needs_proximal:
             proximal = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
         watched = self._config.norms_every and (self.version + 1) % self._config.norms_every == 0
         norms = LayerNorms(self.parameters, self.world) if watched else None
@@ -87,7 +86,7 @@ class Learner(ModelLearner):
                     self.give_up_update,
                 )
             with self.memory.of("memory/update"):
-                ended = self.end_update(loss, before_update if number == 0 else lambda: None, frozen, norms)
+                ended = self.end_update(loss, before_update if number == 0 else lambda: None, norms)
             updates.append(metrics | ended | {"loss": loss, "lr": rate})
             if number + 1 == self._config.mini_batches:
                 judgements = None
@@ -256,6 +255,8 @@ class Learner(ModelLearner):
         policy, squares = (step.padded([of[which] for of in found], chosen) for which in (0, 1))
         wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name not in (PICKED, LAGS)}
         read = {name: values if values.ndim > 1 else values[:, None] for name, values in wanted.items()}
+        if LAGS in self.algorithm.columns:
+            read[LAGS] = step.padded([self._lags(trajectory) for trajectory in step.trajectories], chosen)
         weights, _ = self.algorithm.weights(Part(policy, sampled, torch.zeros_like(policy), mask, read))
         weights = torch.ones_like(policy) if weights is None else weights
         return {POLICY: policy, SQUARES: squares, WEIGHTS: weights}, {}
@@ -315,7 +316,7 @@ class Learner(ModelLearner):
                 total += float(of_weights)
                 count += float(of_count)
         total, count = self.world.sum([total, count])
-        return total / count if count else 1.0
+        return total / count if total else 1.0  # all 0: so they stay
 
     def _describe(self, step: TrainingBatch) -> dict[str, float]:
         lags = step.lags(self.version)

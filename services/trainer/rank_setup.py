@@ -113,7 +113,7 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
         teacher = self_teacher(trainer, settings.model_path, settings.template)
         if settings.deterministic:  # a redo has the micro-batches that the step had
             trainer = trainer.model_copy(update={"halve_micro_batches": False})
-        return Learner(model, trainer, settings.temperature or 1.0, world, teacher)
+        return Learner(model, trainer, settings.temperature or 1.0, world, teacher, settings.critic_warmup)
 
     learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)
     return Rank(world, learner, load_tokenizer(settings.model_path), tail, shift)
@@ -158,7 +158,7 @@ def train(
     rank = learner.world.named("trainer")
     judgements = Judgements(step) if settings.archived else None
     with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank):
-        metrics = learner.train(step, before_update, batch.step < settings.critic_warmup, judgements)
+        metrics = learner.train(step, before_update, judgements)
     if judgements:
         judgements.write(settings.archive, batch.step, settings.archived, learner.world)
     return metrics

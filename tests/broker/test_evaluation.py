@@ -52,6 +52,17 @@ def test_each_set_has_its_own_figures() -> None:
     assert evaluation.by_set["before"] == {"easy": 1.0, "hard": 0.25, "hard/pass@2": 0.5}
 
 
+def test_the_newest_evaluation_is_the_last() -> None:
+    """Of a run that was complete, and went on with more steps, there are two after training."""
+    evaluation = Evaluation(Volatile(), 1, [], lambda draw: "easy")
+    for label, step in (("before", 0), ("after", 20), ("step 30", 30), ("after", 40)):
+        evaluation.start(label, step, None)
+        (number,) = evaluation.leases.open
+        assert evaluation.finish(number, step, step, 1, 2) and evaluation.score(number, step / 100)
+    assert list(evaluation.by_set.items())[-1] == ("after", {"easy": 0.4})
+    assert evaluation.course() == [(0, 0.0), (30, 0.3), (40, 0.4)]
+
+
 def test_sampling_is_the_sets_own() -> None:
     greedy = Sampling(n=1, temperature=0.0, max_new_tokens=12, stop=("x",))
     several = EvalSampling(n=8, temperature=0.6, top_p=0.9).of(greedy)

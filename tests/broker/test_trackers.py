@@ -14,7 +14,10 @@ from penstock.services.broker import trackers
 from penstock.services.broker.trackers import Trackers, run_id
 
 CONFIG = {"gate": {"max_lag": 2}, "trainer": {"steps": 3}}
-ROWS = [{"step": step, "reward": step / 4, "kind": "step", "ok": True, "sets/held out": 0.5} for step in range(3)]
+ROWS = [
+    {"step": step, "reward": step / 4, "kind": "step", "ok": True, "sets/held out": 0.5, "aime/pass@4": 1.0}
+    for step in range(3)
+]
 
 
 def logged(folder: Path, *names: Any) -> None:
@@ -69,6 +72,7 @@ def test_mlflow_has_the_run_and_goes_on_with_it(folder: Path) -> None:
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.params["gate.max_lag"] == "2" and run.info.status == "FINISHED"
     assert {each.step: each.value for each in client.get_metric_history(run.info.run_id, "reward")}[2] == 0.5
+    assert len(client.get_metric_history(run.info.run_id, "aime/pass-4")) == 6, "it takes no @"
 
 
 class Slow:

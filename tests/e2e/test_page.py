@@ -184,6 +184,79 @@ def big(groups: int, tokens: int) -> dict[str, Any]:
     return about | {"steps": steps, "beats": {"time": [], "actors": {}, "queues": {}}, "loads": {}, "groups": found}
 
 
+def add(path: Path, *rows: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def steps(first: int, last: int, reward: float) -> list[dict[str, Any]]:
+    return [
+        {"kind": "step", "step": step, "time": 1000.0 + step, "wait_s": 0.5, "reward": reward, "loss": reward}
+        for step in range(first, last + 1)
+    ]
+
+
+def test_an_open_page_follows_a_run_that_is_interrupted_and_goes_on(
+    browser: Browser, served: Any, tmp_path: Path
+) -> None:
+    config = "model: {type: tiny}\nprompts: {train: {type: sort}, eval: {sums: {type: sort}, aime: {type: sort}},\n"
+    config += "  eval_sampling: {aime: {n: 2, temperature: 1.0}}}\ntrainer: {steps: 20}\n"
+    (tmp_path / "config.yaml").write_text(config)
+    add(tmp_path / "metrics.jsonl", *steps(0, 9, 0.25))
+    add(tmp_path / "metrics.jsonl", {"kind": "eval", "step": 0, "label": "before", "sets": {"sums": 0.5, "aime": 0.1}})
+    add(tmp_path / "weights.jsonl", {"time": 1005.0, "receiver": "rollout-0", "version": 1, "pause_s": 0.001})
+    looked = Looked(browser, served(tmp_path))
+    page, state = looked.page, looked.page.locator("#state")
+    expect(state).to_contain_text("under way, step 10 of 20")
+    legend = page.locator(".chart").first.locator(".u-legend")
+    expect(legend).to_contain_text("sums, greedy")
+    expect(legend).to_contain_text("aime, sampled")
+    page.evaluate(
+        "views.curves.plots[0].setScale('x', {min: 2, max: 5}); views.curves.plots[0].setSeries(2, {show: false})"
+    )
+
+    (tmp_path / "summary.json").write_text('{"outcome": "interrupted", "steps": 10}')
+    expect(state).to_contain_text("interrupted, step 10", timeout=SOON_MS)
+    page.evaluate(
+        "views.curves.plots[0].setScale('x', {min: 2, max: 5}); views.curves.plots[0].setSeries(2, {show: false})"
+    )
+    (tmp_path / "summary.json").unlink()
+    expect(state).to_contain_text("under way", timeout=SOON_MS)
+    page.evaluate(
+        "views.curves.plots[0].setScale('x', {min: 2, max: 5}); views.curves.plots[0].setSeries(2, {show: false})"
+    )
+    (tmp_path / "config.yaml").write_text(config.replace("20", "30"))
+    add(tmp_path / "weights.jsonl", {"time": 1015.0, "receiver": "rollout-0", "version": 2, "pause_s": 0.002})
+    add(tmp_path / "metrics.jsonl", *steps(8, 14, 0.75))
+    expect(state).to_contain_text("under way, step 15 of 30, reward 0.75", timeout=SOON_MS)
+    assert page.evaluate("runs[0].steps.reward") == [0.25] * 8 + [0.75] * 7
+    assert page.evaluate("runs[0].steps.step") == list(range(15))
+    assert page.evaluate("[runs[0].loads.version, runs[0].evaluations.length]") == [[1, 2], 1]
+    assert "steps: 30" in page.evaluate("document.getElementById('config').textContent")
+    shown = (
+        "[views.curves.plots[0].scales.x.min, views.curves.plots[0].scales.x.max, views.curves.plots[0].series[2].show]"
+    )
+    assert page.evaluate(shown) == [2, 5, False], "what was zoomed into and hidden stays so"
+    assert page.evaluate("views.curves.plots[1].scales.x.max") == 14, "what was not grows"
+    looked.close()
+
+
+def test_the_timeline_is_empty_while_the_run_was_stopped(browser: Browser, tmp_path: Path) -> None:
+    data = big(1, 2)
+    time = [*range(100), *(28_900 + i for i in range(100))]
+    actor = {"kind": "rollout", "busy": [0.9] * 200, "pid": [1] * 100 + [2] * 50 + [3] * 50, "tokens_per_s": [0] * 200}
+    data["beats"] = {"time": time, "sessions": [0, 100], "queues": {}, "actors": {"rollout-0": actor}}
+    (tmp_path / "page.html").write_text(make_page({"runs": [data], "live": False}))
+    looked = Looked(browser, (tmp_path / "page.html").as_uri() + "#timeline")
+    drawn = looked.page.evaluate("""(() => {
+      const widths = [], texts = [], view = views.timeline;
+      view.lane({fillText: (text) => texts.push(text), fillRect: (x, y, width) => widths.push(width)}, "rollout-0", 0);
+      return [Math.max(...widths), view.width, texts.filter((text) => text === "✕").length];
+    })()""")
+    assert drawn[0] < drawn[1] / 50 and drawn[2] == 1, drawn
+    looked.close()
+
+
 def test_a_sessions_tree_is_walked(browser: Browser, tmp_path: Path) -> None:
     data = big(1, 2)
     root = {

@@ -13,7 +13,8 @@ import yaml
 
 import penstock
 from penstock.pipeline.api.functions import Functions
-from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.config.load import as_overrides
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import CustomData
 from tests.e2e import rewards
@@ -79,6 +80,66 @@ def test_what_a_module_has_is_named() -> None:
     found = Functions("written")
     assert found.name(rewards.plenty, "reward") == "tests.e2e.rewards:plenty"
     assert found.source == "" and found.folders == [Path(__file__).parents[2]]
+
+
+USES_MODULES = """
+import sys
+import helpers
+import numpy as np
+from helpers.inner import strip
+from penstock.pipeline.api.functions import Functions
+
+
+def reward(response: str, truth: str) -> float:
+    return float(np.float32(helpers.norm(strip(response)) == truth))
+
+
+found = Functions("written")
+found.name(reward, "reward")
+print([str(folder) for folder in found.folders])
+"""
+
+
+def test_modules_beside_the_script_are_found_by_the_runs_processes(tmp_path: Path) -> None:
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers" / "__init__.py").write_text("def norm(text): return text.lower()\n")
+    (tmp_path / "helpers" / "inner.py").write_text("def strip(text): return text.strip()\n")
+    (tmp_path / "script.py").write_text(USES_MODULES)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([str(tmp_path)]), "and neither numpy's folder nor the library's"
+
+
+def test_two_functions_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    script = SCRIPT + "\nfirst = reward\ndef reward(response, truth): return 2.0\nfound.name(reward, 'loss')\n"
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "written.py")], capture_output=True, text=True
+    )
+    assert "loss: two different things are called reward; give one of them another name" in done.stderr
+
+
+def test_overrides_say_what_was_given() -> None:
+    given = {"run.project": "math 😀, naïve: #x", "trainer.optimizer.lr": 1e-6, "run.trackers": []}
+    config = load(Path("configs/quickstart.yaml"), as_overrides(given))
+    assert config.run.project == given["run.project"] and config.trainer.optimizer.lr == 1e-6
+    config.run.project.encode()
+
+
+def test_each_step_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    file, told = tmp_path / "metrics.jsonl", []
+
+    def on_step(row: dict[str, Any]) -> None:
+        told.append((row["step"], row["reward"]))
+        if len(told) == 2:  # while it is waited for, one step is done again and one is new
+            with file.open("a") as more:
+                more.write("".join(f'{{"kind": "step", "step": {step}, "reward": 0.5}}\n' for step in (1, 2)))
+
+    file.write_text("".join(f'{{"kind": "step", "step": {step}, "reward": 0.0}}\n' for step in (0, 1)))
+    held = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
+    with pytest.raises(penstock.RunFailed):
+        penstock.pipeline.api.run.Run(tmp_path, held).wait(60, on_step)
+    assert told == [(0, 0.0), (1, 0.0), (2, 0.5)]
 
 
 def test_what_no_process_could_find_is_refused() -> None:

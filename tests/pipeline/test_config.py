@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, dump, hide_password, load, parse
+from penstock.pipeline.tools.export import FIXED, TOKENS
+from penstock.protocols.columns import FIELDS, METRICS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -156,3 +158,7 @@ def test_dry_run_prints_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.M
     done = CliRunner().invoke(app, ["run", str(QUICKSTART), "--dry-run", "gate.max_lag=0"])
     assert done.exit_code == 0 and yaml.safe_load(done.output)["gate"]["max_lag"] == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_no_column_can_have_the_name_of_a_field_of_what_is_exported() -> None:
+    assert {*FIXED, *TOKENS, "metrics"} <= FIELDS | METRICS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,22 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config import load as load_config
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
-from penstock.pipeline.page import data
-from penstock.pipeline.page.alerts import alerts
+from penstock.pipeline.page import beats as page_beats
+from penstock.pipeline.page import rollouts as page_rollouts
+from penstock.pipeline.page.alerts import READ, alerts, sessions
+from penstock.pipeline.page.beats import Beats
 from penstock.pipeline.page.build import whole
-from penstock.pipeline.page.data import by_column, evenly, run_data
+from penstock.pipeline.page.data import RunFiles, by_column, evenly
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.pipeline.page.server import make_app
 from penstock.pipeline.run import summary
 from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import pack_group
-from penstock.services.broker.archive import Archive, open_group
+from penstock.services.broker.archive import Archive, open_group, read
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.parallel.world import World
+from penstock.services.runtime.files import write_whole
 from penstock.services.trainer.algorithms.compose import Part
 from penstock.services.trainer.judgements import Judgements
 
@@ -57,7 +62,18 @@ def folder(tmp_path: Path) -> Path:
     ]
     steps[1]["critic_loss"], steps[2]["reward"] = 0.25, math.nan
     lines(
-        tmp_path / "metrics.jsonl", [*steps, {"kind": "eval", "step": 0, "label": "before", "sets": {"held_out": 0.5}}]
+        tmp_path / "metrics.jsonl",
+        [
+            *steps,
+            {
+                "kind": "eval",
+                "step": 0,
+                "time": 1795475880.0,
+                "label": "before",
+                "reward": 0.5,
+                "sets": {"held_out": 0.5},
+            },
+        ],
     )
     beat = {"kind": "trainer", "pid": 7, "busy": 0.5}
     lines(
@@ -87,13 +103,16 @@ def taken(step: int) -> TakenGroup:
 
 
 def test_numbers_come_by_column_and_are_ones_that_json_has(folder: Path) -> None:
-    found = run_data(folder)
+    found = RunFiles(folder).data()
     assert found["steps"]["step"] == [0, 1, 2] and found["steps"]["reward"] == [0.0, 0.333333, None]
     assert found["steps"]["critic_loss"] == [None, 0.25, None] and found["steps"]["time"][0] == 1795475882.123
     assert found["evaluations"] == [{"step": 0, "label": "before", "sets": {"held_out": 0.5}}]
     beats = found["beats"]
     assert len(beats["time"]) <= 1500 and set(beats["actors"]["trainer"]["pid"]) == {None, 7, 8}
-    assert run_data(folder, after=1)["steps"]["step"] == [2]
+    assert found["sampled"] == []
+    drawn = "sort}, eval: {aime: {type: sort}}, eval_sampling: {aime: {n: 2, temperature: 1}}}"
+    (folder / "config.yaml").write_text(CONFIG.replace("sort}}", drawn))
+    assert RunFiles(folder).data()["sampled"] == ["aime"]
     assert by_column([]) == {} and evenly(range(100), 3) == [0, 50, 99]
 
 
@@ -139,6 +158,14 @@ def test_branches_of_a_session_hang_on_what_they_go_on_from(folder: Path) -> Non
     assert "parent" not in other and other["session"] == 1 and other["agent/calls"] == 1.0
 
 
+def test_a_step_that_is_removed_meanwhile_is_left_out(folder: Path) -> None:
+    Archive(folder, "all").append(Batch(step=3, seed=0, max_lag=2, groups=[taken(3)], committed=3), "digest")
+    found = read(folder)
+    assert next(found)[0].step == 1
+    (folder / "archive" / "step-000002.msgpack").unlink()  # as replay.archive: 2 does
+    assert [batch.step for batch, _ in found] == [3]
+
+
 def test_without_an_archive_the_samples_are_shown(folder: Path) -> None:
     for path in (folder / "archive").iterdir():
         path.unlink()
@@ -170,13 +197,29 @@ def test_nothing_that_a_run_says_is_read_as_markup(folder: Path) -> None:
 def test_a_live_page_asks_for_what_is_new(folder: Path) -> None:
     client = TestClient(make_app([folder]))
     assert '"live":true' in client.get("/").text
-    assert client.get("/runs/0?after=0").json()["steps"]["step"] == [1, 2]
+    first = client.get("/runs/0").json()
+    assert first["steps"]["step"] == [0, 1, 2] and len(first["evaluations"]) == len(first["loads"]["version"]) == 1
+    again = client.get("/runs/0", params=first["seen"]).json()
+    assert (again["steps"], again["evaluations"], again["loads"]) == ({}, [], {}) and again["seen"] == first["seen"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(f'{{"kind": "step", "step": {n}, "reward": {n / 4}}}\n' for n in (2, 3)) + '{"kind": "st')
+    with (folder / "weights.jsonl").open("a") as file:
+        file.write('{"time": 6.0, "receiver": "rollout-0", "version": 2, "pause_s": 0.001}\n')
+    new = client.get("/runs/0", params=again["seen"]).json()
+    assert new["steps"]["step"] == [2, 3] and new["steps"]["reward"] == [0.5, 0.75], "step 2 was done again"
+    assert new["loads"]["version"] == [2] and new["seen"]["metrics"] < (folder / "metrics.jsonl").stat().st_size
+    (folder / "config.yaml").write_text(CONFIG.replace("steps: 3", "steps: 9"))
+    assert client.get("/runs/0", params=new["seen"]).json()["wanted"] == 9
     assert len(client.get("/runs/0/groups").json()) == 2
     assert client.get("/runs/1").status_code == 404
 
 
-def test_the_command_writes_one_file_and_knows_a_run(folder: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["page", str(folder), "--out", str(tmp_path / "page.html")])
+def test_the_command_writes_one_file_and_knows_a_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["page", ".", "--out", str(tmp_path / "page.html")])
+    assert f"<title>{folder.name}" in (tmp_path / "page.html").read_text()
     assert done.exit_code == 0 and (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     wrong = CliRunner().invoke(app, ["page", str(tmp_path / "nowhere")])
     assert isinstance(wrong.exception, ConfigError) and "is not a run's folder" in str(wrong.exception)
@@ -216,6 +259,7 @@ NOW = 130.0
             [],
         ),
         ("a gradient of norm 30", [*QUIET, step(30, grad_norm=30.0)], []),
+        ("a gradient of norm 30", [*QUIET, step(30, grad_norm=math.nan), step(31, grad_norm=30.0)], []),
     ],
 )
 def test_a_page_says_what_one_should_look_at(
@@ -223,7 +267,7 @@ def test_a_page_says_what_one_should_look_at(
 ) -> None:
     config = load_config(Path("configs/quickstart.yaml"), ["trainer.steps=100"])
     now = (beats[-1]["time"] + (50 if "noted" in said else 1)) if beats else NOW
-    (found,) = alerts(config, steps, beats, now)
+    (found,) = alerts(config, [{name: row[name] for name in READ if name in row} for row in steps], beats, now)
     assert said in found
 
 
@@ -236,6 +280,10 @@ def test_a_page_has_nothing_to_say_of_a_run_that_goes_well() -> None:
     for _ in range(50):
         flat = [step(number, reward=float(noise.normal(0.5, 0.03))) for number in range(100)]
         assert not [said for said in alerts(config, flat, [], NOW) if "fallen" in said]
+    trainer = {"kind": "trainer", "silent_s": 0.1}
+    one, other = ({"pid": pid, "trainer": trainer | {"pid": pid + 1}} for pid in (7, 70))
+    soon = [*(beat(100.0 + n, **one) for n in range(9)), beat(118.0) | {"actors": {}}, beat(129.0, **other)]
+    assert alerts(config, better, soon, NOW) == [], "nobody has died: it was stopped, and goes on"
     resumed = [beat(1000.0), beat(90_000.0), beat(90_001.0)]
     assert alerts(config, QUIET, resumed, 90_002.0) == [], "the last step is of the day before"
     assert "no step was completed for 899 s" in alerts(config, [], seconds(101, 1000), 1000.0)[0]
@@ -255,19 +303,81 @@ def test_what_the_trainer_made_of_tokens_is_on_the_page(folder: Path) -> None:
     assert "trainer_logprobs" not in groups_of(folder)[0]["members"][0]["by_token"], "of step 1 nothing is noted"
 
 
+def test_a_long_run_is_one_session_however_far_apart_its_beats_are() -> None:
+    """The file is thinned, the older the more, and of what is left every so many rows are kept."""
+    times = [*np.arange(0.0, 80_000, 400), *np.arange(80_000.0, 100_000, 100), *np.arange(100_000.0, 100_120)]
+    long = [beat(float(time)) for time in times]
+    assert sessions(long) == [0] and sessions([]) == []
+    config = load_config(Path("configs/quickstart.yaml"), ["trainer.steps=100"])
+    assert "no step was completed for 100011 s" in alerts(config, QUIET[:10], long, 100_120.0)[0]
+    gone_on = [*long, *(beat(120_000.0 + n) for n in range(9))]
+    assert sessions(gone_on) == [0, len(long)]
+
+
+def empty(seconds: Iterable[int]) -> str:
+    """Beats of nobody."""
+    return "".join(f'{{"time": {second}, "actors": {{}}, "queues": {{}}}}\n' for second in seconds)
+
+
 def test_of_a_long_run_few_rows_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row a second: all of them at once would take gigabytes after a week."""
     path = tmp_path / "actors.jsonl"
-    path.write_text("".join(f'{{"time": {second}, "actors": {{}}, "queues": {{}}}}\n' for second in range(20_000)))
-    seen: list[str] = []
+    path.write_text(empty(range(20_000)))
+    seen: list[bytes] = []
 
-    def loads(line: str) -> Any:
+    def loads(line: bytes) -> Any:
         seen.append(line)
-        return read(line)
+        return reading(line)
 
-    read = json.loads
+    reading = json.loads
     monkeypatch.setattr(summary.json, "loads", loads)
-    beats, last = data._beats_of(path)
-    assert len(beats) <= data.BEATS and beats[0]["time"] == 0 and beats[-1]["time"] > 19_900
-    assert [beat["time"] for beat in last] == list(range(20_000 - data.LATEST, 20_000))
-    assert len(seen) <= data.BEATS + data.LATEST
+    file = Beats(path)
+    kept, every = file.read()
+    assert len(kept) <= page_beats.BEATS and kept[0]["time"] == 0 and kept[-1]["time"] > 19_900
+    assert [row["time"] for row in every[-page_beats.LATEST :]] == list(range(20_000 - page_beats.LATEST, 20_000))
+    assert all(earlier["time"] < later["time"] for earlier, later in pairwise(every))
+    assert len(seen) <= page_beats.BEATS + page_beats.LATEST
+    seen.clear()
+    with path.open("a") as more:
+        more.write(empty(range(20_000, 20_100)))
+    kept, every = file.read()
+    assert every[-1]["time"] == 20_099 and len(seen) < 2 * page_beats.LATEST, "what was read is not read again"
+    write_whole(path, empty(range(0, 20_101, 50)))
+    kept, every = file.read()
+    assert len(kept) == 403 and every[-1]["time"] == 20_100 and every == kept, "the broker has thinned it"
+
+
+def test_a_page_that_is_open_for_long_has_no_more_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_beats, "BEATS", 50)
+    path = tmp_path / "actors.jsonl"
+    path.touch()
+    file, times = Beats(path), []
+    for second in range(1000):
+        with path.open("a") as more:
+            more.write(empty([second]))
+        kept, every = file.read()
+        times = [row["time"] for row in kept]
+        assert len(times) <= 100 and every[-1]["time"] == second
+    assert times == list(range(0, 1000, 16))
+
+
+def test_of_many_samples_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"prompt": "p", "response": "r" * 99, "truth": None, "tokens": 3, "reward": 1.0}
+    lines(
+        tmp_path / "samples.jsonl",
+        [row | {"step": n // 4, "group": n // 2, "sample": n % 2} for n in range(40)],
+    )
+    assert [group["group"] for group in page_rollouts._of_samples(tmp_path, 3)] == [17, 18, 19]
+    monkeypatch.setattr(page_rollouts, "LETTERS", 450)
+    found = page_rollouts._of_samples(tmp_path, 10)
+    assert [group["group"] for group in found] == [18, 19] and [len(group["members"]) for group in found] == [2, 2]
+
+
+def test_a_file_is_written_where_no_folder_is_yet(folder: Path, tmp_path: Path) -> None:
+    for number, command in enumerate((["page", "--out"], ["trace", "--out"], ["rollouts", "--export"])):
+        file = tmp_path / f"new-{number}" / "file"
+        done = CliRunner().invoke(app, [command[0], str(folder), command[1], str(file)])
+        assert done.exit_code == 0 and file.is_file(), done.exception
+        (tmp_path / "taken").write_text("")
+        wrong = CliRunner().invoke(app, [command[0], str(folder), command[1], str(tmp_path / "taken" / "file")])
+        assert isinstance(wrong.exception, ConfigError) and f"{command[1]}: cannot write to" in str(wrong.exception)

@@ -105,6 +105,21 @@ def test_whatever_shape_is_searched_a_config_takes_and_none_that_fits_is_much_fa
         assert layout.train_s <= 1.15 * min(train_s(shape, each, step, device) for each in fits)
 
 
+def test_a_step_with_several_updates_takes_a_forward_pass_more() -> None:
+    config = load(Path("configs/grpo-3b.yaml"))
+    shape, (_, device) = shape_of(config), devices_of("8xH100")
+    assert shape
+    step, one = Load(1e6, 1500.0), config.trainer.model_copy(update={"epochs": 1, "mini_batches": 1})
+    two = one.model_copy(update={"mini_batches": 2})
+    more = {
+        ratio: train_s(shape, two.model_copy(update={"algorithm": one.algorithm.model_copy(update={"ratio": ratio})}),
+                       step, device) / train_s(shape, one, step, device)
+        for ratio in ("proximal", "interpolated")
+    }  # fmt: skip
+    assert more["interpolated"] == pytest.approx(1.0, abs=0.02)
+    assert 1.2 < more["proximal"] < 1.35, "a forward beside a forward, a backward and what is computed again"
+
+
 def test_why_a_layout_is_the_first_is_said() -> None:
     result = CliRunner().invoke(app, ["plan", "configs/grpo-32b.yaml", "--gpus", "32xH100"])
     said = " ".join(result.output.split())

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+import penstock
+from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
-from penstock.pipeline.run.folder import begin, run_name
+from penstock.pipeline.run.folder import begin, named, run_name
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.resume import check_fixed, complete, resumed
 from penstock.pipeline.run.start import start
@@ -219,3 +222,16 @@ def test_a_run_that_is_resumed_from_elsewhere_has_the_data_that_it_began_with(
     assert find_file("rows.jsonl") == began / "rows.jsonl"
     load(tmp_path / "run.yaml")  # a run of its own
     assert find_file("rows.jsonl") == elsewhere / "rows.jsonl"
+
+
+def test_the_folder_where_one_stands_has_its_runs_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+    monkeypatch.setattr("penstock.pipeline.run.start.start", lambda *given, **_: seen.append(given[3]) or 0)
+    monkeypatch.chdir(folder)
+    assert CliRunner().invoke(app, ["run", "--resume", "."]).exit_code == 0
+    assert seen == [folder] and penstock.Run(".").folder == folder
+    (folder / "logs").mkdir()
+    monkeypatch.chdir(folder / "logs")
+    assert named(Path("..")) == folder and named(Path("../../first")) == Path("../../first")
+    (folder.parent / "link").symlink_to(folder)
+    assert named(folder.parent / "link").name == "link", "what a run is called is for its user to say"

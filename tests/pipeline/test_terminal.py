@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import signal
 
 import pytest
 from rich.console import Console
+from structlog.testing import CapturingLogger
 
+from penstock.pipeline.observe import terminal as of_terminal
 from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.run import launcher
 
@@ -16,6 +19,14 @@ STATE = {
     "queues": {"leased": 1, "unscored": 0, "ready": 0}, "totals": {"prompts_dropped": 0, "generated_tokens": 0},
     "evaluations_by_set": {}, "evaluations": {}, "members": {}, "rewards": {}, "lost": {}, "version": 3,
 }  # fmt: skip
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> CapturingLogger:
+    """What the view has logged."""
+    logger = CapturingLogger()
+    monkeypatch.setattr(of_terminal, "log", logger)
+    return logger
 
 
 class Gone(io.StringIO):
@@ -48,6 +59,43 @@ def test_a_terminal_that_goes_away_ends_the_view_alone(terminal: bool) -> None:
             view.update(STATE, 0)
             view.note("after")
         view.finish(STATE, 0)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_cannot_be_drawn_ends_the_view_with_one_warning(terminal: bool, said: CapturingLogger) -> None:
+    file = io.StringIO()
+    with View(Console(file=file, force_terminal=terminal, width=100), "run") as view:
+        for _ in range(3):
+            view.update({"metrics": {}, "step": 3, "phase": "training"}, 0)
+            view.note("after")
+        view.finish(STATE, 0)
+    (warning,) = said.calls
+    assert warning.method_name == "warning" and "KeyError" in warning.kwargs["error"]
+
+
+def test_a_step_without_a_reward_is_drawn(said: CapturingLogger) -> None:
+    file = io.StringIO()
+    with View(Console(file=file, force_terminal=True, width=100), "run") as view:
+        for step, reward in enumerate((0.25, math.nan, math.inf, 0.5)):
+            metrics = {"reward": reward, "lag_mean": 0.0, "lag_max": 0}
+            view.update(STATE | {"metrics": metrics, "step": step}, 0)
+    assert not said.calls and "0.500  ▁█" in file.getvalue()
+
+
+def test_names_are_no_markup(said: CapturingLogger) -> None:
+    file = io.StringIO()
+    member = {"silent_s": 0.0, "version": 1}
+    state = STATE | {
+        "evaluations_by_set": {"before": {"math[easy]": 0.5, "x[/b]": 0.25}},
+        "members": {"judge[red]-0": member},
+    }
+    with View(Console(file=file, force_terminal=True, width=100), "run [7]") as view:
+        view.update(state, 0)
+        view.note("judge[red]-0 died")
+    assert not said.calls
+    for words in ("math[easy] 0.500, x[/b] 0.250", "judge[red]-0 died", "run [7]"):
+        assert words in file.getvalue()
+    assert file.getvalue().count("judge[red]-0") > 1
 
 
 def test_the_end_of_a_terminal_is_an_end_unless_it_is_to_be_ignored() -> None:

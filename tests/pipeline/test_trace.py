@@ -52,3 +52,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ConfigError, match=r"--out: cannot write .*trace\.json: No such file or directory; choose another"
     ):
         write_trace(tmp_path, tmp_path / "nowhere" / "trace.json")
+
+
+def test_where_a_run_goes_on_nobody_was_started_again() -> None:
+    beats = [beat(100, 1, 2), beat(101, 1, 2), beat(130, 8, 9), beat(131, 8, 10)]
+    again = [event["ts"] for event in events([], [], beats, []) if event["name"] == "started again"]
+    assert again == [31e6]

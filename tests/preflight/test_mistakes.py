@@ -283,6 +283,8 @@ MISTAKES = [
     m("a module that ends the process", "trainer.algorithm.loss.function: cannot load 'ends:loss'", "SystemExit",
       overrides=["trainer.algorithm.loss={type: custom, function: 'ends:loss'}"],
       files={"ends.py": "import sys\nsys.exit(0)\n"}),
+    m("a column with the name of a trajectory's own field", "scorers.mine.columns: 'logprobs' is in the row of every",
+      overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {logprobs: token}}}"]),
     m("a column with a metric's name", "scorers.mine.columns: 'entropy' is a metric of every step",
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {entropy: token}}}"]),
     m("exact_match over whole rows", "reward.functions.0: exact_match", "set truth_key to the column with the answer",

@@ -6,14 +6,17 @@ and what ``model`` it begins with; and on what device to compute."""
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,9 +128,20 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
     cut.version -= 1
     saver = checkpoint.Saver(cut, Tokenizer(), folder / "checkpoints", keep=1)
     with pytest.MonkeyPatch.context() as slow:
+        written, beside = threading.Event(), dist.new_group(backend="gloo")
+        slow.setattr(checkpoint, "FILE_BYTES", 20_000)  # as large models have them: many files
         if world.rank == 0:  # it clears what is left of an earlier save while the others are ready to write
             slow.setattr(checkpoint.shutil, "rmtree", _late(shutil.rmtree))
-        path = saver.begin().result()
+            few = psutil.Process().num_fds() + 100
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            join = _after(written, checkpoint.consolidate_safetensors_files)
+            slow.setattr(checkpoint, "consolidate_safetensors_files", join)
+        saving = saver.begin()
+        if world.rank:
+            saving.result()
+        world.share(b"written", beside)
+        written.set()
+        path = saving.result()
     world.share(b"saved")
     for where, how in ((world, config), (single, alone)):
         again = learn(str(path), how, where)
@@ -157,6 +171,17 @@ def _late(function: Callable[..., None]) -> Callable[..., None]:
     def called(*arguments: Any, **options: Any) -> None:
         time.sleep(0.3)
         function(*arguments, **options)
+
+    return called
+
+
+def _after(written: threading.Event, join: Callable[..., None]) -> Callable[..., None]:
+    """It takes minutes, for which nobody may wait; and opens every file at once."""
+
+    def called(*arguments: Any) -> None:
+        assert written.wait(60), "other ranks wait while rank 0 joins what they have written"
+        assert len(set(resource.getrlimit(resource.RLIMIT_NOFILE))) == 1, "it may open as many as the system lets it"
+        join(*arguments)
 
     return called
 

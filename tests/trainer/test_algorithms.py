@@ -216,7 +216,7 @@ def test_the_interpolated_start_lies_between_and_is_exact_where_policies_move_ev
     lags, velocity = torch.randint(0, 5, mask.shape), 0.1 * torch.randn(mask.shape, dtype=torch.float64)
     behaviour, now = start - lags * velocity, start + velocity  # log-probabilities, linear in the version
     one = algorithm(ratio="interpolated", loss="ppo_clip", correction="truncated")
-    assert not one.needs_proximal and "lags" in one.columns
+    assert not one._config.needs_proximal and "lags" in one.columns
     part = Part(now.requires_grad_(), behaviour, advantages, mask, {"lags": lags.float()}, start)
     torch.testing.assert_close(one.start(part), start)
     same = Part(now, behaviour, advantages, mask, {}, start)

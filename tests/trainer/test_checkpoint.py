@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,17 @@ def continues_exactly(tmp_path: Path, moments: str) -> None:
     for (name, a), (_, b) in zip(learner.model.named_parameters(), again.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     assert AutoModelForCausalLM.from_pretrained(path).config.model_type == "qwen3"
+
+
+def test_what_a_models_folder_says_of_sampling_is_saved_as_it_was(tmp_path: Path) -> None:
+    """transformers reads a temperature without ``do_sample``, and refuses to write it."""
+    start, told = tmp_path / "start", {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}
+    Qwen3ForCausalLM(Qwen3Config(**TINY)).save_pretrained(start)
+    (start / "generation_config.json").write_text(json.dumps(told))
+    learner = a_learner(load_trainable(str(start), World(CPU), CPU, "float32"))
+    path = checkpoint.Saver(learner, Tokenizer(), tmp_path / "checkpoints", keep=1).begin().result()
+    assert told.items() <= json.loads((path / "generation_config.json").read_text()).items()
+    assert AutoModelForCausalLM.from_pretrained(path).generation_config.temperature == 0.6
 
 
 def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from penstock.pipeline.models.tiny import make_tokenizer
+from penstock.pipeline.tools.merge import merge
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
 from penstock.services.modeling.load import ModelError
@@ -137,6 +140,17 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(start: Path, tmp_path: Path,
     one.train(a_step(5)), again.train(a_step(5))
     for name, parameter in one.parameters.items():
         assert torch.equal(parameter, again.parameters[name]), name
+
+
+def test_what_the_base_says_of_sampling_is_in_the_merged_model_as_it_was(start: Path, tmp_path: Path) -> None:
+    """transformers reads a temperature without ``do_sample``, and refuses to write it."""
+    told = {"temperature": 0.6, "top_p": 0.9}
+    (start / "generation_config.json").write_text(json.dumps(told))
+    saver = checkpoint.Saver(learner(start), make_tokenizer(set("ab")), tmp_path / "checkpoints", keep=1)
+    path = saver.begin().result()
+    saver.close()
+    merge(path, tmp_path / "merged")
+    assert told.items() <= json.loads((tmp_path / "merged" / "generation_config.json").read_text()).items()
 
 
 def test_what_is_frozen_takes_no_more_bits_than_are_computed_with(start: Path) -> None:

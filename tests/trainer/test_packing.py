@@ -78,10 +78,17 @@ def test_gradients_through_packed_rows_are_those_of_separate_ones(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
+FAMILIES: dict[str, dict[str, int]] = {
+    "gemma2": {}, "cohere": {}, "granite": {}, "gpt2": {}, "mamba": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64},
+    "mixtral": {"num_local_experts": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_family_are_made_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its soft cap or its scale, which a head alone would leave out."""
-    config = AutoConfig.for_model(family, **TINY)
+    """With its soft cap or its scale, which a head alone would leave out; whatever it hands on of the base model's."""
+    config = AutoConfig.for_model(family, **TINY, **FAMILIES[family])
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -68,11 +68,14 @@ def test_statistics_over_candidates_are_those_of_their_own_distribution() -> Non
     assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[0, [0, 1, 3]].any()
 
 
-@pytest.mark.parametrize("correction", ["none", "truncated"])
-def test_the_optimal_baseline_does_not_depend_on_the_micro_batches(correction: str) -> None:
+@pytest.mark.parametrize(
+    ("correction", "ratio"), [("none", "behaviour"), ("truncated", "behaviour"), ("truncated", "interpolated")]
+)
+def test_the_optimal_baseline_does_not_depend_on_the_micro_batches(correction: str, ratio: str) -> None:
     found = []
     for budget in (64, 100_000):
-        chosen = {"advantage": {"type": "optimal_token_baseline"}, "loss": {"type": "reinforce"}}
+        loss = "ppo_clip" if ratio == "interpolated" else "reinforce"
+        chosen = {"advantage": {"type": "optimal_token_baseline"}, "loss": {"type": loss}, "ratio": ratio}
         config = {"tokens_per_micro_batch": budget, "algorithm": {**chosen, "correction": {"type": correction}}}
         found.append(Learner(a_model(), TrainerConfig.model_validate(config), 1.0).accumulate(a_step(0))[0])
     assert found[0] == pytest.approx(found[1], rel=1e-4) and found[0] != 0

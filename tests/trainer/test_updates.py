@@ -78,6 +78,26 @@ def test_a_correction_weighs_the_policy_that_the_step_began_with() -> None:
     assert often["approx_kl"] != pytest.approx(once["approx_kl"], abs=1e-6)
 
 
+def test_a_step_whose_weights_are_all_0_changes_nothing() -> None:
+    correction = {"type": "icepop", "level": "sequence", "lower": 0.999, "upper": 1.001, "normalize": True}
+    one = learner(algorithm={"loss": {"type": "reinforce"}, "correction": correction})
+    before, metrics = weights(one), one.train(a_step(0))
+    assert metrics["is_weight_mean"] == metrics["loss"] == metrics["grad_norm"] == metrics["skipped"] == 0
+    assert torch.equal(weights(one), before)
+
+
+def test_the_learning_rate_warms_up_once_the_policy_is_no_longer_frozen() -> None:
+    optimizer = {"lr": 1e-2, "warmup_steps": 2, "schedule": "linear", "final_lr_share": 0.5}
+    one = Learner(a_model(), TrainerConfig.model_validate({"steps": 6, "optimizer": optimizer}), 1.0, frozen_steps=2)
+    start = weights(one)
+    rates, moved = [], []
+    for seed in range(6):
+        rates.append(one.train(a_step(seed))["lr"])
+        moved.append(not torch.equal(weights(one), start))
+    assert rates == pytest.approx([0.005, 0.005, 0.005, 0.01, 0.01, 0.005])
+    assert moved == [False, False, True, True, True, True]
+
+
 @pytest.mark.parametrize("ratio", ["behaviour", "interpolated"])
 def test_engine_and_trainer_are_compared_before_the_first_update(ratio: str) -> None:
     """Nothing keeps what the policy said then: what later updates see is how far the step has moved."""

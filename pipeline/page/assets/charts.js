@@ -19,6 +19,7 @@ const NAMES = {reward: "sampled", lag_mean: "mean", lag_max: "most", max_lag: "b
   mismatch_bound: "warned of above", train_step_s: "training", wait_s: "waiting for groups",
   turn_wait_s: "waiting until rollouts sleep",
   publish_wait_s: "waiting for the version before"};
+const FEW = 3;  // so many points are a line; fewer are shown as points
 const DASHED = new Set(["max_lag", "mismatch_bound"]);
 
 class Curves {
@@ -33,8 +34,29 @@ class Curves {
   draw() {
     this.plots.forEach((plot) => plot.destroy());
     this.plots = [];
-    const grid = make("div", {class: "charts"});
+    const grid = make("div", {class: "charts"}), found = this.charts();
     this.place.replaceChildren(...this.runs.flatMap((run) => this.about(run)), grid);
+    this.plots = found.map((chart) => this.plot(grid, chart));
+    this.drawn = this.key(found);
+  }
+
+  // Where the lines are the same ones, what was zoomed into or hidden stays so.
+  renew() {
+    const found = this.charts();
+    if (this.key(found) !== this.drawn) { this.draw(); return; }
+    found.forEach((chart, i) => {
+      const plot = this.plots[i], x = plot.data[0], {min, max} = plot.scales.x, closer = min > x[0] || max < x.at(-1);
+      plot.setData(this.columns(chart), !closer);
+      if (closer) plot.redraw();
+    });
+  }
+
+  key(found) {
+    return JSON.stringify([this.runs.map((run) => run.summary), found.map((chart) => [chart.title,
+      chart.every.map((line) => line.label), this.columns(chart)[0].length < FEW])]);
+  }
+
+  charts() {
     const named = {title: "Columns, mean of each step", compared: true, lines: [...new Set(this.runs.flatMap((run) => run.columns))]
       .filter((name) => name !== "reward")};
     const every = [...new Set(this.runs.flatMap((run) => Object.keys(run.steps)))];
@@ -48,9 +70,8 @@ class Curves {
       name.startsWith("layer/") && name.endsWith("/" + what)).sort((a, b) => a.localeCompare(b, "en", {numeric: true}))});
     const insides = [layers("grad_norm", "Gradient norm by layer"), layers("update", "Update over weights, by layer"),
       {title: "Memory of the trainer, GiB", compared: true, lines: every.filter((name) => name.startsWith("memory/"))}];
-    for (const chart of [CHARTS[0], ...more, ...CHARTS.slice(1), ...byLag, ...insides, latency]) this.chart(grid, chart);
-    this.pauses(grid);
-    this.rates(grid);
+    const found = [CHARTS[0], ...more, ...CHARTS.slice(1), ...byLag, ...insides, latency].map((chart) => this.chart(chart));
+    return [...found, this.pauses(), this.rates()].filter((chart) => chart.every.length);
   }
 
   about(run) {
@@ -70,7 +91,7 @@ class Curves {
     return {width: Math.max(240, node.clientWidth - 20), height: 190};
   }
 
-  chart(grid, {title, lines, evaluations, compared}) {  // compared: of several runs, all lines of each
+  chart({title, lines, evaluations, compared}) {  // compared: of several runs, all lines of each
     const every = [];
     const several = this.runs.length > 1;
     this.runs.forEach((run, which) => {
@@ -86,18 +107,19 @@ class Curves {
           !several || !name.includes("/")));
         [...sets].forEach((name, place) => {
           const rows = run.evaluations.filter((row) => name in row.sets).sort((a, b) => a.step - b.step);
-          const label = (several ? run.name + ": " : "") + name + ", greedy";
+          const sampled = run.sampled?.some((one) => name === one || name.startsWith(one + "/"));
+          const label = (several ? run.name + ": " : "") + name + (sampled ? ", sampled" : ", greedy");
           every.push({x: rows.map((row) => row.step), y: rows.map((row) => row.sets[name]), label,
             shade: several ? which : 1 + place, points: true, dash: true});
         });
       }
     });
-    if (every.length) this.plot(grid, title, every, "step");
+    return {title, every, unit: "step"};
   }
 
-  pauses(grid) {
+  pauses() {
     const every = [];
-    for (const run of this.runs) {
+    for (const run of this.runs.length > 1 ? [] : this.runs) {
       const rows = run.loads.receiver ?? [];
       [...new Set(rows)].forEach((receiver, place) => {
         const mine = rows.map((name, index) => index).filter((index) => rows[index] === receiver);
@@ -105,10 +127,10 @@ class Curves {
           label: receiver, shade: place});
       });
     }
-    if (every.length && this.runs.length === 1) this.plot(grid, "Pause of generation for a version, ms", every, "version");
+    return {title: "Pause of generation for a version, ms", every, unit: "version"};
   }
 
-  rates(grid) {
+  rates() {
     const every = [];
     this.runs.forEach((run, which) => {
       const {time, actors} = run.beats;
@@ -116,12 +138,10 @@ class Curves {
       const rate = time.map((_, i) => Object.values(actors).reduce((sum, one) => sum + (one.tokens_per_s[i] ?? 0), 0));
       every.push({x: time.map((value) => value - time[0]), y: rate, label: run.name, shade: which});
     });
-    if (every.length) this.plot(grid, "Generated tokens a second", every, "seconds");
+    return {title: "Generated tokens a second", every, unit: "seconds"};
   }
 
-  plot(grid, title, every, unit) {
-    const box = make("div", {class: "chart"}, make("h2", {}, title));
-    grid.append(box);
+  columns({every}) {  // as uPlot has them: x, and of each line its values there
     const x = [...new Set(every.flatMap((line) => line.x))].sort((a, b) => a - b);
     const at = new Map(x.map((value, index) => [value, index]));
     const data = every.map((line) => {
@@ -129,15 +149,22 @@ class Curves {
       line.x.forEach((value, index) => { column[at.get(value)] = line.y[index]; });
       return column;
     });
+    return [x, ...data];
+  }
+
+  plot(grid, chart) {
+    const {title, every, unit} = chart, data = this.columns(chart), few = data[0].length < FEW;
+    const box = make("div", {class: "chart"}, make("h2", {}, title));
+    grid.append(box);
     const axis = {stroke: style("--quiet"), grid: {stroke: style("--line"), width: 1}, ticks: {show: false}};
-    this.plots.push(new uPlot({
+    return new uPlot({
       ...this.size(box),
       scales: {x: {time: false}},
       series: [{label: unit, value: (_, value) => number(value, 5)}, ...every.map((line) => ({
         label: line.label, stroke: colour(line.shade), width: 1.5, spanGaps: true, dash: line.dash ? [6, 4] : undefined,
-        points: {show: Boolean(line.points) || x.length < 3, size: 6}, value: (_, value) => number(value),
+        points: {show: Boolean(line.points) || few, size: 6}, value: (_, value) => number(value),
       }))],
       axes: [axis, {...axis, size: 54, values: (_, ticks) => ticks.map((value) => number(value))}],
-    }, [x, ...data], box));
+    }, data, box);
   }
 }

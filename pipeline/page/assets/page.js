@@ -14,7 +14,10 @@ const views = {
   timeline: new Timeline(place("timeline"), runs),
   rollouts: new Rollouts(place("rollouts"), runs, data.live ? (which) => ask(`runs/${which}/groups`) : null),
 };
-place("config").replaceChildren(...runs.flatMap((run) => [make("h2", {}, run.name), make("pre", {}, run.config)]));
+function configs() {
+  place("config").replaceChildren(...runs.flatMap((run) => [make("h2", {}, run.name), make("pre", {}, run.config)]));
+}
+configs();
 
 const tabs = [...place("tabs").children];
 function open(name) {
@@ -83,23 +86,39 @@ async function ask(path) {
   return answer.json();
 }
 
+// Columns of rows that came before, and rows that are new; where is the place of each of these.
+function merge(columns, fresh, where) {
+  const length = Object.values(columns)[0]?.length ?? 0;
+  for (const name of new Set([...Object.keys(columns), ...Object.keys(fresh)])) {
+    columns[name] ??= new Array(length).fill(null);
+    where.forEach((row, i) => { columns[name][row] = fresh[name]?.[i] ?? null; });
+  }
+}
+
+// A step that was done again, by a run that goes on, takes the place of what it was.
+function places(known = [], fresh = []) {
+  const at = new Map(known.map((step, i) => [step, i]));
+  return fresh.map((step) => { if (!at.has(step)) at.set(step, at.size); return at.get(step); });
+}
+
 async function renew() {
   let changed = false;
   for (const [which, run] of runs.entries()) {
-    if (run.summary) continue;
-    const last = run.steps.step?.at(-1) ?? -1, fresh = await ask(`runs/${which}?after=${last}`);
-    const length = run.steps.step?.length ?? 0;
-    for (const name of new Set([...Object.keys(run.steps), ...Object.keys(fresh.steps)])) {
-      run.steps[name] = [...(run.steps[name] ?? new Array(length).fill(null)),
-        ...(fresh.steps[name] ?? new Array(fresh.steps.step?.length ?? 0).fill(null))];
-    }
-    changed ||= Boolean(fresh.steps.step?.length) || Boolean(fresh.summary);
-    const {beats, loads, evaluations, summary, alerts} = fresh;
-    Object.assign(run, {beats, loads, evaluations, summary, alerts, columns: [...new Set([...run.columns, ...fresh.columns])]});
+    if (run.summary?.outcome === "complete") continue;
+    const {steps, loads, evaluations, columns, ...fresh}
+      = await ask(`runs/${which}?metrics=${run.seen.metrics}&loads=${run.seen.loads}`);
+    const loaded = run.loads.time?.length ?? 0;
+    merge(run.steps, steps, places(run.steps.step, steps.step));
+    merge(run.loads, loads, (loads.time ?? []).map((_, i) => loaded + i));
+    run.evaluations.push(...evaluations);
+    run.columns = [...new Set([...run.columns, ...columns])];
+    changed ||= Boolean(steps.step || evaluations.length) || run.summary?.outcome !== fresh.summary?.outcome;
+    if (run.config !== fresh.config) { run.config = fresh.config; configs(); }
+    Object.assign(run, fresh);
   }
   say();
   alarm();
-  if (changed && !place("curves").hidden) views.curves.draw();
+  if (changed && !place("curves").hidden) views.curves.renew();
   views.timeline.draw();
 }
 
@@ -109,7 +128,7 @@ async function live() {
   } catch (error) {
     place("state").textContent = `the page's server does not answer (${error.message}); penstock page starts it again`;
   }
-  if (runs.some((run) => !run.summary)) setTimeout(live, EVERY_MS);
+  setTimeout(live, EVERY_MS);  // one that was interrupted may go on
 }
 
 say();

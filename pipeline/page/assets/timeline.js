@@ -43,6 +43,9 @@ class Timeline {
     return this.range ?? [time[0] ?? 0, time[time.length - 1] ?? 1];
   }
 
+  // Beats that are the first ones of a start: between them and those before, nobody was there.
+  starts() { return new Set(this.run.beats.sessions); }
+
   x(time) {
     const [begin, end] = this.shown();
     return LEFT + (time - begin) / Math.max(1e-9, end - begin) * (this.width - LEFT);
@@ -89,12 +92,12 @@ class Timeline {
   }
 
   lane(pen, name, lane) {
-    const {time, actors} = this.run.beats, actor = actors[name], y = TOP + lane * LANE;
+    const {time, actors} = this.run.beats, actor = actors[name], y = TOP + lane * LANE, starts = this.starts();
     pen.fillStyle = style("--fore");
     pen.fillText(name, 6, y + 15);
     pen.fillStyle = style("--accent");
     for (let i = 0; i + 1 < time.length; i++) {
-      if (actor.pid[i] == null) continue;
+      if (actor.pid[i] == null || starts.has(i + 1)) continue;
       const from = Math.max(LEFT, this.x(time[i])), to = Math.min(this.width, this.x(time[i + 1]));
       if (to <= LEFT || from >= this.width) continue;
       pen.globalAlpha = 0.1 + 0.8 * Math.min(1, actor.busy[i] ?? 0);
@@ -105,6 +108,7 @@ class Timeline {
     pen.fillStyle = dark() ? "#ff8a8a" : "#b91c1c";
     for (let i = 1, last = actor.pid[0]; i < time.length; i++) {
       const pid = actor.pid[i];
+      if (starts.has(i)) last = null;
       if (pid != null && last != null && pid !== last && this.x(time[i]) >= LEFT) pen.fillText("✕", this.x(time[i]) - 4, y + 16);
       if (pid != null) last = pid;
     }
@@ -148,7 +152,7 @@ class Timeline {
     let i = time.findIndex((value) => value > at) - 1;
     if (i < 0) i = time.length - 1;
     const actor = actors[name], lines = [`${name}, ${number(at - time[0], 4)} s after the start`];
-    lines.push(actor.pid[i] == null ? "not there" : `busy ${number(100 * (actor.busy[i] ?? 0))} %`);
+    lines.push(actor.pid[i] == null || this.starts().has(i + 1) ? "not there" : `busy ${number(100 * (actor.busy[i] ?? 0))} %`);
     if (actor.tokens_per_s[i]) lines.push(`${number(actor.tokens_per_s[i])} tokens/s`);
     if (actor.kind === "trainer") lines.push(...this.spans().filter((span) => span.begin <= at && at <= span.end)
       .map((span) => `${span.what}, ${number(span.end - span.begin)} s`));

@@ -87,12 +87,6 @@ class Algorithm:
         self.needs_first_pass = bool(getattr(config.correction, "normalize", False))
         """The weights' mean over the step is needed before any loss: `weights` over all parts gives it."""
 
-    @property
-    def needs_proximal(self) -> bool:
-        """Where a step has several updates, the log-probabilities that it began with are to be kept."""
-        compares = self._correction is not None or bool(self._config.reject)
-        return not self._interpolates and (self._config.ratio == "proximal" or compares)
-
     def start(self, part: Part) -> torch.Tensor:
         """Log-probabilities of the policy that the step began with, without gradient; or what stands for them: version
         s - l has sampled a token of lag l, and version s + 1 is in the making, so version s is taken to lie l of l + 1

@@ -1,0 +1,34 @@
+"""What is written once a run is over."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from penstock.pipeline.run.finish import conclude
+from penstock.pipeline.run.summary import WINDOW, finite, read_summary
+from penstock.protocols.messages import LedgerReply
+
+TOTALS = (
+    "lag_max", "tokens_lagging", "trained_tokens", "leased", "finished", "trained", "groups_without_variance",
+    "steps_skipped", "prompts_dropped", "generated_tokens", "eval_unusable",
+)  # fmt: skip
+STATE = {
+    "run": "first", "step": 12, "steps": 12, "version": 12, "phase": "done", "evaluations": {"before": math.inf},
+    "evaluations_by_set": {}, "max_lag": 2, "dropped": 0, "rewards": {}, "train_s": 1.0, "wall_s": 2.0,
+    "totals": dict.fromkeys(TOTALS, 0),
+}  # fmt: skip
+
+
+def test_a_step_without_a_reward_leaves_a_summary_that_is_json(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {type: tiny}\nprompts: {train: {type: sort}}\n")
+    rewards = [math.nan, *[0.25] * 9, 0.75, math.nan]
+    rows = [{"kind": "step", "step": step, "reward": reward, "grad_norm": 1.0} for step, reward in enumerate(rewards)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ledger = LedgerReply(steps=12, untrained=[])
+    summary = conclude(tmp_path, STATE, ledger, 0, "complete")
+    assert summary == read_summary(tmp_path) and "NaN" not in (tmp_path / "summary.json").read_text()
+    assert summary["reward_first"] is None and summary["eval_before"] is None
+    assert summary["reward_last"] == (0.25 * (WINDOW - 2) + 0.75) / (WINDOW - 1)
+    assert finite({"reward": [math.nan, 0.1]}) == {"reward": [None, 0.1]}
