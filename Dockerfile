@@ -43,7 +43,7 @@ COPY configs /penstock/configs
 
 # The root is read-only where it runs; what libraries want to keep goes to /tmp, what shall last to /models.
 # /penstock/code is for what is the user's own: rewards, losses, files of data.
-ENV PYTHONPATH=/penstock/code PENSTOCK_FOLDERS=/penstock/code HOME=/tmp HF_HOME=/models VLLM_CACHE_ROOT=/models/vllm PENSTOCK_HEALTH_FILE=/tmp/penstock.health PENSTOCK_ONE_PER_HOST=1 PYTHONUNBUFFERED=1
+ENV PYTHONPATH=/penstock/code PENSTOCK_FOLDERS='["/penstock/code"]' HOME=/tmp HF_HOME=/models VLLM_CACHE_ROOT=/models/vllm PENSTOCK_HEALTH_FILE=/tmp/penstock.health PENSTOCK_ONE_PER_HOST=1 PYTHONUNBUFFERED=1
 WORKDIR /penstock
 USER penstock
 ENTRYPOINT ["penstock"]

@@ -17,6 +17,7 @@ from penstock.pipeline.config import load
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.plugins import load_plugin
 from penstock.services.runtime.registry import SPECS
+from penstock.services.runtime.user_folders import listed
 
 ROOT = Path(__file__).parents[2]
 FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -135,6 +136,9 @@ def test_what_is_mounted_over_the_code_is_a_folder_and_has_what_is_named(monkeyp
         re.findall(r"PENSTOCK_CONFIG=(\S+) PENSTOCK_CODE=(\S+)", agents)[0],
         re.findall(r'PENSTOCK_OVERRIDES="([^"]*)"', agents),
     )
+    (told,) = re.findall(r"PENSTOCK_FOLDERS=(\S+)", (ROOT / "Dockerfile").read_text())
+    monkeypatch.setenv("PENSTOCK_FOLDERS", shlex.split(told)[0])
+    assert listed("PENSTOCK_FOLDERS") == ["/penstock/code"], "where the run's files and functions are looked for"
     monkeypatch.syspath_prepend(ROOT / code)  # as the image's PYTHONPATH
     assert callable(load_plugin(load(ROOT / config, overrides.split()).gateway.tool_calls, "gateway.tool_calls"))
 
