@@ -139,8 +139,13 @@ def dump(config: Config) -> str:
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:
-    """``{"trainer.steps": 3}`` as ``trainer.steps=3``; values in JSON, which is YAML as long as it has no escapes."""
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    """``{"trainer.steps": 3}`` as ``trainer.steps=3``; values in JSON, which is YAML where nothing is escaped but what
+    YAML forbids."""
+    return [f"{key}={_escaped(json.dumps(value, ensure_ascii=False))}" for key, value in values.items()]
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[\x7f-\x9f\ufffe\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _give_up_preset(data: dict[str, Any], overrides: list[str]) -> None:

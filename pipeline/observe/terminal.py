@@ -58,7 +58,7 @@ class View:
                 log.warning("nobody sees the run any more: it goes on", error=f"{type(error).__name__}: {error}")
             self._over = True
             live, self._live = self._live, None
-            with suppress(OSError):
+            with suppress(Exception):  # it draws once more what could not be drawn
                 if live:
                     live.stop()  # which takes back what it has done to stdout
 

@@ -82,8 +82,6 @@ class RunFiles:
     def _rows(self, seen: int) -> tuple[Rows, int]:
         """Of metrics.jsonl those behind ``seen``, and where the last one ends."""
         path = self._folder / "metrics.jsonl"
-        if path.is_file() and path.stat().st_size < self._read:  # another run, of the same name
-            self._steps, self._read = {}, 0
         if self._read < seen:  # by another server
             before, self._read = rows_behind(path, self._read)
             self._note(before)

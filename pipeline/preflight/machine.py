@@ -15,7 +15,7 @@ import redis
 
 from penstock.pipeline.config import Config, ConfigError, hide_password
 from penstock.pipeline.preflight.report import Report
-from penstock.pipeline.resources.host import host_needs
+from penstock.pipeline.resources.host import PROCESS_GIB, host_needs
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.redis_server import find_server
 from penstock.protocols.keys import is_loopback
@@ -148,7 +148,9 @@ def _look_at_memory(config: Config, report: Report) -> None:
             "weights.transport=nccl"
         )
     trainer = config.trainer
-    if (node := needs.trainer_node(config, trainer.ranks // trainer.nodes)) > memory:
+    ranks = trainer.ranks // trainer.nodes
+    # Of what processes have beside it only a limit must take account: on a CPU that is far less.
+    if (node := needs.trainer_node(config, ranks) - PROCESS_GIB * ranks) > memory:
         report.here.append(
             f"model.path: the trainer, with versions in shared memory and a checkpoint's staging, takes {node:.0f} GiB "
             f"of this host's memory, which has {memory:.0f} GiB; use more hosts, or weights.transport=nccl"

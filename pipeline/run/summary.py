@@ -46,7 +46,10 @@ def lines_behind(path: Path, at: int) -> Iterator[bytes]:
     if path.is_file():
         with path.open("rb") as lines:
             lines.seek(at)
-            yield from (line for line in lines if line.endswith(b"\n"))
+            for line in lines:
+                if not line.endswith(b"\n"):  # the next read would begin behind it, and give its end alone
+                    return
+                yield line
 
 
 def rows_behind(path: Path, at: int) -> tuple[list[Row], int]:

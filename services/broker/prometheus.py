@@ -32,7 +32,7 @@ class Exporter(Collector):
     """Serves at ``address`` (``HOST:PORT``; port 0: any that is free) what it was shown last. ``wanted``: how many
     processes of each kind the config asks for. Raises `SetupError` where it cannot listen there."""
 
-    def __init__(self, address: str, folder: Path, wanted: Mapping[str, int]) -> None:
+    def __init__(self, address: str, folder: Path, run: str, wanted: Mapping[str, int]) -> None:
         self._state: dict[str, Any] = {}
         self._wanted = dict(wanted)
         registry = CollectorRegistry()
@@ -46,7 +46,7 @@ class Exporter(Collector):
         target = f"{host or '127.0.0.1'}:{self.port}"
         self._targets = folder.parent / TARGETS.format(folder.name)
         try:
-            write_whole(self._targets, json.dumps([{"targets": [target], "labels": {"run": folder.name}}]))
+            write_whole(self._targets, json.dumps([{"targets": [target], "labels": {"run": run}}]))
         except OSError as error:  # whoever knows the address can ask all the same
             log.warning("Prometheus is not told where the metrics are", file=str(self._targets), error=str(error))
         log.info("metrics for Prometheus", at=f"http://{target}/metrics")

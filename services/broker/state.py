@@ -160,7 +160,11 @@ class BrokerState:
             settings.folder,
             Trackers(settings.trackers, settings.folder, settings.project, settings.described),
         )
-        self.exporter = Exporter(settings.prometheus, settings.folder, settings.wanted) if settings.prometheus else None
+        self.exporter = (
+            Exporter(settings.prometheus, settings.folder, settings.run, settings.wanted)
+            if settings.prometheus
+            else None
+        )
         self.traces = Traces(settings.traces, settings.run)
         self.archive = Archive(settings.folder, settings.replay.archive)
         # What can fail stands before the store, which the newest broker has for itself: one that cannot even listen

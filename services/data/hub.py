@@ -9,14 +9,13 @@ from typing import Any
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, need
 from penstock.services.data.config import HubData
+from penstock.services.data.csv_rows import CsvRows
 from penstock.services.data.json_rows import JsonRows, kind_of, words_of
 from penstock.services.data.source import PromptSource
 from penstock.services.runtime.user_folders import find_file, folders
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Of local files, by the ending of their names."""
-EMPTY = {"keep_default_na": False, "na_values": [""]}
-"""How a CSV file is read: a cell without anything in it is missing, and no other; ``NA`` and ``None`` are texts."""
 
 
 class HubSource(PromptSource):
@@ -27,14 +26,14 @@ class HubSource(PromptSource):
         self._config, self._key = config, key
         _check_files(config, key)
         rows = _load(config, key)
+        if not len(rows):
+            raise DataError(f"{key}: {_what(config)} has no rows")
         for option in ("prompt_key", "truth_key"):
             column = getattr(config, option)
             if column and column not in rows.column_names:
                 there = ", ".join(rows.column_names)
                 raise DataError(f"{key}.{option}: no column {column!r} in {_what(config)}; it has {there}")
-        if not len(rows):
-            raise DataError(f"{key}: {_what(config)} has no rows")
-        if not isinstance(rows, JsonRows):
+        if not isinstance(rows, JsonRows | CsvRows):
             if config.truth_key:  # what else there is, pictures say, need not be decoded
                 rows = rows.select_columns(list(dict.fromkeys((config.prompt_key, config.truth_key))))
             _check_dates(rows, config, key)
@@ -125,13 +124,14 @@ def _load(config: HubData, key: str) -> Any:
     files = [find_file(name) or Path(name) for name in config.files]
     if config.path == "json":
         return JsonRows(files, f"{key}.files")
+    if config.path == "csv":
+        return CsvRows(files, f"{key}.files", [config.prompt_key, config.truth_key] if config.truth_key else None)
     try:
         return datasets.load_dataset(
             config.path,
             config.name,
             data_files=list(map(str, files)) or None,
             split="train" if files else config.split,
-            **(EMPTY if config.path == "csv" else {}),
         )
     except Exception as error:  # datasets raises many unrelated types
         if files:

@@ -11,9 +11,10 @@ from penstock.services.data import DataError
 
 
 class JsonRows:
-    """Rows of ``files`` that have one object a line, or one list of them. All are looked at; then their lines lie in
-    the cache of ``datasets``, and each is parsed when it is asked for. Raises `DataError`, with ``key`` and the line,
-    for a file that cannot be read, a row that is no object, and a column that has had another type."""
+    """Rows of ``files`` that have one object a line, or one list of them. All are looked at; then lines lie in the
+    cache of ``datasets``, a list in memory, and each row is parsed when it is asked for. Raises `DataError`, with
+    ``key`` and the line, for a file that cannot be read, a row that is no object, and a column that has had another
+    type."""
 
     def __init__(self, files: Sequence[Path], key: str) -> None:
         import datasets

@@ -6,8 +6,13 @@ from typing import Any
 
 
 def positions_of(config: Any) -> int | None:
-    """Tokens that the model of transformers' ``config`` has positions for; None: it has no such bound."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+    """Tokens that the model of transformers' ``config`` has positions for, also where it has learned fewer, and they
+    are stretched (YaRN, arXiv:2309.00071); None: it has no such bound."""
+    text = config.get_text_config()
+    learned: int | None = getattr(text, "max_position_embeddings", None) or None
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    return max(learned, int(factor * original)) if learned and factor and original else learned
 
 
 def longest_sequence(engine: Any, positions: int | None) -> int | None:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.services.runtime.errors import SetupError
+
 FIRST = "PENSTOCK_FOLDERS_FIRST"
 """Environment variable: those that are looked in before the current one, as a list in JSON."""
 VARIABLE = "PENSTOCK_FOLDERS"
@@ -26,8 +28,12 @@ def look_first_in(found: Sequence[Path]) -> None:
 
 
 def listed(variable: str) -> list[str]:
-    """The folders in one of the two environment variables."""
-    return json.loads(os.environ.get(variable) or "[]")
+    """The folders in one of the two environment variables. Raises `SetupError`."""
+    told = os.environ.get(variable) or "[]"
+    try:
+        return list(map(str, json.loads(told)))
+    except (ValueError, TypeError):
+        raise SetupError(f'{variable}={told}: folders are a list in JSON, e.g. ["/penstock/code"]') from None
 
 
 def folders() -> list[Path]:

@@ -37,7 +37,7 @@ def settings(folder: Path, **changes: Any) -> BrokerSettings:
         "folder": folder,
         "seed": 0,
         "steps": 4,
-        "broker": BrokerConfig(dead_after_s=1.5, heartbeat_s=0.2, lease_s=60),
+        "broker": BrokerConfig(dead_after_s=20, heartbeat_s=0.2, lease_s=60),  # nobody is, however busy the machine
         "gate": GateConfig(max_lag=1, groups_per_step=B),
         "store": StoreConfig(retry_s=2),
         "replay": ReplayConfig(),
@@ -196,7 +196,15 @@ def test_what_is_acknowledged_is_in_redis(stage: Stage, redis_url: str) -> None:
     assert client.hexists("penstock:test:replay", "0") and not client.hexists("penstock:test:leases", "0")
 
 
-def test_a_dead_rollouts_groups_are_leased_again_and_its_late_answer_counts_once(stage: Stage) -> None:
+@pytest.fixture
+def impatient(tmp_path: Path, redis_url: str) -> Iterator[Stage]:
+    made = Stage(tmp_path, redis_url, broker=BrokerConfig(dead_after_s=1.5, heartbeat_s=0.2, lease_s=60))
+    yield made
+    made.close()
+
+
+def test_a_dead_rollouts_groups_are_leased_again_and_its_late_answer_counts_once(impatient: Stage) -> None:
+    stage = impatient
     first = stage.rollout("rollout-0")
     held = first.leases(2 * B)
     second = stage.rollout("rollout-1")
@@ -213,7 +221,10 @@ def test_a_dead_rollouts_groups_are_leased_again_and_its_late_answer_counts_once
     assert state["totals"]["finished"] == 2 and state["totals"]["late_answers"] == 2
 
 
-def test_a_clock_that_is_set_back_holds_no_dead_rollouts_groups(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_back_holds_no_dead_rollouts_groups(
+    impatient: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = impatient
     first = stage.rollout("rollout-0")
     held, second = first.leases(2 * B), stage.rollout("rollout-1")
     hour_ago = time.time() - 3600

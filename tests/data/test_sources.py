@@ -130,6 +130,17 @@ def test_only_an_empty_cell_of_a_csv_file_is_missing(tmp_path: Path) -> None:
         rows[3]
 
 
+def test_a_csv_column_has_numbers_where_all_of_its_cells_are_some(tmp_path: Path) -> None:
+    """However many rows there are: a part of a column alone would say something else."""
+    head, rest = "q,007,1,2.5,NA\n", "q,3.10,2,1e3,5\n" * 11_000 + "q,NA,,-.5,6\n"
+    (tmp_path / "rows.csv").write_text(f"prompt,text,whole,broken,other\n{head}{rest}")
+    rows = open_source(HubData(path="csv", files=[str(tmp_path / "rows.csv")]))
+    first, middle, last = (rows[place].truth for place in (0, 10_999, 11_001))
+    assert first == {"prompt": "q", "text": "007", "whole": 1, "broken": 2.5, "other": "NA"}
+    assert middle == {"prompt": "q", "text": "3.10", "whole": 2, "broken": 1000.0, "other": "5"}
+    assert last == {"prompt": "q", "text": "NA", "whole": None, "broken": -0.5, "other": "6"}
+
+
 def test_a_key_that_only_other_messages_have_is_not_told() -> None:
     said = [{"role": "user", "content": "hi", "name": None}, {"role": "user", "content": "hi", "name": "b"}]
     assert make_prompt(0, said, "1", True, None).messages == [{"role": "user", "content": "hi"}, said[1]]

@@ -172,7 +172,7 @@ def test_maps_that_no_other_process_could_read_cost_their_session_alone() -> Non
         assert not good["tools"] and "map key" in bad
         assert player.ask([("step", 1, "x")])[0]["observation"] == "go on" and player.pool.restarts == 0
     with pytest.raises(ProgramError, match=r"rollout.environment.options: .* maps with text for keys"):
-        EnvironmentPool(EnvironmentConfig(environment=f"{HERE}:Numbered", options={"table": {1: 0.5}}))
+        EnvironmentPool(EnvironmentConfig(environment=f"{HERE}:Numbered", options={"table": "\ud800"}))
 
 
 @pytest.mark.parametrize("environment", ["Sandbox", "AsyncSandbox"])

@@ -422,7 +422,7 @@ def test_sessions_are_listed(house: House, tmp_path: Path) -> None:
 def test_who_comes_after_the_runs_end_is_told_so_and_who_comes_early_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_client, "START_S", 0.5)
+    monkeypatch.setattr(agent_client, "START_S", 2.0)
     over, stopped = tmp_path / "over", tmp_path / "stopped"
     for folder, outcome in ((over, "failed"), (stopped, "interrupted")):
         folder.mkdir()
@@ -447,7 +447,7 @@ def test_who_comes_after_the_runs_end_is_told_so_and_who_comes_early_holds_up_no
             attempt()
     with pytest.raises(FileNotFoundError):  # such a run may go on
         AgentClient(stopped)
-    assert max(asyncio.run(beside())) < 0.3
+    assert max(asyncio.run(beside())) < 1.5
 
 
 def test_the_zeromq_client(house: House) -> None:

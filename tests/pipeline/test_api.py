@@ -119,7 +119,7 @@ def test_two_functions_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_overrides_say_what_was_given() -> None:
-    given = {"run.project": "math 😀, naïve: #x", "trainer.optimizer.lr": 1e-6, "run.trackers": []}
+    given = {"run.project": "math 😀, naïve: #x\x85\x7f", "trainer.optimizer.lr": 1e-6, "run.trackers": []}
     config = load(Path("configs/quickstart.yaml"), as_overrides(given))
     assert config.run.project == given["run.project"] and config.trainer.optimizer.lr == 1e-6
     config.run.project.encode()

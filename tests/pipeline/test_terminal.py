@@ -73,6 +73,16 @@ def test_what_cannot_be_drawn_ends_the_view_with_one_warning(terminal: bool, sai
     assert warning.method_name == "warning" and "KeyError" in warning.kwargs["error"]
 
 
+def test_a_terminal_without_the_letters_that_are_drawn_costs_the_view_alone(said: CapturingLogger) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with View(Console(file=file, force_terminal=True, width=100), "run") as view:
+        for step in range(3):
+            view.update(STATE | {"step": step}, 0)
+        view.finish(STATE, 0)
+    (warning,) = said.calls
+    assert "UnicodeEncodeError" in warning.kwargs["error"]
+
+
 def test_a_step_without_a_reward_is_drawn(said: CapturingLogger) -> None:
     file = io.StringIO()
     with View(Console(file=file, force_terminal=True, width=100), "run") as view:

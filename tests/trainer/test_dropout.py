@@ -22,6 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"embd_pdrop": 0.3, "resid_pdrop": 0.3},
     "starcoder2": {"residual_dropout": 0.3, "embedding_dropout": 0.3},
     "opt": {"dropout": 0.3, "layerdrop": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 64},
+    "phimoe": {"router_jitter_noise": 0.3, "num_local_experts": 4},
     "persimmon": {"hidden_dropout": 0.3, "attention_dropout": 0.3},
 }
 """With modules of torch's, numbers of its own modules, layers that are left out, and what is read of the config."""

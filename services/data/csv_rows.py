@@ -1,0 +1,58 @@
+"""Rows of CSV files, whose cells are text: what is a number is told of a whole column, and not of a part of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.services.data import DataError
+from penstock.services.data.json_rows import words_of
+
+INTEGER, NUMBER = re.compile(r"[+-]?\d+"), re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+class CsvRows:
+    """Rows of ``files``, the first line of each of which names the columns. A cell without anything in it is None, any
+    other is its text, ``NA`` and ``None`` too; in a column where all of them are numbers it is that number. Lies in the
+    cache of ``datasets``. Raises `DataError`, with ``key``, for a file that cannot be read."""
+
+    def __init__(self, files: Sequence[Path], key: str, wanted: Sequence[str] | None = None) -> None:
+        """``wanted``: the columns that will be asked for; None: all."""
+        import datasets
+        import pandas
+
+        try:
+            names = [str(name) for name in pandas.read_csv(files[0], nrows=0).columns]
+            self._rows = datasets.load_dataset(
+                "csv", data_files=list(map(str, files)), split="train", keep_default_na=False, na_values=[""],
+                features=datasets.Features({name: datasets.Value("string") for name in names}),
+            )  # fmt: skip
+        except Exception as error:  # both raise many unrelated types
+            raise DataError(f"{key}: cannot read {', '.join(map(str, files))}: {words_of(error)}") from error
+        self.column_names = names
+        self._read: dict[str, Callable[[str], Any]] = {
+            name: kind for name in wanted or names if name in names and (kind := self._kind(name))
+        }
+        """How the cells of columns are read that have numbers alone."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = self._rows[index]
+        read = {name: kind(row[name]) for name, kind in self._read.items() if row[name] is not None}
+        return row | read
+
+    def _kind(self, name: str) -> Callable[[str], Any] | None:
+        whole, empty = True, True
+        for text in self._texts(name):
+            whole, empty = whole and bool(INTEGER.fullmatch(text)), False
+            if not whole and not NUMBER.fullmatch(text):
+                return None
+        return None if empty else int if whole else float
+
+    def _texts(self, name: str) -> Iterator[str]:
+        for batch in self._rows.select_columns([name]).iter(1000):
+            yield from (text for text in batch[name] if text is not None)
