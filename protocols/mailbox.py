@@ -101,7 +101,10 @@ def incarnation_of(name: str) -> str:
 
 def is_yet_to_come(incarnation: str) -> bool:
     """It began later than now: a clock was set back since, and which of two began first it does not say."""
-    return int(incarnation, 16) > time.time_ns()
+    try:
+        return int(incarnation, 16) > time.time_ns()
+    except ValueError:  # not one of ours
+        return False
 
 
 class Mailbox:

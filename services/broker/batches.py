@@ -36,8 +36,8 @@ def batch_for(state: BrokerState, step: Step, learner: str) -> m.Batch:
 
 def free_covered(state: BrokerState) -> bool:
     """Frees what a durable checkpoint covers: one step where it is to be in the archive first, for all of them might
-    take longer than anybody waits for the broker. Returns whether there may be more. Called where nothing is queued
-    for the store, which reads would not see."""
+    take longer than anybody waits for the broker. Returns whether there was one: the next turn makes it durable, and
+    there may be more. Called where nothing is queued for the store, which reads would not see."""
     groups = state.groups
     covered = groups.ledger.covered(state.covered())
     if not covered:
@@ -46,7 +46,7 @@ def free_covered(state: BrokerState) -> bool:
         covered = covered[:1]
         _archive(state, covered[0])
     groups.free(covered)
-    return state.archive.wanted
+    return True
 
 
 def _archive(state: BrokerState, step: Step) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from penstock.protocols.mailbox import is_yet_to_come
 from penstock.protocols.messages import Hello
 from penstock.services.broker.membership import Members
 from penstock.services.broker.rules.journal import Volatile
@@ -22,6 +23,8 @@ def test_one_that_a_clock_put_into_the_future_keeps_nobody_out_once_it_is_dead()
     first = join(members, ahead)
     assert members.fenced_by(f"rollout-0#{now}") == first, "it lives"
     members.silent(100.0, 15.0)
+    strange = join(Members(Volatile()), "zzz")
+    assert strange and not is_yet_to_come("zzz")
     second = join(members, now)
     assert members.get(second) and members.fenced_by("rollout-0#1") == second
 
