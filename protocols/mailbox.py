@@ -49,8 +49,9 @@ BESIDE = "~beats"
 """Heartbeats, and their answers, have a connection of their own, by this name: on the other they would wait behind what
 is large, and whoever is heard of no more counts as dead."""
 
-REHELLO_S = 0.5
-"""Between two hellos to a broker that does not know this actor."""
+REHELLO_S, MOST_REHELLO_S = 0.5, 30.0
+"""Between two hellos to a broker that does not know this actor; longer, up to the second, while one may be on its way
+behind what is large."""
 
 
 class DeadlineError(TimeoutError):
@@ -87,8 +88,11 @@ class _Request:
 
 
 def set_limits(sock: zmq.Socket) -> None:
-    """Nothing is dropped for want of room, and no frame is larger than the wire allows."""
+    """Nothing is dropped for want of room, and no frame is larger than the wire allows. A connection on which nobody
+    says anything for long is not forgotten by what lies between, or is made anew."""
     options = {zmq.LINGER: 2000, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES}
+    options |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
+    options |= {zmq.HEARTBEAT_IVL: 30_000, zmq.HEARTBEAT_TIMEOUT: 600_000}  # in ms; behind a large frame it waits
     for option, value in options.items():
         sock.setsockopt(option, value)
 
@@ -129,7 +133,8 @@ class Mailbox:
         self.fenced: FencedError | None = None
         self.heard_at = time.monotonic()
         """When the broker last sent anything, on the monotonic clock."""
-        self._hello_at = 0.0
+        self._hello_next = 0.0
+        """When the next hello may be said to a broker that has not answered the last one."""
         self._ids = itertools.count(1)
         self._outgoing: queue.SimpleQueue[_Request | list[bytes | memoryview]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -307,8 +312,9 @@ class Mailbox:
             self.inbox.put(self.fenced)
         elif isinstance(message, HelloNeeded):
             now = time.monotonic()
-            if self.hello and now - self._hello_at > REHELLO_S:
-                self._hello_at = now
+            if self.hello and now >= self._hello_next:
+                behind = sum(len(frame) for request in waiting.values() for frame in request.frames)
+                self._hello_next = now + min(MOST_REHELLO_S, REHELLO_S + behind / SLOW_LINE)
                 for introduction in self.hello():
                     sock.send_multipart(wire.encode(to_envelope(introduction)), copy=False)
                 for request in waiting.values():
@@ -320,7 +326,9 @@ class Mailbox:
                 answered.future.set_exception(RefusedError(message))
             elif answered:
                 answered.future.set_result(message)
-        elif not isinstance(message, Welcome | Resumed):  # answers to an introduction that nobody waits for
+        elif isinstance(message, Welcome):
+            self._hello_next = 0.0
+        elif not isinstance(message, Resumed):  # answers to an introduction that nobody waits for
             if self.arrived:
                 self.arrived(message)
             try:

@@ -72,6 +72,8 @@ class RouterServer:
         """What was bound, with the real port."""
         self.refused = 0
         """Malformed messages so far."""
+        self.received_bytes = 0
+        """In all messages so far."""
         self.strangers = 0
         """Connections refused so far for want of a key."""
         self.guests: dict[str, str] = {}
@@ -95,7 +97,9 @@ class RouterServer:
                 sender, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            taken += sum(len(part) for part in parts)
+            size = sum(len(part) for part in parts)
+            taken += size
+            self.received_bytes += size
             identity = sender.bytes.decode("latin-1").removesuffix(BESIDE)  # any bytes, and back without loss
             request_id = 0
             if self._run_key and (public := sender.get("User-Id")) != self._run_key:

@@ -7,6 +7,7 @@ from typing import Any
 import structlog
 
 from penstock.protocols import messages as m
+from penstock.protocols.router_server import TURN_BYTES
 from penstock.services.broker import clock, scoring
 from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.batches import free_covered
@@ -45,6 +46,8 @@ class Broker:
         self._written: dict[str, Any] = {}
         self._unread: list[tuple[str, int, m.Message]] = []
         """What came while the store was away."""
+        self._unread_from = 0
+        """What had been received before it, in bytes."""
         self._state.store.idle = self._while_away
         self._freeing = False
         """There are steps that a checkpoint covers, and that are not freed yet."""
@@ -129,7 +132,7 @@ class Broker:
             while self._freeing or not self._over():
                 health.beat()
                 unread, self._unread = self._unread, []
-                for identity, request, message in [*unread, *state.router.receive(0.0 if unread else 0.02)]:
+                for identity, request, message in unread or state.router.receive(0.02):
                     self._handlers.handle(identity, request, message)
                 self._turn()
                 self._remember()
@@ -163,9 +166,14 @@ class Broker:
             self._extend_deadlines(now)
 
     def _while_away(self) -> None:
-        """The store may have much to read: others hear meanwhile that this broker lives."""
+        """The store may have much to read: others hear meanwhile that this broker lives, as long as what they say has
+        room in a turn."""
         health.beat()
         state = self._state
+        if not self._unread:
+            self._unread_from = state.router.received_bytes
+        if state.router.received_bytes - self._unread_from >= TURN_BYTES:
+            return
         for identity, request, message in state.router.receive(0.0):
             if isinstance(message, m.Heartbeat) and state.members.get(identity):
                 state.router.send_now(identity, m.HeartbeatAck())
@@ -255,11 +263,15 @@ class Broker:
                 self._enter("training")
         elif progress.phase == "evaluating_before" and state.evaluation.round is None:
             self._enter("training")
+        elif progress.phase == "training" and self._cut_short and state.evaluation.round is None:
+            (label, step), self._cut_short = self._cut_short, None
+            if exact and label not in state.evaluation.results:
+                state.evaluation.start(label, step, exact=None)
         elif progress.phase == "training" and state.groups.ended(committed) and state.evaluation.round is None:
             if exact and committed and state.evaluation.steps.get("after") != committed:
                 state.evaluation.start("after", committed, exact=committed)
             self._enter("evaluating_after")
-        elif progress.phase == "evaluating_after" and not state.evaluation.round and state.ended_with() >= committed:
+        elif progress.phase == "evaluating_after" and not state.evaluation.round and self._saved(committed):
             self._enter("done")
         filtered = state.groups.consecutive_filtered
         if filtered >= state.settings.replay.max_consecutive_filtered and not progress.error:
@@ -280,17 +292,19 @@ class Broker:
         state = self._state
         evaluated = not exact or state.evaluation.steps.get("after") == committed
         ended = committed > 0 and state.groups.ended(committed)
-        return ended and evaluated and state.ended_with() >= committed
+        return ended and evaluated and self._saved(committed)
+
+    def _saved(self, committed: int) -> bool:
+        """Every step is in the checkpoint that ends the run, and in the archive, where there is one."""
+        state = self._state
+        archived = not state.archive.wanted or not state.groups.ledger.covered(state.covered())
+        return archived and state.ended_with() >= committed
 
     def _enter(self, phase: Phase) -> None:
         progress = self._state.progress
         log.info("phase", phase=phase, before=progress.phase)
         progress.phase = phase
         if phase == "training":
-            if self._cut_short and self._state.evaluation.size:
-                label, step = self._cut_short
-                self._state.evaluation.start(label, step, exact=None)
-            self._cut_short = None
             progress.training_since = progress.training_since or clock.now()
         if phase in ("done", "stopping"):
             self._over_since = clock.now()

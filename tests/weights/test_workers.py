@@ -164,6 +164,24 @@ def test_a_version_that_one_worker_cannot_load_is_loaded_by_none(
     assert same(two.wait(1), 1), "offered again"
 
 
+def test_a_proposal_that_is_said_twice_is_the_same_one(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = fleet(channel)
+    channel.publish(0)
+    two.wait(0)
+    channel.settled()
+    handle = WorkerDesk._handle
+
+    def twice(self: WorkerDesk, identity: str, message: m.Message) -> None:
+        handle(self, identity, message)
+        if isinstance(message, m.Propose):  # as where the broker was away for a while
+            handle(self, identity, message)
+
+    monkeypatch.setattr(WorkerDesk, "_handle", twice)
+    become(channel, 1)
+    channel.publish(1)
+    assert same(two.wait(1), 1) and not channel.broker.failures
+
+
 def test_a_worker_slower_than_the_trainers_patience_costs_that_offer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are ready, and must not wait for it for ever."""
     channel = Channel(weights(0), transport="snapshot", bucket_mb=0.01, deadline_s=1.0)

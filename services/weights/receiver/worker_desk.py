@@ -106,6 +106,8 @@ class WorkerDesk:
             self._reached[identity] = message
             self._answer_invitation(message)
         elif isinstance(message, m.Propose):
+            if self._coming and (message.epoch, message.version) <= (self._coming.epoch, self._coming.version):
+                return  # said again: the broker was away
             self._give_up_coming()
             self._coming = _Coming(message.epoch, message.version)
             for place, worker in enumerate(self._workers):
