@@ -185,14 +185,11 @@ class Store:
                 result = action()
                 self.waited_s += time.monotonic() - started if wait > 0.05 else 0.0
                 return result
-            except redis.BusyLoadingError:  # it is there, and will have everything once it has read it
-                log.warning("the store reads what it has written", store=self._where)
-                deadline = time.monotonic() + self._retry_s
-                self._wait(wait)
-                wait = min(1.0, wait * 2)
             except redis.AuthenticationError:
                 raise StoreError(f"store.url: {self._where} refused the credentials") from None
             except (redis.ConnectionError, redis.TimeoutError) as error:
+                if isinstance(error, redis.BusyLoadingError):  # it is there, and reads what it has written
+                    deadline = time.monotonic() + wait + self._retry_s
                 if time.monotonic() + wait > deadline:
                     raise StoreError(
                         f"store.url: no Redis answers at {self._where} ({type(error).__name__}); waited "
@@ -200,15 +197,12 @@ class Store:
                         "server"
                     ) from None
                 log.warning("waiting for the store", store=self._where, error=type(error).__name__)
-                self._wait(wait)
+                if self.idle:
+                    self.idle()
+                time.sleep(wait)
                 wait = min(1.0, wait * 2)
             except redis.RedisError as error:
                 raise StoreError(f"store at {self._where}: {error}") from None
-
-    def _wait(self, seconds: float) -> None:
-        if self.idle:
-            self.idle()
-        time.sleep(seconds)
 
 
 def is_loading(url: str) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.services.data import DataError
-from penstock.services.data.json_rows import words_of
+from penstock.services.data.json_rows import texts_of, words_of
 
 INTEGER, NUMBER = re.compile(r"[+-]?\d+"), re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -47,12 +47,8 @@ class CsvRows:
 
     def _kind(self, name: str) -> Callable[[str], Any] | None:
         whole, empty = True, True
-        for text in self._texts(name):
+        for text in texts_of(self._rows, name):
             whole, empty = whole and bool(INTEGER.fullmatch(text)), False
             if not whole and not NUMBER.fullmatch(text):
                 return None
         return None if empty else int if whole else float
-
-    def _texts(self, name: str) -> Iterator[str]:
-        for batch in self._rows.select_columns([name]).iter(1000):
-            yield from (text for text in batch[name] if text is not None)

@@ -43,12 +43,12 @@ class JsonRows:
         import datasets
 
         lines, place = _lines_of(file, key), "line"
-        if next((line for line in _texts(lines) if line.strip()), "").lstrip().startswith("["):
-            rows, place = _parsed("\n".join(_texts(lines)), file, key), "row"
+        if next((line for line in texts_of(lines) if line.strip()), "").lstrip().startswith("["):
+            rows, place = _parsed("\n".join(texts_of(lines)), file, key), "row"
             kinds = datasets.Features({"text": datasets.Value("string")})
             lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for row in rows]}, features=kinds)
         full = []
-        for number, line in enumerate(_texts(lines)):
+        for number, line in enumerate(texts_of(lines)):
             if line.strip():
                 full.append(number)
                 self._check(_parsed(line, file, key, number), file, f"{place} {number + 1}", key)
@@ -94,9 +94,10 @@ def _lines_of(file: Path, key: str) -> Any:
         raise DataError(f"{key}: cannot read {file}: {words_of(error)}; it must be UTF-8 text") from error
 
 
-def _texts(lines: Any) -> Iterator[str]:
-    for batch in lines.iter(1000):
-        yield from batch["text"]
+def texts_of(rows: Any, column: str = "text") -> Iterator[str]:
+    """Of a dataset's ``column`` of texts, those that are there."""
+    for batch in rows.select_columns([column]).iter(1000):
+        yield from (text for text in batch[column] if text is not None)
 
 
 def _parsed(text: str, file: Path, key: str, before: int = 0) -> Any:
