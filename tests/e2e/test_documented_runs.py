@@ -20,6 +20,7 @@ ELSEWHERE = {
     "run configs/agent.yaml": "tests/e2e/test_agents.py",
     "run configs/quickstart.yaml run.folder=/shared/runs": "tests/e2e/test_join.py",
     "run configs/grpo-32b.yaml": "tests/e2e/test_join.py, with a small model",
+    "run configs/grpo-8b.yaml": "tests/engines/test_vllm.py, with a small model",
     "join": "tests/e2e/test_join.py",
     "serve rollout": "tests/e2e/test_remote.py, make two-hosts-test",
     "top": "tests/e2e/test_remote.py",
