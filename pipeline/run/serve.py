@@ -166,7 +166,7 @@ def _serve_broker(
     url = store or config.store.url
     if url is None:
         raise ConfigError("store.url: a broker that runs alone needs a Redis; give its URL")
-    broker = Broker(_broker_settings(config, context), url)
+    broker = Broker(_broker_settings(config, context), url, supervised)
     on_stop(broker.stop, supervised, registry.actors(config)["broker"].grace_s)
     if ready_fd is not None:
         os.write(ready_fd, f"{broker.address}\n".encode())

@@ -30,10 +30,12 @@ LEAVE_S = 130.0
 
 
 class Broker:
-    """See the module's docstring. `serve` runs until the run is over or `stop` was called."""
+    """See the module's docstring. `serve` runs until the run is over or `stop` was called; a ``supervised`` one waits
+    at the end until its supervisor, which may not have reached it yet, has seen it."""
 
-    def __init__(self, settings: BrokerSettings, store_url: str) -> None:
+    def __init__(self, settings: BrokerSettings, store_url: str, supervised: bool = False) -> None:
         self._state = BrokerState(settings, store_url)
+        self._supervised = supervised
         self._scheduler = Scheduler(self._state)
         self._agents = AgentDesk(self._state, self._scheduler)
         self._handlers = Handlers(self._state, self._scheduler, self._agents)
@@ -74,6 +76,7 @@ class Broker:
             away = max(0.0, now - row["at"])  # a clock may have been set back
             progress.training_since += away
             progress.started_at += away
+            progress.trained_until = progress.trained_until and progress.trained_until + away
         self._extend_deadlines(now)
         scoring.complete(state)
         progress.totals["taken_up"] += 1
@@ -319,5 +322,5 @@ class Broker:
             return now - self._over_since > LEAVE_S
         # Whoever watches asks for the end once all have left, however long that took.
         self._alone_since = self._alone_since or now
-        observed = self._state.progress.observed_end or (self._met and not self._state.members.of_kind("observer"))
-        return observed or now - self._alone_since > LINGER_S
+        watched = self._supervised or not self._met or bool(self._state.members.of_kind("observer"))
+        return self._state.progress.observed_end or not watched or now - self._alone_since > LINGER_S

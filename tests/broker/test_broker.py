@@ -112,9 +112,9 @@ def finished(lease: m.Lease, group: Group) -> m.Finished:
 class Stage:
     """A broker in a thread, and its peers."""
 
-    def __init__(self, folder: Path, url: str, **changes: Any) -> None:
+    def __init__(self, folder: Path, url: str, supervised: bool = False, **changes: Any) -> None:
         self.folder = folder
-        self.broker = Broker(settings(folder, **changes), url)
+        self.broker = Broker(settings(folder, **changes), url, supervised)
         self.error: str | None = None
         self.peers: list[Peer] = []
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -476,8 +476,10 @@ def test_a_broker_that_was_killed_after_the_end_says_so_when_it_is_back(
     trainer.ask(m.Checkpointed(version=1, path="", final=True), 5)
     stage.close()
     assert stage.broker.state["phase"] == "done"
+    time.sleep(0.3)
     again = Broker(one, redis_url)
     again.serve()  # nobody comes any more
+    assert again.state["train_s"] == pytest.approx(stage.broker.state["train_s"], abs=0.01)
     assert again.state["phase"] == "done" and again.state["step"] == 1
     assert again.state["restarts"] == 1 and again.ledger_state.untrained == []
 

@@ -254,3 +254,21 @@ def test_a_broker_that_was_replaced_says_nothing_more(tmp_path: Path, redis_url:
     second._state.router.close()
     for peer in stage.peers:
         peer.box.close()
+
+
+def test_a_supervisor_that_comes_when_everybody_has_left_still_sees_the_end(tmp_path: Path, redis_url: str) -> None:
+    """A run may be over before the supervisor's hello, which a broker that was killed did not answer, is said again."""
+    stage = Stage(tmp_path, redis_url, supervised=True, steps=1)
+    train(stage, 1).box.ask(m.Checkpointed(version=1, path="", final=True), 5)
+    for peer in stage.peers:
+        peer.box.tell(m.Bye(reason="the run is complete"))
+    until(lambda: not list(stage.broker._state.members), 5, "all to leave")
+    stage.thread.join(0.3)
+    assert stage.thread.is_alive()
+    supervisor = stage.peer("observer", "supervisor").box
+    status = supervisor.ask(m.StatusRequest(), 5)
+    assert isinstance(status, m.Status) and status.state["phase"] == "done"
+    supervisor.ask(m.StopRun(reason="the supervisor has seen the end", seen=True), 5)
+    stage.thread.join(2)
+    assert not stage.thread.is_alive()
+    stage.close()
