@@ -140,6 +140,23 @@ class SnapshotRoute(BaseModel):
     type: Literal["snapshot"] = "snapshot"
 
 
+class Share(BaseModel):
+    """Workers of one engine on one machine hold a version together, in memory that all of them see: each writes there,
+    and proves, every ``count``-th bucket, from the one that is its ``place`` on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    place: int = Field(ge=0)
+    count: int = Field(ge=2)
+    buffers: tuple[str, str]
+    """Files, filled in turn: while a version is loaded from one of them, the next comes into the other."""
+    into: int = Field(ge=0, le=1)
+    """Which of them this version comes into."""
+
+    def buckets(self, number: int) -> range:
+        """Of ``number`` buckets, this worker's."""
+        return range(self.place, number, self.count)
+
+
 Route = Annotated[SharedMemoryRoute | CollectiveRoute | CudaIpcRoute | SnapshotRoute, Field(discriminator="type")]
 Transport = Literal["shm", "gloo", "nccl", "cuda_ipc", "snapshot"]
 

@@ -31,9 +31,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from penstock.protocols.digests import Gmac
-from penstock.protocols.versions import DigestError, Digests, Layout, Transport
+from penstock.protocols.versions import DigestError, Digests, Layout, Share, Transport
 
 INVITE_AGAIN_S = 2.0
 RETRY_S = 0.1
@@ -205,6 +206,8 @@ class VersionAssembly:
     """Bucket to the digest of what arrived."""
     expected: Digests | None = None
     """None until the commit."""
+    share: Share | None = None
+    """Where others receive and prove the rest of it."""
 
     def bucket(self, epoch: int, version: int, index: int, data: memoryview, digest: str | None = None) -> None:
         """Bucket ``index`` has arrived in the shadow. Raises `BucketError` where it is not one that is wanted: then its
@@ -216,6 +219,8 @@ class VersionAssembly:
             )
         if not 0 <= index < len(self.layout.spans):
             raise BucketError(f"bucket {index} is refused: there are {len(self.layout.spans)}")
+        if index not in self.wanted:
+            raise BucketError(f"bucket {index} is refused: it is another worker's")
         if index in self.found:
             raise BucketError(f"bucket {index} is refused: it is here already")
         start, end = self.layout.spans[index]
@@ -249,13 +254,19 @@ class VersionAssembly:
             del self.found[index]
         return wrong
 
+    @cached_property
+    def wanted(self) -> range:
+        """The buckets that are this receiver's."""
+        number = len(self.layout.spans)
+        return self.share.buckets(number) if self.share else range(number)
+
     @property
     def missing(self) -> list[int]:
-        """The buckets that have not arrived, or were wrong."""
-        return [index for index in range(len(self.layout.spans)) if index not in self.found]
+        """Of those that are wanted, the buckets that have not arrived, or were wrong."""
+        return [index for index in self.wanted if index not in self.found]
 
     def whole(self) -> str | None:
-        """The version's digest, once every bucket is here and right; None before."""
+        """The version's digest, once every bucket that is wanted is here and right; None before."""
         if self.expected is None or self.missing:
             return None
         return self.expected.whole

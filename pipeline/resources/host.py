@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.services.learning.config import CheckpointConfig
-from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 
@@ -40,8 +39,6 @@ class HostNeeds:
     """Which experts the embedded engine has sent the tokens of its slots to (`rollout.sampling.routing_replay`)."""
     checkpoints: float
     """On the disk: those that are kept, and the one that is being written."""
-    workers: int
-    """Processes that hold the weights of one rollout."""
     reference: float
     """The reference's model, as `version`; where its sizes are not known, as large as the policy."""
     critic: float
@@ -54,18 +51,18 @@ class HostNeeds:
         own = (self.staging + self.offloaded + self.resting) * ranks / config.trainer.ranks
         return ranks * PROCESS_GIB + own + self.shared
 
-    def received(self, config: Config) -> float:
-        """Of a rollout: each process that holds its weights has two versions of its own, unless they share memory with
-        the trainer."""
-        alone = "rollout" in config.run.elsewhere or config.weights.transport not in ("auto", "shm")
-        return 2 * self.version * (self.workers if alone else 1)
+    @property
+    def received(self) -> float:
+        """Of a rollout: the version that it has and the next one. Processes that hold its weights have them
+        together."""
+        return 2 * self.version
 
     def beside(self, kind: str, config: Config) -> float:
         """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
         other actors."""
         asleep = self.version * config.run.colocated
         held = {
-            "rollout": self.received(config) + self.routing + asleep,
+            "rollout": self.received + self.routing + asleep,
             "reference": self.reference * (1 + config.run.colocated),
             "critic": self.critic * (1 + 16 / 12 * config.critic.offload) / config.critic.nodes,
         }
@@ -82,12 +79,6 @@ class HostNeeds:
         if config.with_critic:
             uses["PENSTOCK_CRITIC_MEMORY"] = config.critic.ranks * PROCESS_GIB + self.beside("critic", config)
         return {name: f"{max(8, round(SPARE * gib + 0.5))}g" for name, gib in uses.items()}
-
-
-def _workers(config: Config) -> int:
-    engine = config.rollout.engine
-    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
-    return prod(int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
 
 
 def too_small(config: Config, environment: Mapping[str, str]) -> list[str]:
@@ -142,9 +133,7 @@ def host_needs(config: Config) -> HostNeeds | None:
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, critic = _version(others[0]), 12 * others[1].parameters / GIB * config.with_critic
     checkpoints = _kept(config.trainer.checkpoint) * state + _kept(config.critic.checkpoint) * critic
-    return HostNeeds(
-        version, shared, offloaded, resting, state, routing, checkpoints, _workers(config), reference, critic
-    )
+    return HostNeeds(version, shared, offloaded, resting, state, routing, checkpoints, reference, critic)
 
 
 def _version(shape: Shape) -> float:

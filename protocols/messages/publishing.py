@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.protocols.experience import Bytes
 from penstock.protocols.messages.base import Message
-from penstock.protocols.versions import Digests, Layout, Route, Transport
+from penstock.protocols.versions import Digests, Layout, Route, Share, Transport
 
 
 class Relayed(Message):
@@ -67,6 +67,8 @@ class Propose(Message):
     route: Route
     snapshots: str
     """Where missing buckets are asked for, e.g. ``tcp://10.0.0.1:4242``."""
+    share: Share | None = None
+    """A rollout tells it to each of its engine's workers, where they hold the version together."""
 
 
 class Canary(BaseModel):

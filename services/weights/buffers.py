@@ -35,20 +35,24 @@ MAPPINGS = 4
 
 class HostBuffer:
     """``nbytes`` of this process, zeros at first, that live as long as this object and its mappings. Where they are
-    ``shared``, other processes can map them, by `path`; with a ``name`` they are a segment, which `unlink` removes."""
+    ``shared``, other processes can map them, by `path`; with a ``name`` they are a segment, which `unlink` removes.
+    With a ``path`` they are another process's, mapped to be written to; raises `OSError` where they are fewer."""
 
-    def __init__(self, nbytes: int, shared: bool = False, name: str = "") -> None:
-        self.name, self.path, self._file = name, "", -1
+    def __init__(self, nbytes: int, shared: bool = False, name: str = "", path: str = "") -> None:
+        self.name, self.path, self._file = name, path, -1
         self._pinned: bool | None = None
         """False: CUDA would not."""
         self.offset = HEADER_BYTES if name else 0
         """Where in the file the flat buffer begins."""
-        if not shared and not name:
+        if not shared and not name and not path:
             self.tensor = torch.zeros(nbytes, dtype=torch.uint8)
             """uint8 ``[nbytes]``"""
             return
-        self._file = _create_segment(name, nbytes) if name else _create_unnamed(nbytes)
-        self.path = path_of(self._file)
+        if path:
+            self._file = _open_unnamed(path, nbytes)
+        else:
+            self._file = _create_segment(name, nbytes) if name else _create_unnamed(nbytes)
+            self.path = path_of(self._file)
         self._map = mmap.mmap(self._file, self.offset + nbytes)
         self.tensor = from_memory(memoryview(self._map)[self.offset :])
 
@@ -79,6 +83,11 @@ class HostBuffer:
     def registered(self) -> bool:
         """With CUDA."""
         return bool(self._pinned)
+
+    @property
+    def inode(self) -> int:
+        """Of its file, by which the same memory is known under every path."""
+        return os.fstat(self._file).st_ino
 
     def unlink(self) -> None:
         """Removes a segment's name; the memory goes when the last mapping does."""
@@ -226,9 +235,19 @@ class Mappings:
 
 
 def path_of(file: int) -> str:
-    """What another process of this user opens to see the file that is open here as ``file``, whether or not it still
-    has a name."""
+    """What another process of this user, in the same `neighbourhood`, opens to see the file that is open here as
+    ``file``, whether or not it still has a name."""
     return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def neighbourhood() -> str:
+    """The same for processes of one machine that know each other's numbers: not for two containers. Empty where that
+    cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 def _numbers(header: memoryview) -> memoryview:
@@ -250,6 +269,15 @@ def _create_segment(name: str, nbytes: int) -> int:
             f"weights.transport: no room for {nbytes / 2**20:.0f} MiB in {directory()} ({error.strerror}); "
             f"{SEGMENTS} versions must fit (docker: --shm-size; compose: PENSTOCK_SHM)"
         ) from None
+    return file
+
+
+def _open_unnamed(path: str, nbytes: int) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    size = os.fstat(file).st_size
+    if size < nbytes:
+        os.close(file)
+        raise OSError(f"{path} has {size} bytes, {nbytes} are wanted")
     return file
 
 

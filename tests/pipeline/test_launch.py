@@ -268,8 +268,8 @@ def test_memory_is_asked_for_where_the_trainer_is(name: str) -> None:
     config = load(ROOT / "configs" / f"{name}.yaml")
     needs, found = host_needs(config), objects(config)
     assert needs and memory(found, "head") <= 2 * SPARE * PROCESS_GIB, "a head without a trainer"
-    ranks, received = config.trainer.ranks // config.trainer.nodes, needs.received(config)
-    engine = PROCESS_GIB * parts_of(config, True)[1].processes + received
+    ranks = config.trainer.ranks // config.trainer.nodes
+    engine = PROCESS_GIB * parts_of(config, True)[1].processes + 2 * needs.version
     assert memory(found, "trainer") == pytest.approx(SPARE * needs.trainer_node(config, ranks), abs=1)
     assert memory(found, "rollout") == pytest.approx(SPARE * engine, abs=1), "the versions that it receives"
     joined = load(ROOT / "configs" / f"{name}.yaml", ["run.elsewhere=[rollout]", "trainer.nodes=1"])

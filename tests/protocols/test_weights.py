@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.protocols.digests import Gmac
-from penstock.protocols.versions import DigestError, Digests, Layout, digests_of, lay_out
+from penstock.protocols.versions import DigestError, Digests, Layout, Share, digests_of, lay_out
 from penstock.protocols.weight_channel import BucketError, VersionAssembly
 
 GMAC = Gmac.of_run("test")
@@ -60,6 +60,28 @@ def test_missing_repeated_and_foreign_buckets_are_refused_by_name() -> None:
     with pytest.raises(BucketError, match="200 bytes arrived, it has 256"):
         intake.bucket(2, 7, 1, first[:200])
     assert intake.commit(2, 7, digests) == {} and intake.missing == [1, 2, 3] and intake.whole() is None
+
+
+@given(st.integers(2, 6), st.integers(0, 1023), st.integers(0, 7))
+def test_workers_that_share_a_version_prove_all_of_it_and_one_of_them_finds_what_is_wrong(
+    count: int, position: int, bit: int
+) -> None:
+    placed, digests, buffer = version()
+    buffer[position] ^= 1 << bit
+    shares = [Share(place=place, count=count, buffers=("a", "b"), into=0) for place in range(count)]
+    intakes = [VersionAssembly(1, 7, placed, GMAC, share=share) for share in shares]
+    for intake in intakes:
+        for index in intake.wanted:
+            start, end = placed.spans[index]
+            intake.bucket(1, 7, index, memoryview(buffer)[start:end])
+    assert sorted(index for intake in intakes for index in intake.wanted) == list(range(len(placed.spans)))
+    wrong = [list(intake.commit(1, 7, digests)) for intake in intakes]
+    assert [index for found in wrong for index in found] == [position // 256]
+    assert [intake.whole() for intake in intakes] == [None if found else digests.whole for found in wrong]
+    others = next(intake for intake in intakes if position // 256 not in intake.wanted)
+    start, end = placed.spans[position // 256]
+    with pytest.raises(BucketError, match=f"bucket {position // 256} is refused: it is another worker's"):
+        others.bucket(1, 7, position // 256, memoryview(buffer)[start:end])
 
 
 def test_a_manifest_that_contradicts_itself_or_the_proposal_is_refused() -> None:

@@ -12,7 +12,9 @@ import torch
 
 from penstock.protocols import keys, wire
 from penstock.protocols import messages as m
+from penstock.protocols.digests import Gmac
 from penstock.protocols.mailbox import Mailbox
+from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver import receiver as module
 from penstock.services.weights.receiver.receiver import Prepared
@@ -104,9 +106,102 @@ def test_every_worker_gets_every_version_beside_others(channel: Channel) -> None
         assert same([alone.wait(version)], version)
         channel.settled()
     assert len(two.served[2]) == 2 and len(three.served[2]) == 3
-    wanted = {"auto": 0, "gloo": 2 * nbytes, "snapshot": 2 * nbytes}[channel.config.transport]
-    assert two.loaded[2].bytes_received == wanted, "each worker its own bytes"
+    wanted = {"auto": 0, "gloo": 2 * nbytes, "snapshot": nbytes}[channel.config.transport]
+    assert two.loaded[2].bytes_received == wanted, "whatever is broadcast comes to each; each asks for its own share"
     assert two.loaded[2].epoch == two.loaded[1].epoch, "the same members are the same epoch"
+
+
+def buffers(fleet: Fleet) -> list[int]:
+    """Of what each worker serves."""
+    held = [worker._receiver._serving for worker in fleet.workers]
+    assert all(one and isinstance(one.buffer, HostBuffer) for one in held)
+    return [one.buffer.inode for one in held if one and isinstance(one.buffer, HostBuffer)]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "snapshot"])
+def test_workers_of_one_machine_hold_a_version_once_and_each_proves_its_share(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = Channel(weights(0), transport=transport, bucket_mb=0.01)
+    three = fleet(channel, 3)
+    threads = {worker._receiver._thread: [0] for worker in three.workers}
+    digest = Gmac.bucket
+
+    def counted(gmac: Gmac, data: memoryview) -> str:
+        threads.get(threading.current_thread(), [0])[0] += 1
+        return digest(gmac, data)
+
+    monkeypatch.setattr(Gmac, "bucket", counted)
+    used = set()
+    for version in range(3):
+        become(channel, version)
+        channel.publish(version)
+        assert same(three.wait(version), version)
+        channel.settled()
+        until(lambda: len(set(buffers(three))) == 1, 5, "all to let go of the version before")
+        used |= set(buffers(three))
+    number = len(channel.source.layout.spans)
+    assert len(used) == 2, "one that serves, and one for the next"
+    assert sorted(made for (made,) in threads.values()) == sorted(3 * len(range(k, number, 3)) for k in range(3))
+    channel.close()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "snapshot"])
+def test_a_worker_of_another_machine_has_a_version_of_its_own(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel(weights(0), transport=transport, bucket_mb=0.01)
+    two = fleet(channel, 3, joining=2)
+    monkeypatch.setattr("penstock.services.weights.receiver.worker_receiver.neighbourhood", lambda: "elsewhere")
+    two.workers.append(two.worker(2))
+    for version in range(2):
+        become(channel, version)
+        channel.publish(version)
+        assert same(two.wait(version), version)
+        channel.settled()
+    first, second, far = buffers(two)
+    assert first == second != far
+    channel.close()
+
+
+def test_the_next_version_does_not_touch_the_one_that_a_worker_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel(weights(0), transport="snapshot", bucket_mb=0.01, deadline_s=1.0)
+    two, done = fleet(channel), WorkerReceiver.done
+    quick, slow = two.workers
+    loading: list[Mapping[str, torch.Tensor]] = []
+    untouched: list[bool] = []
+
+    def waits(self: WorkerReceiver) -> None:
+        if self is slow and not loading:
+            assert slow._ready and quick._ready
+            loading.append(slow.take(slow._ready.loaded.epoch, 0))
+            until(lambda: quick._ready and quick._ready.loaded.version == 1, 10, "the quick one to have the next")
+            untouched.append(same(loading, 0))
+        done(self)
+
+    monkeypatch.setattr(WorkerReceiver, "done", waits)
+    channel.publish(0)
+    until(lambda: loading, 5, "the slow one to load")
+    become(channel, 1)
+    channel.publish(1)
+    assert same(two.wait(1), 1) and untouched == [True]
+    channel.close()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "snapshot"])
+def test_changes_are_made_of_the_version_that_all_have(transport: str) -> None:
+    named = [("w", 0.02 * torch.randn(300, 200, generator=torch.Generator().manual_seed(1)))]
+    channel = Channel(named, dtype="bfloat16", transport=transport, bucket_mb=0.01)
+    two = fleet(channel)
+    for version in range(4):
+        named[0][1].add_(1e-6)
+        channel.publish(version)
+        served = two.wait(version)
+        assert all(torch.equal(one["w"], named[0][1].bfloat16()) for one in served)
+        channel.settled()
+    nbytes = channel.source.layout.nbytes
+    whole, last = (two.loaded[version].bytes_received for version in (0, 3))
+    assert whole == nbytes * (2 if transport == "gloo" else 1) and last < whole / 5
+    assert not two.loaded[3].buckets_again
+    channel.close()
 
 
 def test_no_byte_passes_the_rollouts_process(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,13 +29,13 @@ from penstock.protocols.weight_channel import BucketError, VersionAssembly, name
 from penstock.services.modeling.whole_weights import AdapterBase, is_alone
 from penstock.services.runtime import failpoint
 from penstock.services.weights import queues
-from penstock.services.weights.buffers import BufferPool, MappedBuffer, Mappings
+from penstock.services.weights.buffers import MappedBuffer
 from penstock.services.weights.byte_views import as_memory, copy_bytes
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.queues import Queue, use_device
 from penstock.services.weights.receiver.canary import check_canary
 from penstock.services.weights.receiver.loader import WeightLoader
-from penstock.services.weights.receiver.staging import DeviceRing, StagingBuffer
+from penstock.services.weights.receiver.staging import DeviceRing, Scraps, Staging, StagingBuffer
 from penstock.services.weights.transports import cuda_ipc, shared_memory
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError
 from penstock.services.weights.transports.bucket_server import BucketClient
@@ -98,7 +98,7 @@ class Receiver:
         self._layout: Layout | None = None
         """What the trainer that has invited this rollout publishes."""
         self._gmac: Gmac | None = None
-        self._mappings, self._buffers = Mappings(), BufferPool(engine.remote)
+        self._staging = Staging(engine.remote)
         self._serving: StagingBuffer | None = None
         self._serving_digest = ""
         self._group: BroadcastGroup | None = None
@@ -171,8 +171,11 @@ class Receiver:
         layout = self._layout
         if layout is None or self._gmac is None or layout.digest != proposal.layout:
             raise DigestError(f"the version has layout {proposal.layout}, the invitation brought another")
-        intake, costs = VersionAssembly(proposal.epoch, proposal.version, layout, self._gmac), _Costs()
-        shadow, transport = self._open(proposal, layout), proposal.route.type
+        intake = VersionAssembly(proposal.epoch, proposal.version, layout, self._gmac, share=proposal.share)
+        shadow, transport = self._staging.open(proposal, layout, self._serving), proposal.route.type
+        costs = _Costs()
+        if self._serving and self._serving.buffer is shadow.buffer:  # the other workers do not have that one any more
+            self._serving, self._serving_digest = None, ""
         try:
             _ = shadow.weights  # looked up now, while the first bucket is gathered: after the commit everybody waits
             started = time.monotonic()
@@ -214,15 +217,6 @@ class Receiver:
                 raise DigestError("closed before it was swapped in")
             if at <= self._forgotten:
                 raise DigestError("another worker of the engine could not load it, or it was offered again")
-
-    def _open(self, proposal: Propose, layout: Layout) -> StagingBuffer:
-        if isinstance(proposal.route, SharedMemoryRoute):
-            return StagingBuffer(self._mappings.attach(proposal.route.segment, layout.nbytes), layout)
-        return self._spare(layout)
-
-    def _spare(self, layout: Layout) -> StagingBuffer:
-        serving = [self._serving.buffer] if self._serving else []
-        return StagingBuffer(self._buffers.take(layout.nbytes, serving), layout)
 
     def _receive(self, proposal: Propose, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs) -> None:
         """Takes what comes by itself. What does not arrive is asked for once the version is committed."""
@@ -277,19 +271,25 @@ class Receiver:
         arrived: Callable[..., None],
         costs: _Costs,
     ) -> None:
+
+        def landed(index: int, land: Callable[[int], str | None] = lambda _: None) -> None:
+            if index in intake.wanted:
+                arrived(index, land(index))
+
         identity = self._mailbox.identity
         if identity not in route.ranks:
             raise DigestError(f"{identity} has no rank in epoch {proposal.epoch}")
         if route.sparse_from:
             if self._serving is None or route.sparse_from != self._serving_digest:
                 raise DigestError("changes are sent to a version that is not served here")
-            copy_bytes(self._serving.tensor, shadow.tensor)
+            for index in intake.wanted:
+                copy_bytes(self._serving.bucket(index), shadow.bucket(index))
         try:
             if self._group is None or self._group.epoch != proposal.epoch or self._group.route.type != route.type:
                 if self._group:
                     self._group.close()
                 if route.type == "nccl":  # before anybody waits for a bucket to move
-                    self._buffers.register(shadow.layout.nbytes, 2)
+                    self._staging.register(proposal.share, shadow.layout.nbytes)
                 rank, device = route.ranks[identity], self._engine.device
                 self._group = BroadcastGroup(route, proposal.epoch, rank, self._config.host, device=device)
             self._group.route = route
@@ -298,9 +298,10 @@ class Receiver:
                 self._landing = self._landing or queues.make_queue(self._engine.device)
                 with self._landing.running():
                     ring = DeviceRing(shadow, self._engine.device, intake.gmac if self._verify else None)
-                    self._group.receive(shadow.layout, ring.bucket, lambda index: arrived(index, ring.land(index)))
+                    self._group.receive(shadow.layout, ring.bucket, lambda index: landed(index, ring.land))
             else:
-                self._group.receive(shadow.layout, shadow.bucket, arrived)
+                room = Scraps(shadow, intake.wanted) if proposal.share else shadow
+                self._group.receive(shadow.layout, room.bucket, landed)
             costs.bytes_received += self._group.bytes_received
         except CollectiveError as error:
             self._group = None
@@ -353,7 +354,7 @@ class Receiver:
         self, proposal: Propose, commit: CommitVersion, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs
     ) -> StagingBuffer:
         if isinstance(shadow.buffer, MappedBuffer):  # a segment is not ours to mend
-            mended = self._spare(shadow.layout)
+            mended = self._staging.spare(shadow.layout, self._serving)
             copy_bytes(shadow.tensor, mended.tensor)
             shadow.release()
             shadow = mended

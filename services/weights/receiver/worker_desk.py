@@ -3,14 +3,15 @@
     trainer            rollout: WorkerDesk                    worker: WorkerReceiver, one for each
       │ Invite ────────────▶ passes on ────────────────────────▶ looks where it is
       │ ◀──────────── Reach(all places) ◀──────────────────────  Reach(its place)
-      │ Propose ───────────▶ passes on, with the worker's rank ▶ opens a staging buffer
-      │ ══════════════════════ buckets ════════════════════════▶ hashes each
+      │ Propose ───────────▶ passes on, with rank and share ───▶ opens the staging buffer
+      │ ══════════════════════ buckets ════════════════════════▶ keeps, and hashes, those of its share
       │ CommitVersion ─────▶ passes on ────────────────────────▶ compares; asks the trainer for what is wrong
       │                      waits for all ◀──────────────────── Loaded: proved, ready to be loaded
       │                      pause; load in all; canary; resume
       │ ◀──────────── Loaded | LoadFailed, once
 
-No byte of a version passes this process. Workers are connected by a port of this one, under the run's keys.
+Workers of this machine stage a version together: once in its memory, however many they are. The memory is this
+process's, but no byte of a version passes it. Workers are connected by a port of it, under the run's keys.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from penstock.protocols import messages as m
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox
 from penstock.protocols.router_server import RouterServer
-from penstock.protocols.versions import CollectiveRoute
+from penstock.protocols.versions import CollectiveRoute, CudaIpcRoute, Share, SharedMemoryRoute
+from penstock.services.weights.buffers import HostBuffer, neighbourhood
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.receiver import Prepared
 
@@ -48,6 +50,8 @@ class _Coming:
 
     epoch: int
     version: int
+    into: int
+    """Which of the common buffers it comes into."""
     commit: m.CommitVersion | None = None
     ready: dict[str, m.Loaded] = field(default_factory=dict)
     """By worker."""
@@ -64,8 +68,13 @@ class WorkerDesk:
         self._router = RouterServer(f"tcp://{config.host}:0", own, key="weights.host")
         self.address = self._router.address
         """Where workers connect to."""
-        self._workers: list[str] = []
-        """In the order that they came: a worker's place is its rank among them."""
+        self._workers: dict[str, str] = {}
+        """Each one's neighbourhood, in the order that they came: a worker's place is its rank among them."""
+        self._neighbourhood = neighbourhood()
+        self._common: list[HostBuffer] = []
+        """Two that the workers of this machine fill in turn."""
+        self._held = 1
+        """Which of them has the version that was handed on last: the engine may be loading it."""
         self._invite: m.Invite | None = None
         self._reached: dict[str, m.Reach] = {}
         self._coming: _Coming | None = None
@@ -97,7 +106,7 @@ class WorkerDesk:
 
     def _handle(self, identity: str, message: m.Message) -> None:
         if isinstance(message, m.Hello):
-            self._welcome(identity)
+            self._welcome(identity, message.host)
         elif isinstance(message, m.Invite):
             self._invite, self._reached = message, {}
             for worker in self._workers:
@@ -109,7 +118,7 @@ class WorkerDesk:
             if self._coming and (message.epoch, message.version) <= (self._coming.epoch, self._coming.version):
                 return  # said again: the broker was away
             self._give_up_coming()
-            self._coming = _Coming(message.epoch, message.version)
+            self._coming = _Coming(message.epoch, message.version, 1 - self._held)
             for place, worker in enumerate(self._workers):
                 self._router.send(worker, self._addressed(message, worker, place))
         elif isinstance(message, m.CommitVersion):
@@ -122,9 +131,9 @@ class WorkerDesk:
         elif isinstance(message, m.LoadFailed):
             self._failed(identity, message)
 
-    def _welcome(self, identity: str) -> None:
+    def _welcome(self, identity: str, neighbourhood: str) -> None:
         if identity not in self._workers:
-            self._workers.append(identity)
+            self._workers[identity] = neighbourhood
             if self._invite:
                 self._router.send(identity, self._invite)
 
@@ -139,10 +148,25 @@ class WorkerDesk:
     def _addressed(self, message: m.Propose, worker: str, place: int) -> m.Propose:
         """As if it had been said to ``worker`` alone."""
         route = message.route
-        if not isinstance(route, CollectiveRoute):
+        if isinstance(route, SharedMemoryRoute | CudaIpcRoute):
             return message
-        first = route.ranks[self._mailbox.identity]
-        return message.model_copy(update={"route": route.model_copy(update={"ranks": {worker: first + place}})})
+        told: dict[str, object] = {"share": self._share(worker)}
+        if isinstance(route, CollectiveRoute):
+            first = route.ranks[self._mailbox.identity]
+            told["route"] = route.model_copy(update={"ranks": {worker: first + place}})
+        return message.model_copy(update=told)
+
+    def _share(self, worker: str) -> Share | None:
+        """What of the coming version ``worker`` receives, where others of this machine receive the rest."""
+        beside = [one for one, where in self._workers.items() if where and where == self._neighbourhood]
+        if self._invite is None or self._coming is None or worker not in beside or len(beside) < 2:
+            return None
+        nbytes = self._invite.layout.nbytes
+        if not self._common or self._common[0].tensor.numel() != nbytes:
+            self._common = [HostBuffer(nbytes, shared=True) for _ in range(2)]
+        first, second = (buffer.path for buffer in self._common)
+        place, count = beside.index(worker), len(beside)
+        return Share(place=place, count=count, buffers=(first, second), into=self._coming.into)
 
     def _give_up_coming(self) -> None:
         """The trainer waits for it no more: workers that are ready must not wait for those that are not."""
@@ -160,7 +184,7 @@ class WorkerDesk:
             return
         coming.ready[identity] = message
         if len(coming.ready) == self._count and coming.commit:
-            coming.over = True
+            coming.over, self._held = True, coming.into
             ready = list(coming.ready.values())
             loaded = message.model_copy(
                 update={

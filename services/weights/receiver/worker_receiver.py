@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import Mailbox, incarnation_of
 from penstock.protocols.messages import Hello, LoadFailed
 from penstock.protocols.versions import DigestError
+from penstock.services.weights.buffers import neighbourhood
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.receiver.loader import MappedVersion
 from penstock.services.weights.receiver.receiver import Prepared, Receiver
@@ -51,7 +51,7 @@ class WorkerReceiver:
         self._ready: Prepared | None = None
         self._receiver = Receiver(_Stager(device), self._mailbox, config, keys, deliver=self._deliver)
         self._mailbox.handlers[LoadFailed] = lambda failed: self._receiver.forget(failed.epoch, failed.version)
-        hello = Hello(kind="worker", name=name, host=socket.gethostname(), pid=os.getpid())
+        hello = Hello(kind="worker", name=name, host=neighbourhood(), pid=os.getpid())
         self._mailbox.ask(hello, HELLO_DEADLINE_S)
 
     def take(self, epoch: int, version: int) -> Mapping[str, torch.Tensor]:
