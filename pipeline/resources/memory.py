@@ -10,6 +10,7 @@ from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import Shape, shape_of, tiny_shape
 from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib
+from penstock.services.critic.config import CriticConfig
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
@@ -259,10 +260,12 @@ def critic_gib(config: Config, gpu_gib: float | None) -> float | None:
     """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted. None where
     the sizes of its model are not known here."""
     shape = shape_of(config, config.critic.path)
-    if shape is None:
-        return None
-    same = {name: getattr(config.critic, name) for name in LearnerConfig.model_fields}
-    return trainer_gib(shape, TrainerConfig(**same), gpu_gib)
+    return None if shape is None else trainer_gib(shape, as_trainer(config.critic), gpu_gib)
+
+
+def as_trainer(critic: CriticConfig) -> TrainerConfig:
+    """A trainer that is cut and spares memory as this critic does."""
+    return TrainerConfig(**{name: getattr(critic, name) for name in LearnerConfig.model_fields})
 
 
 def kv_tokens(shape: Shape, room: float, tensor: int = 1, stages: int = 1, versions: int = 1) -> float:

@@ -18,15 +18,16 @@ from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
     VLLM_DEFAULT,
+    as_trainer,
     embedded_gib,
     kv_tokens,
     reference_gib,
     references_each,
     too_large,
 )
-from penstock.pipeline.resources.model_shape import Shape
+from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.placement import GUESTS
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s, values_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -49,7 +50,8 @@ class Layout:
     trainer: TrainerConfig
     trainer_gib: float
     train_s: float
-    """Seconds of a step that the trainer takes; and that all rollouts together take."""
+    """Seconds of a step that the trainer takes, with what it waits for a critic; and that all rollouts together
+    take."""
     generate_s: float
     rollouts: int
     tensor_parallel: int
@@ -83,7 +85,7 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
         return
     others = gpus_but(config, ("trainer", "rollout"))
     adapters = [config.trainer.lora] if config.trainer.lora else [None, LoraConfig()]
-    tensors = [*_tensor_parallel(config, shape, device)]
+    tensors, critic = [*_tensor_parallel(config, shape, device)], critic_times(config, load, device)
     for lora, ranks in product(adapters, _ranks(count)):
         engines = [
             (_generate_s(config, shape, load, tensor, device, rollouts), tensor, rollouts)
@@ -91,7 +93,7 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
             if (rollouts := (count - others - ranks) // tensor) >= 1
         ]
         plain = _plain(config, ranks, lora)
-        if engines and (found := _fastest(shape, plain, load, device)):
+        if engines and (found := _fastest(shape, plain, load, device, critic)):
             generate_s, tensor, rollouts = min(engines)
             trainer, seconds, faster, faster_s = found
             yield Layout(
@@ -120,6 +122,16 @@ def unsearched(config: Config, device: Device) -> str | None:
     return next(iter(too_large(config, device.gib)), None)
 
 
+def critic_times(config: Config, load: Load, device: Device) -> tuple[float, float]:
+    """Seconds of a step until the critic has said its values, and more until it has learned from it, which it does
+    beside the trainer; zeros where there is none, or the sizes of its model are not known here."""
+    shape = shape_of(config, config.critic.path) if config.with_critic else None
+    if shape is None:
+        return 0.0, 0.0
+    critic = as_trainer(config.critic)
+    return values_s(shape, critic, load, device), train_s(shape, critic, load, device)
+
+
 def _plain(config: Config, ranks: int, lora: LoraConfig | None) -> TrainerConfig:
     return config.trainer.model_copy(update={"ranks": ranks, "nodes": max(1, ranks // MACHINE), "lora": lora})
 
@@ -144,7 +156,7 @@ def _colocated(
         for tensor in tensors
         if ranks >= tensor and _has_room(config, shape, tensor, device, share)
     ]
-    found = _fastest(shape, _plain(config, ranks, lora), load, device, asleep)
+    found = _fastest(shape, _plain(config, ranks, lora), load, device, critic_times(config, load, device), asleep)
     if engines and found:
         generate_s, tensor = min(engines)
         trainer, seconds, faster, faster_s = found
@@ -164,13 +176,19 @@ def _ranks(count: int) -> Iterator[int]:
 
 
 def _fastest(
-    shape: Shape, plain: TrainerConfig, load: Load, device: Device, taken_gib: float = 0.0
+    shape: Shape,
+    plain: TrainerConfig,
+    load: Load,
+    device: Device,
+    critic: tuple[float, float],
+    taken_gib: float = 0.0,
 ) -> tuple[TrainerConfig, float, TrainerConfig | None, float] | None:
-    """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds; then the fastest that does
-    not, where that would be faster. None: nothing fits."""
+    """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds, at the side of a ``critic``
+    that takes these; then the fastest that does not, where that would be faster. None: nothing fits."""
     tried: list[tuple[float, int, float, TrainerConfig]] = []
     for trainer in shapes(shape, plain):
-        seconds = train_s(shape, trainer, load, device)
+        before_s, beside_s = critic
+        seconds = before_s + max(beside_s, train_s(shape, trainer, load, device))
         tried.append((seconds * PLAINER ** _apart(trainer), len(tried), seconds, trainer))
     heapq.heapify(tried)
     faster, faster_s = None, 0.0

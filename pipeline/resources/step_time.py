@@ -82,6 +82,12 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     return max(arithmetic, gathered) + waits + updates
 
 
+def values_s(shape: Shape, critic: TrainerConfig, load: Load, device: Device) -> float:
+    """Seconds that a critic, cut as this trainer, takes for a step's values: a forward pass, and nothing that has to
+    travel."""
+    return load.tokens / critic.ranks * _forward_flops(shape, load.length) / (device.tflops * 1e12 * FLOPS_SHARE)
+
+
 def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) -> float:
     """Seconds of a step in which GPUs change hands (`run.placement`: colocated): what a trainer's rank keeps between
     two steps goes to its host and comes back, and so do an engine's weights, cut over ``tensor`` GPUs."""

@@ -56,6 +56,8 @@ def like(run: Path, warn: Callable[[str], None]) -> Costs:
         publish_s=mean([row["receive_s"] + row["verify_s"] + row["prepare_s"] + row["gather_s"] for row in loads]),
         pause_s=mean([row["pause_s"] for row in loads]),
         switch_s=mean([row.get("turn_wait_s", 0.0) for row in rows]),
+        critic_values_token_s=sum(row.get("critic_values_s", 0.0) for row in rows) / tokens,
+        critic_train_token_s=sum(row.get("critic_train_s", 0.0) for row in rows) / tokens,
         score_token_s=_scoring(run, config, rows[0]["time"], rows[-1]["time"]) / tokens,
         cores=None if visible_gpus() else float(psutil.cpu_count() or 1),
     )

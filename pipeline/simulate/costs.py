@@ -14,7 +14,7 @@ from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.devices import Device
 from penstock.pipeline.resources.memory import VLLM_DEFAULT
 from penstock.pipeline.resources.model_shape import Shape
-from penstock.pipeline.resources.search import BANDWIDTH_SHARE, sequences
+from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_times, sequences
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.settings import Section
@@ -47,8 +47,11 @@ class Costs(Section):
     train_token_s: float = Field(1e-4, ge=0)
     """Of the trainer, for each sampled token of a step."""
     score_token_s: float = Field(0.0, ge=0)
-    """Of a scorer that computes (reference, one of your own), for each sampled token; a critic's values are left
-    out."""
+    """Of a scorer that computes (reference, one of your own), for each sampled token."""
+    critic_values_token_s: float = Field(0.0, ge=0)
+    """Of a critic, for each sampled token of a step, until the trainer has its values."""
+    critic_train_token_s: float = Field(0.0, ge=0)
+    """The same, until it has learned from the step, beside the trainer."""
     reward_s: float = Field(0.0, ge=0)
     """Until a response has its reward; any number at once. A group waits for its slowest."""
     reward_spread: float = Field(0.5, ge=0)
@@ -133,6 +136,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     step = Load(max(1.0, length) * config.gate.groups_per_step * config.sampling.trajectories, prompt + length)
     trained = train_s(shape, config.trainer, step, device) / step.tokens
     whole = prompt + length
+    values_s, critic_s = critic_times(config, step, device)
     found = {
         "length": length,
         "prompt": prompt,
@@ -143,6 +147,8 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         "prefill_token_s": 2 * shape.met / (tensor * parts * flops),
         "train_token_s": trained,
         "score_token_s": 2 * shape.met / flops,
+        "critic_values_token_s": values_s / step.tokens,
+        "critic_train_token_s": critic_s / step.tokens,
         "publish_s": weights / (NETWORK_GB_S * 1e9),
         "pause_s": weights / (tensor * stages) / bandwidth,
         "switch_s": switch_s(shape, config.trainer, tensor * stages, device) if config.run.colocated else 0.0,

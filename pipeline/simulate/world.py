@@ -15,6 +15,7 @@ import numpy as np
 from penstock.pipeline.config import Config
 from penstock.pipeline.simulate.clock import Clock, Event
 from penstock.pipeline.simulate.costs import Costs
+from penstock.pipeline.simulate.critic import Critic
 from penstock.pipeline.simulate.engine import Finished, VirtualEngine
 from penstock.protocols.columns import REWARD
 from penstock.services.broker.granting import SUSPECT_AFTER, grant_groups
@@ -53,8 +54,8 @@ class Outcome:
     """Share of the time."""
     rollouts_busy: float
     """On average over the rollouts."""
-    scorers_busy: dict[str, float]
-    """By kind, on average over its actors: those that compute."""
+    others_busy: dict[str, float]
+    """A critic; and by kind, on average over its actors, scorers that compute."""
     lag_mean: float
     """Versions, on average over the trained tokens; and the largest."""
     lag_max: int
@@ -118,6 +119,7 @@ class World:
         self._columns = {kind: [c for c in columns if c.scorer == kind] for kind in {c.scorer for c in columns}}
         counts = {kind: registry.actors(config)[kind].count(config) for kind in self._columns}
         self._scorers = {kind: Scorer(self.clock, counts[kind]) for kind in self._columns if kind != REWARD}
+        self._critic = Critic(self.clock, costs, self._turn) if config.with_critic else None
         slots = 256 if isinstance(engine, PluginEngineConfig) else engine.max_sequences
         if config.run.deterministic:  # each group is decoded alone
             slots = self._n
@@ -170,11 +172,15 @@ class World:
             tokens_per_s=self._tokens / seconds,
             trainer_busy=(self._train_s + self._redone_s) / worked,
             rollouts_busy=sum(r.engine.busy_s for r in self._rollouts) / worked / len(self._rollouts),
-            scorers_busy={kind: s.busy_s / worked / s.count for kind, s in self._scorers.items()},
+            others_busy=self._others_busy(worked),
             lag_mean=self._lags / max(1, self._tokens),
             lag_max=self._lag_max,
             deaths=self._deaths,
         )
+
+    def _others_busy(self, worked: float) -> dict[str, float]:
+        found = {kind: s.busy_s / worked / s.count for kind, s in self._scorers.items()}
+        return found | ({"critic": self._critic.busy_s / worked} if self._critic else {})
 
     # --- the broker ---------------------------------------------------------------------------------------------------
 
@@ -187,6 +193,7 @@ class World:
     def _take_turn(self) -> None:
         self._turn_due = False
         self._grant()
+        self._take_for_critic()
         self._take()
 
     def _grant(self) -> None:
@@ -245,11 +252,22 @@ class World:
 
     # --- the trainer --------------------------------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        if self._trains or self._version >= self._steps:
+    def _there_is(self, step: int) -> bool:
+        """What it trains on: taken before (by a trainer that died with it, or by the critic), or to be had."""
+        return self._groups.ledger.length > step or len(self._groups.replay.ready()) >= self._groups.gate.batch
+
+    def _take_for_critic(self) -> None:
+        """It may be a step ahead of the trainer."""
+        critic = self._critic
+        if critic is None or not critic.idle or critic.version > min(self._version + 1, self._steps - 1):
             return
-        taken = self._groups.ledger.length > self._version  # by a trainer that died with it
-        if not taken and len(self._groups.replay.ready()) < self._groups.gate.batch:
+        if self._there_is(critic.version) and (step := self._groups.take(critic.version, 0)):
+            critic.take(sum(self._made[number].tokens for number in step.groups))
+
+    def _take(self) -> None:
+        if self._trains or self._version >= self._steps or not self._there_is(self._version):
+            return
+        if self._critic and self._critic.valued <= self._version:
             return
         if self._colocated and any(rollout.alive and rollout.fetches for rollout in self._rollouts):
             return  # whoever sleeps cannot load a version

@@ -95,7 +95,7 @@ def show(
 
 
 def _waits_for(found: Outcome) -> str:
-    shares = {"trainer": found.trainer_busy, "rollouts": found.rollouts_busy, **found.scorers_busy}
+    shares = {"trainer": found.trainer_busy, "rollouts": found.rollouts_busy, **found.others_busy}
     busiest = max(shares, key=lambda kind: shares[kind])
     return busiest if shares[busiest] > BUSY else "each other"
 

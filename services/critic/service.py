@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,10 +68,14 @@ class Critic:
         return self._desk.take(self._learner.version, self._tail[-1]["groups"] if self._tail else [])
 
     def _train(self, batch: Batch) -> None:
+        started = valued = time.monotonic()
+
         def say(step: TrainingBatch, values: Sequence[np.ndarray]) -> None:
             """They are durable when this returns."""
+            nonlocal valued
             said = StepColumn(step=batch.step, column=VALUES, values=_by_group(batch, step, values))
             self._desk.wait(self.actor.mailbox.ask_later(said, ANSWER_DEADLINE_S))
+            valued = time.monotonic()
             failpoint.reach("critic-valued", batch.step)
 
         with self.actor.busy():
@@ -81,6 +86,7 @@ class Critic:
         self._tail = [*self._tail, {"step": batch.step, "groups": [g.number for g in batch.groups]}][-TAIL_STEPS:]
         self.actor.version = self._learner.version
         metrics |= {"critic_step": float(batch.step)}
+        metrics |= {"critic_values_s": valued - started, "critic_train_s": time.monotonic() - valued}
         learned = Learned(step=batch.step, digest=digest, metrics=metrics)
         self._desk.wait(self.actor.mailbox.ask_later(learned, ANSWER_DEADLINE_S))
         log.info("step", step=batch.step, version=self._learner.version, loss=round(metrics["critic_loss"], 5))

@@ -20,7 +20,7 @@ from penstock.pipeline.resources.memory import embedded_gib, plan, reference_gib
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
-from penstock.pipeline.resources.search import FILL, layouts, shapes, unsearched
+from penstock.pipeline.resources.search import FILL, critic_times, layouts, shapes, unsearched
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
@@ -199,6 +199,26 @@ def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
     assert not [problem for problem in plan(config).problems if "reference" in problem]
     config = load(Path("configs/grpo-0.5b.yaml"), ["reference.path=no/such-model", kl])
     assert not plan(config).problems and reference_gib(config) is None, "its sizes are not known here"
+
+
+def test_a_critics_time_is_part_of_a_step() -> None:
+    """The trainer waits for its values, and for who of the two learns longer."""
+    device, load_ = devices_of("8xH100")[1], Load(4096 * 1024.0, 1200.0)
+    small, own = f"critic.path={SMALL}", "critic.gradient_checkpointing=true"
+    plain, more = ["trainer.algorithm.preset=grpo"], ["trainer.algorithm.preset=ppo", "rollout.sampling.n=2"]
+
+    def trains(*keys: str) -> dict[int, float]:
+        config = load(Path("configs/grpo-3b.yaml"), [*keys])
+        shape = shape_of(config)
+        assert shape
+        every = layouts(config, shape, 8, device, load_)
+        return {one.trainer.ranks: one.train_s for one in every if not one.colocated and not one.trainer.lora}
+
+    alone, beside, behind = trains(*plain), trains(*more, small), trains(*more, own)
+    shared = alone.keys() & beside.keys() & behind.keys()
+    assert shared and all(alone[ranks] < beside[ranks] < behind[ranks] for ranks in shared)
+    values_s, learns_s = critic_times(load(Path("configs/grpo-3b.yaml"), [*more, small]), load_, device)
+    assert 0 < values_s < learns_s < alone[1] and beside[1] == pytest.approx(alone[1] + values_s)
 
 
 def test_what_the_embedded_engine_keeps_is_counted() -> None:

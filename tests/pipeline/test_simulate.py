@@ -68,6 +68,22 @@ def test_who_shares_devices_takes_turns() -> None:
     assert waits.steps_per_s == pytest.approx(1 / 1.4, rel=0.05), "what waits is hidden all the same"
 
 
+def test_a_critic_gives_values_before_the_trainer_begins_and_learns_beside_it() -> None:
+    """A second of decoding, 0.4 for values, 0.25 to train; learning is hidden unless it is what takes longest."""
+    ppo = {"trainer.algorithm.preset": "ppo"}
+    times = {"critic_values_token_s": 0.4 / 800, "train_token_s": 0.25 / 800}
+
+    def steps_per_s(max_lag: int, learns_s: float) -> float:
+        found = World(in_one_go(max_lag, **ppo), alike(**times, critic_train_token_s=learns_s / 800), 60).run()
+        assert found.others_busy["critic"] == pytest.approx((0.4 + learns_s) * found.steps_per_s, rel=0.03)
+        return found.steps_per_s
+
+    assert steps_per_s(0, 0.9) == pytest.approx(1 / 1.65, rel=0.02)
+    assert steps_per_s(0, 3.0) == pytest.approx(1 / 3.4, rel=0.02)
+    assert steps_per_s(4, 0.3) == pytest.approx(1.0, rel=0.03), "all of it behind decoding"
+    assert steps_per_s(4, 1.2) == pytest.approx(1 / 1.6, rel=0.03)
+
+
 def test_cores_are_shared() -> None:
     """Two who compute all the time on one core take twice as long."""
     costs = alike(train_token_s=1 / 800)
@@ -96,20 +112,23 @@ def test_what_is_on_its_way_holds_up_what_comes_next() -> None:
     max_lag=st.integers(0, 5), rollouts=st.integers(1, 6), batch=st.integers(1, 12), window=st.integers(1, 6),
     prefetch=st.one_of(st.none(), st.integers(1, 20)), spread=st.floats(0, 2), reward_s=st.floats(0, 20),
     publish_s=st.floats(0, 5), lives=st.one_of(st.none(), st.floats(20, 200)), seed=st.integers(0, 1 << 30),
-    colocated=st.booleans(),
+    colocated=st.booleans(), critic=st.booleans(),
 )  # fmt: skip
 def test_in_every_world_the_bound_holds_and_nothing_stalls(
     max_lag: int, rollouts: int, batch: int, window: int, prefetch: int | None, spread: float, reward_s: float,
-    publish_s: float, lives: float | None, seed: int, colocated: bool,
+    publish_s: float, lives: float | None, seed: int, colocated: bool, critic: bool,
 ) -> None:  # fmt: skip
     window = min(window, max_lag * batch + 1)
     keys = {"gate.max_lag": max_lag, "gate.groups_per_step": batch, "gate.window": window, "rollout.count": rollouts}
     keys |= {"gate.prefetch": prefetch or "null", "rollout.engine.max_sequences": 8, "trainer.checkpoint.every": 3}
     keys["run.placement"] = "colocated" if colocated else "as_given"
+    if critic:
+        keys["trainer.algorithm.preset"] = "ppo"
     made = config(**keys, **{"rollout.sampling.n": 2})
     costs = Costs(
         length=50, length_spread=spread, reward_s=reward_s, publish_s=publish_s, pause_s=0.1, start_s=3.0,
-        rollout_lives_s=lives, trainer_lives_s=lives, score_token_s=1e-3,
+        rollout_lives_s=lives, trainer_lives_s=lives, score_token_s=1e-3, critic_values_token_s=1e-3,
+        critic_train_token_s=5e-3,
     )  # fmt: skip
     found = World(made, costs, 12, seed).run()
     assert found.steps == 12 and -1e-9 <= found.lag_mean <= found.lag_max + 1e-9 <= max_lag + 1e-8
