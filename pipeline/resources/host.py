@@ -53,8 +53,8 @@ class HostNeeds:
 
     @property
     def received(self) -> float:
-        """Of a rollout: the version that it has and the next one. Processes that hold its weights have them
-        together."""
+        """Of a rollout: the version that it has and the next one. Processes that hold its weights have them together,
+        on each of its machines."""
         return 2 * self.version
 
     def beside(self, kind: str, config: Config) -> float:

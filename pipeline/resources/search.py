@@ -50,8 +50,7 @@ class Layout:
     trainer: TrainerConfig
     trainer_gib: float
     train_s: float
-    """Seconds of a step that the trainer takes, with what it waits for a critic; and that all rollouts together
-    take."""
+    """Seconds of a step that the trainer takes; and that all rollouts together take."""
     generate_s: float
     rollouts: int
     tensor_parallel: int
@@ -66,16 +65,22 @@ class Layout:
     """Of a GPU's memory that an engine may take."""
     switch_s: float = 0.0
     """Until GPUs have changed hands, twice."""
+    values_s: float = 0.0
+    """Until a critic has said its values; and more, until it has learned from the step, beside whatever follows."""
+    critic_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """While one step is trained on the next is generated, but for who shares GPUs."""
-        return self.synchronous_s if self.colocated else max(self.train_s, self.generate_s)
+        """While one step is trained on the next is generated, but for who shares GPUs, and gets its values."""
+        in_turn = self.train_s + self.generate_s + self.switch_s
+        longest = in_turn if self.colocated else max(self.train_s, self.generate_s)
+        return max(longest, self.values_s + self.critic_s)
 
     @property
     def synchronous_s(self) -> float:
         """With gate.max_lag=0: one after the other."""
-        return self.train_s + self.generate_s + self.switch_s
+        in_turn = self.train_s + self.generate_s + self.switch_s
+        return max(in_turn + self.values_s, self.values_s + self.critic_s)
 
 
 def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
@@ -85,7 +90,7 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
         return
     others = gpus_but(config, ("trainer", "rollout"))
     adapters = [config.trainer.lora] if config.trainer.lora else [None, LoraConfig()]
-    tensors, critic = [*_tensor_parallel(config, shape, device)], critic_times(config, load, device)
+    tensors, (values, learns) = [*_tensor_parallel(config, shape, device)], critic_times(config, load, device)
     for lora, ranks in product(adapters, _ranks(count)):
         engines = [
             (_generate_s(config, shape, load, tensor, device, rollouts), tensor, rollouts)
@@ -93,12 +98,13 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
             if (rollouts := (count - others - ranks) // tensor) >= 1
         ]
         plain = _plain(config, ranks, lora)
-        if engines and (found := _fastest(shape, plain, load, device, critic)):
+        if engines and (found := _fastest(shape, plain, load, device)):
             generate_s, tensor, rollouts = min(engines)
             trainer, seconds, faster, faster_s = found
             yield Layout(
                 trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, rollouts, tensor,
                 faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s,
+                values_s=values, critic_s=learns,
             )  # fmt: skip
 
     try:
@@ -156,14 +162,14 @@ def _colocated(
         for tensor in tensors
         if ranks >= tensor and _has_room(config, shape, tensor, device, share)
     ]
-    found = _fastest(shape, _plain(config, ranks, lora), load, device, critic_times(config, load, device), asleep)
+    found = _fastest(shape, _plain(config, ranks, lora), load, device, asleep)
     if engines and found:
         generate_s, tensor = min(engines)
         trainer, seconds, faster, faster_s = found
         yield Layout(
             trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, ranks // tensor, tensor,
             faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s, True, round(share, 2),
-            switch_s(shape, trainer, tensor, device),
+            switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
         )  # fmt: skip
 
 
@@ -176,19 +182,13 @@ def _ranks(count: int) -> Iterator[int]:
 
 
 def _fastest(
-    shape: Shape,
-    plain: TrainerConfig,
-    load: Load,
-    device: Device,
-    critic: tuple[float, float],
-    taken_gib: float = 0.0,
+    shape: Shape, plain: TrainerConfig, load: Load, device: Device, taken_gib: float = 0.0
 ) -> tuple[TrainerConfig, float, TrainerConfig | None, float] | None:
-    """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds, at the side of a ``critic``
-    that takes these; then the fastest that does not, where that would be faster. None: nothing fits."""
+    """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds; then the fastest that does
+    not, where that would be faster. None: nothing fits."""
     tried: list[tuple[float, int, float, TrainerConfig]] = []
     for trainer in shapes(shape, plain):
-        before_s, beside_s = critic
-        seconds = before_s + max(beside_s, train_s(shape, trainer, load, device))
+        seconds = train_s(shape, trainer, load, device)
         tried.append((seconds * PLAINER ** _apart(trainer), len(tried), seconds, trainer))
     heapq.heapify(tried)
     faster, faster_s = None, 0.0

@@ -193,8 +193,11 @@ class World:
     def _take_turn(self) -> None:
         self._turn_due = False
         self._grant()
+        taken = self._groups.ledger.length
         self._take_for_critic()
         self._take()
+        if self._groups.ledger.length > taken:  # what was taken leaves room for more
+            self._turn()
 
     def _grant(self) -> None:
         needed = self._groups.blocked_lease()
@@ -267,12 +270,10 @@ class World:
     def _take(self) -> None:
         if self._trains or self._version >= self._steps or not self._there_is(self._version):
             return
-        if self._critic and self._critic.valued <= self._version:
-            return
         if self._colocated and any(rollout.alive and rollout.fetches for rollout in self._rollouts):
             return  # whoever sleeps cannot load a version
         step = self._groups.take(self._version, 0)
-        if step is None:
+        if step is None or (self._critic and self._critic.valued <= self._version):
             return
         made = [self._made[number] for number in step.groups]
         tokens = sum(group.tokens for group in made)

@@ -86,8 +86,9 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         "and pipeline parallelism (PP). "
         "Spares: memory, by computing again all or part of what a layer gave (gradient_checkpointing), and by keeping "
         "weights (off) or activations (act) on the host (offload, offload_activations). GiB of a rank. Rollouts: "
-        "engines x GPUs; *: on the trainer's own (run.placement=colocated). Seconds of a step: the trainer's (and "
-        "what a critic adds), the rollouts', of both side by side (*: in turn), and of one after the other (gate.max_lag=0)",
+        "engines x GPUs; *: on the trainer's own (run.placement=colocated). Seconds of a step: the trainer's, the "
+        "rollouts', of both side by side (*: in turn), and of one after the other (gate.max_lag=0); a critic's are in "
+        "the last two",
         highlight=False,
     )
     best, why = best_of(config, every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -24,6 +25,8 @@ from penstock.pipeline.resources.search import FILL, critic_times, layouts, shap
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.pipeline.simulate.costs import Costs
+from penstock.pipeline.simulate.world import World
 from penstock.services.runtime import registry
 from penstock.services.trainer.config import TrainerConfig
 
@@ -201,24 +204,28 @@ def test_reference_and_critic_are_counted_by_models_of_their_own() -> None:
     assert not plan(config).problems and reference_gib(config) is None, "its sizes are not known here"
 
 
-def test_a_critics_time_is_part_of_a_step() -> None:
-    """The trainer waits for its values, and for who of the two learns longer."""
-    device, load_ = devices_of("8xH100")[1], Load(4096 * 1024.0, 1200.0)
-    small, own = f"critic.path={SMALL}", "critic.gradient_checkpointing=true"
-    plain, more = ["trainer.algorithm.preset=grpo"], ["trainer.algorithm.preset=ppo", "rollout.sampling.n=2"]
-
-    def trains(*keys: str) -> dict[int, float]:
-        config = load(Path("configs/grpo-3b.yaml"), [*keys])
-        shape = shape_of(config)
-        assert shape
-        every = layouts(config, shape, 8, device, load_)
-        return {one.trainer.ranks: one.train_s for one in every if not one.colocated and not one.trainer.lora}
-
-    alone, beside, behind = trains(*plain), trains(*more, small), trains(*more, own)
-    shared = alone.keys() & beside.keys() & behind.keys()
-    assert shared and all(alone[ranks] < beside[ranks] < behind[ranks] for ranks in shared)
-    values_s, learns_s = critic_times(load(Path("configs/grpo-3b.yaml"), [*more, small]), load_, device)
-    assert 0 < values_s < learns_s < alone[1] and beside[1] == pytest.approx(alone[1] + values_s)
+@pytest.mark.parametrize("slower", [1, 150])
+@pytest.mark.parametrize("max_lag", [0, 4])
+def test_a_step_beside_a_critic_takes_what_the_simulator_says(max_lag: int, slower: int) -> None:
+    """Whoever takes longest, with the simulator's own order of things; what that leaves out is short."""
+    keys = ["trainer.algorithm.preset=ppo", "rollout.sampling.n=1", f"critic.path={SMALL}", f"gate.max_lag={max_lag}"]
+    keys += ["gate.groups_per_step=64", "gate.prefetch=64", "rollout.engine={type: torch, max_length: 4096}"]
+    config, device = load(Path("configs/grpo-3b.yaml"), keys), devices_of("8xH100")[1]
+    load_ = Load(64 * 1024.0, 1200.0)
+    values_s, learns_s = (slower * seconds for seconds in critic_times(config, load_, device))
+    shape = shape_of(config)
+    assert shape
+    one = next(each for each in layouts(config, shape, 8, device, load_) if each.trainer.ranks == 2)
+    told = dataclasses.replace(one, values_s=values_s, critic_s=learns_s)
+    costs = Costs(
+        length=1024, length_spread=0, reward_spread=0, decode_s=told.generate_s / 1024,
+        train_token_s=told.train_s / load_.tokens, critic_values_token_s=values_s / load_.tokens,
+        critic_train_token_s=learns_s / load_.tokens,
+    )  # fmt: skip
+    world = World(config.model_copy(update={"rollout": config.rollout.model_copy(update={"count": 1})}), costs, 40)
+    seconds = told.step_s if max_lag else told.synchronous_s
+    assert 1 / world.run().steps_per_s == pytest.approx(seconds, rel=0.05)
+    assert seconds > max(told.train_s, told.generate_s) - 1e-9
 
 
 def test_what_the_embedded_engine_keeps_is_counted() -> None:

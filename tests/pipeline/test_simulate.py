@@ -84,6 +84,17 @@ def test_a_critic_gives_values_before_the_trainer_begins_and_learns_beside_it() 
     assert steps_per_s(4, 1.2) == pytest.approx(1 / 1.6, rel=0.03)
 
 
+@pytest.mark.parametrize("preset", ["ppo", "grpo"])
+def test_who_may_generate_one_step_ahead_does_so_as_soon_as_a_step_is_taken(preset: str) -> None:
+    """A second of decoding, and one until the step is trained, beside each other."""
+    keys = {"trainer.algorithm.preset": preset, "gate.prefetch": 4}
+    times = {"critic_values_token_s": 0.8 / 800, "train_token_s": 0.15 / 800}
+    if preset == "grpo":
+        times = {"train_token_s": 0.95 / 800}
+    found = World(in_one_go(4, **keys), alike(**times), 60).run()
+    assert found.steps_per_s == pytest.approx(1.0, rel=0.03)
+
+
 def test_cores_are_shared() -> None:
     """Two who compute all the time on one core take twice as long."""
     costs = alike(train_token_s=1 / 800)

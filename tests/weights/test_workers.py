@@ -114,7 +114,6 @@ def test_every_worker_gets_every_version_beside_others(channel: Channel) -> None
 def buffers(fleet: Fleet) -> list[int]:
     """Of what each worker serves."""
     held = [worker._receiver._serving for worker in fleet.workers]
-    assert all(one and isinstance(one.buffer, HostBuffer) for one in held)
     return [one.buffer.inode for one in held if one and isinstance(one.buffer, HostBuffer)]
 
 
@@ -138,7 +137,7 @@ def test_workers_of_one_machine_hold_a_version_once_and_each_proves_its_share(
         channel.publish(version)
         assert same(three.wait(version), version)
         channel.settled()
-        until(lambda: len(set(buffers(three))) == 1, 5, "all to let go of the version before")
+        until(lambda: len(buffers(three)) == 3 and len(set(buffers(three))) == 1, 5, "all to let go of the one before")
         used |= set(buffers(three))
     number = len(channel.source.layout.spans)
     assert len(used) == 2, "one that serves, and one for the next"
@@ -157,32 +156,37 @@ def test_a_worker_of_another_machine_has_a_version_of_its_own(transport: str, mo
         channel.publish(version)
         assert same(two.wait(version), version)
         channel.settled()
+    until(lambda: len(buffers(two)) == 3, 5, "all to serve")
     first, second, far = buffers(two)
     assert first == second != far
     channel.close()
 
 
-def test_the_next_version_does_not_touch_the_one_that_a_worker_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    channel = Channel(weights(0), transport="snapshot", bucket_mb=0.01, deadline_s=1.0)
+def test_no_later_version_touches_the_one_that_a_worker_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the trainer's patience ends meanwhile, and whatever is given up."""
+    channel = Channel(weights(0), transport="snapshot", bucket_mb=0.01, deadline_s=0.3)
     two, done = fleet(channel), WorkerReceiver.done
     quick, slow = two.workers
     loading: list[Mapping[str, torch.Tensor]] = []
-    untouched: list[bool] = []
+    over = threading.Event()
 
     def waits(self: WorkerReceiver) -> None:
-        if self is slow and not loading:
-            assert slow._ready and quick._ready
+        if self is slow and not over.is_set():
+            assert slow._ready
             loading.append(slow.take(slow._ready.loaded.epoch, 0))
-            until(lambda: quick._ready and quick._ready.loaded.version == 1, 10, "the quick one to have the next")
-            untouched.append(same(loading, 0))
+            assert over.wait(20)
         done(self)
 
     monkeypatch.setattr(WorkerReceiver, "done", waits)
     channel.publish(0)
     until(lambda: loading, 5, "the slow one to load")
-    become(channel, 1)
-    channel.publish(1)
-    assert same(two.wait(1), 1) and untouched == [True]
+    for version in (1, 2, 3):
+        become(channel, version)
+        channel.publish(version)
+        until(lambda at=version: quick._ready and quick._ready.loaded.version >= at, 10, f"{version} to come")
+        assert same(loading, 0), f"version {version} is where version 0 is read"
+    over.set()
+    assert same(two.wait(3), 3)
     channel.close()
 
 

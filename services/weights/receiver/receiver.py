@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class Receiver:
     ) -> None:
         self._engine, self._mailbox, self._config, self._keys, self._verify = engine, mailbox, config, keys, verify
         self._deliver, self._base, self._at_work = deliver or mailbox.post, base, at_work
-        self._forgotten = (-1, -1)
+        self._forgotten: deque[tuple[int, int]] = deque(maxlen=64)
         self._proposals: queue.SimpleQueue[Propose | None] = queue.SimpleQueue()
         self._commits: dict[tuple[int, int], CommitVersion] = {}
         self._changed = threading.Condition()
@@ -136,10 +137,10 @@ class Receiver:
             self._changed.notify_all()
 
     def forget(self, epoch: int, version: int) -> None:
-        """This version will not be swapped in, nor one before it: another worker of the engine could not load it, or
-        the trainer offers it again."""
+        """This version will not be swapped in: another worker of the engine could not load it, or the trainer offers it
+        again. One before it may be being loaded, and stays as it is."""
         with self._changed:
-            self._forgotten = max(self._forgotten, (epoch, version))
+            self._forgotten.append((epoch, version))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -215,7 +216,7 @@ class Receiver:
         while not prepared.swapped.wait(SWAP_POLL_S):
             if self._closing:
                 raise DigestError("closed before it was swapped in")
-            if at <= self._forgotten:
+            if at in self._forgotten:
                 raise DigestError("another worker of the engine could not load it, or it was offered again")
 
     def _receive(self, proposal: Propose, intake: VersionAssembly, shadow: StagingBuffer, costs: _Costs) -> None:
@@ -315,7 +316,7 @@ class Receiver:
     def _given_up(self, proposal: Propose) -> bool:
         """The sender has proposed something newer, or this rollout leaves."""
         at = proposal.epoch, proposal.version
-        return self._closing or self._newest != at or at <= self._forgotten
+        return self._closing or self._newest != at or at in self._forgotten
 
     def _await_commit(self, proposal: Propose) -> CommitVersion:
         patience_s = self._config.patience_s(self._layout.nbytes if self._layout else 0)

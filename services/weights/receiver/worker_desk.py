@@ -50,6 +50,8 @@ class _Coming:
 
     epoch: int
     version: int
+    workers: frozenset[str]
+    """Who were told: each proves its share of it."""
     into: int
     """Which of the common buffers it comes into."""
     commit: m.CommitVersion | None = None
@@ -118,7 +120,7 @@ class WorkerDesk:
             if self._coming and (message.epoch, message.version) <= (self._coming.epoch, self._coming.version):
                 return  # said again: the broker was away
             self._give_up_coming()
-            self._coming = _Coming(message.epoch, message.version, 1 - self._held)
+            self._coming = _Coming(message.epoch, message.version, frozenset(self._workers), 1 - self._held)
             for place, worker in enumerate(self._workers):
                 self._router.send(worker, self._addressed(message, worker, place))
         elif isinstance(message, m.CommitVersion):
@@ -182,8 +184,10 @@ class WorkerDesk:
         coming = self._coming
         if coming is None or (message.epoch, message.version) != (coming.epoch, coming.version) or coming.over:
             return
+        if identity not in coming.workers:
+            return
         coming.ready[identity] = message
-        if len(coming.ready) == self._count and coming.commit:
+        if coming.ready.keys() == coming.workers and coming.commit:
             coming.over, self._held = True, coming.into
             ready = list(coming.ready.values())
             loaded = message.model_copy(
