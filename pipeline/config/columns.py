@@ -62,6 +62,11 @@ def check_columns(config: Any) -> None:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"{key}: no scorer writes a column {name!r}; {hint}")
+    if any(not total.terms for total in table.sums):
+        raise ValueError(
+            "reward.functions: every weight is 0, so that there is no reward to train on; give one another weight, or "
+            "name a scorer's column in reward.columns"
+        )
     by_token = table.by_token - {term for total in table.sums for term in total.terms}
     _check_shapes(config.trainer.algorithm.advantage, table.by_token, by_token)
     for index, constraint in enumerate(config.trainer.algorithm.constraints):

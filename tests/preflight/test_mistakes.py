@@ -262,6 +262,8 @@ MISTAKES = [
       overrides=[REWARD.format("mine:not_callable")]),
     m("a reward that hangs", "reward.functions.0: mine:hangs, called on row 0", "timed out after 0.5 s",
       overrides=["reward.functions=[{function: 'mine:hangs', timeout_s: 0.5}]"]),
+    m("rewards that are only watched", "reward.functions: every weight is 0, so that there is no reward to train on",
+      "reward.columns", overrides=["reward.functions=[{function: exact_match, weight: 0}]"]),
     m("a scalar loss", "trainer.algorithm.loss.function: mine:scalar_loss: it returned a scalar, and shape [4, 5] is",
       overrides=[LOSS.format("scalar_loss")]),
     m("a loss without a gradient", "mine:detached_loss: its losses have no gradient; compute them from the argument",
