@@ -60,6 +60,8 @@ class RewardFunction:
             reward = float(value)
         except (TypeError, ValueError):
             return {"error": f"returned {type(value).__name__}, not a number"}
+        except OverflowError:
+            return {"error": f"returned {type(value).__name__} that no float holds"}
         if not math.isfinite(reward) or abs(reward) > FLOAT32_MAX:
             return {"error": f"returned {reward}"}
         return {"value": reward}

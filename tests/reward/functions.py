@@ -125,6 +125,11 @@ def one_wrong(response: list[str]) -> list[Any]:
     return [1.0, "good", *[1.0] * (len(response) - 2)]
 
 
+def one_large(response: list[str]) -> list[Any]:
+    """Numbers, one of them larger than a float."""
+    return [1.0, 10**400, *[1.0] * (len(response) - 2)]
+
+
 def last_turn(turns: list[str], truth: str) -> float:
     """Of the last turn alone."""
     return float(turns[-1] == truth)

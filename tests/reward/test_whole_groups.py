@@ -57,7 +57,11 @@ def test_what_is_no_list_of_as_many_costs_the_whole_group(function: str, why: st
     assert np.isnan(values).all() and len(errors) == 3 and why in errors[0]
 
 
-def test_what_is_wrong_with_one_number_costs_one_answer() -> None:
-    values, errors = scored("one_wrong", ["a", "b", "c"])
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [("one_wrong", "returned str, not a number"), ("one_large", "returned int that no float holds")],
+)
+def test_what_is_wrong_with_one_number_costs_one_answer(function: str, why: str) -> None:
+    values, errors = scored(function, ["a", "b", "c"])
     assert values[[0, 2]].tolist() == [1.0, 1.0] and np.isnan(values[1])
-    assert len(errors) == 1 and "returned str, not a number" in errors[0]
+    assert len(errors) == 1 and why in errors[0]
