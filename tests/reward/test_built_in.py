@@ -24,6 +24,7 @@ from penstock.services.reward.functions.code_tests import code_tests
 from penstock.services.reward.functions.exact_match import exact_match
 from penstock.services.reward.functions.judge import JudgeError, judge
 from penstock.services.reward.functions.math_verify import math_verify
+from penstock.services.reward.functions.number import number
 from penstock.services.reward.functions.overlong import overlong
 from penstock.services.reward.sandbox.run import run
 
@@ -39,12 +40,46 @@ ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
         ("the answer is 1,200", "1200", 1.0),
         (r"\boxed{\{1, 2\}}", r"$\{2, 1\}$", 1.0),
         (r"\boxed{7}", "8", 0.0),
+        (r"\boxed{3\pi}", r"3\pi", 1.0),
+        (r"\boxed{3}", r"3\pi", 0.0),
+        (r"\boxed{2}", r"2\sqrt{3}", 0.0),
+        (r"\boxed{1024}", "2^{10}", 1.0),
+        (r"\boxed{10}", "10!", 0.0),
+        (r"\boxed{3+4i}", "3+4i", 1.0),
+        (r"\boxed{3, 1, 2}", "1,2,3", 1.0),
+        (r"\boxed{3\pi}", r"3\pi \text{ square feet}", 1.0),
+        (r"\boxed{1000}", "1,000", 1.0),
+        (r"\boxed{5}", "5 cm", 1.0),
+        (r"\boxed{20}", "20 cm^2", 1.0),
+        (r"\boxed{5}", "The answer is 5", 1.0),
+        (r"\boxed{7}", "3 + 4 = <<3+4=7>>7 apples\n#### 7", 1.0),
         ("I do not know", "8", 0.0),
         ("", 12, 0.0),
     ],
 )
 def test_mathematics_is_compared_by_what_it_is_worth(answer: str, truth: Any, reward: float) -> None:
     assert math_verify(answer, truth) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("so it is -5", "-5"),
+        ("so it is \N{MINUS SIGN}5", "-5"),
+        ("so 10-5", "5"),
+        ("between x-3 and 7-3", "3"),
+        ("the roots are 1,2,3", "3"),
+        ("from 1, to 1000,200", "200"),
+        ("1,234,567.5 in all", "#### 1,234,567.5"),
+        ("$1{,}000$", "1000"),
+        ("= .5", "0.5"),
+        ("-.5", "-0.5"),
+        ("it is 18.", "18"),
+        ("12,", "12"),
+    ],
+)
+def test_the_last_number_is_read_as_people_write_it(answer: str, truth: str) -> None:
+    assert number(answer, truth, "") == 1.0
 
 
 def test_a_prompt_without_a_truth_is_not_compared_with_the_word_none() -> None:

@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<!\w)-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
+"""A sign stands behind no digit or letter, where it would be a minus; a comma stands before three digits."""
 
 
 def number(response: str, truth: Any, prompt: str, tolerance: float = 1e-6) -> float:
@@ -15,5 +16,5 @@ def number(response: str, truth: Any, prompt: str, tolerance: float = 1e-6) -> f
 
 
 def _last(text: str) -> float | None:
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-").replace("{,}", ","))
     return float(numbers[-1].replace(",", "")) if numbers else None
