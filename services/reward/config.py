@@ -17,6 +17,8 @@ REGISTRY = {
 """Reward functions by name."""
 ENVIRONMENT = "environment"
 """The reward that `rollout.environment` gave: nothing is called for it."""
+TIMEOUT_S, TESTS_TIMEOUT_S = 10.0, 120.0
+"""Of a call for which the config gives none; of one that runs many tests, each with seconds of its own."""
 HANDLER = "penstock.services.reward.function:RewardFunction"
 GROUP_HANDLER = "penstock.services.reward.function:GroupRewardFunction"
 
@@ -35,8 +37,10 @@ class FunctionConfig(Section):
     entries with one function need names, e.g. ``strict``."""
     weight: float = 1.0
     """The reward is the sum of all functions, each times its weight. 0: only watched, e.g. a length."""
-    timeout_s: float = Field(10.0, gt=0)
-    """Seconds. A call that takes longer is ended, and costs its trajectory the reward; a judge may want ``60``."""
+    timeout_s: float | None = Field(None, gt=0)
+    """Seconds. A call that takes longer is ended, and costs its trajectory the reward, e.g. ``60`` for a
+    judge. null: 10; for code_tests 120, which bound all tests of an answer together, as its option `seconds` does
+    each."""
     columns: list[str] = []
     """Other columns that it reads, e.g. ``[reference]``: it is called once they are there, and given each as an
     argument of that name (``reward/exact_match`` as ``reward_exact_match``): the trajectory's number, or a float32
@@ -64,7 +68,8 @@ class FunctionConfig(Section):
         function = REGISTRY.get(self.function, self.function)
         columns = [name.replace("/", "_") for name in self.columns]
         handler = GROUP_HANDLER if self.whole_group else HANDLER
-        return Program(handler, function, key, self.timeout_s, self.options, columns)
+        timeout_s = self.timeout_s or (TESTS_TIMEOUT_S if self.function == "code_tests" else TIMEOUT_S)
+        return Program(handler, function, key, timeout_s, self.options, columns)
 
     @property
     def column(self) -> str:
