@@ -1,11 +1,26 @@
 """Programs that pass tests: the answer's Python is run in a sandbox, once for each test."""
 
+import ast
+import json
 import re
+import textwrap
 from typing import Any
 
 from penstock.services.reward.sandbox.run import run
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"(?:[\s*+-]*(?:\d+[.)]\s*)?|[^`]*(?=`{3,}(?:py|python3?)\s*$))(`{3,})([^`]*)", re.IGNORECASE)
+"""Begins a block: of any kind at a line's start or a list's point, behind words where it is marked as Python."""
+_PYTHON = ("py", "python", "python3")
+_CALLED = """
+import json as _json
+_given, _wanted = _json.loads({given!r}), _json.loads({wanted!r})
+_found = ({name} if {name!r} in globals() else Solution().{name})(*_given)
+_found = _json.loads(_json.dumps(_found))
+assert _found == _wanted or [_found] == _wanted
+"""
+"""A test of a function, as APPS judges: a tuple is a list, and what it returns may be wrapped in another one there."""
+Case = tuple[str, str, str | None]
+"""Assertions, stdin, and what is to be printed."""
 
 
 def code_tests(
@@ -18,13 +33,20 @@ def code_tests(
 ) -> float:
     """1.0 where the program passes all tests, else 0.0; with ``partial`` the share that it passes.
 
-    The program is the last ```` ```python ```` block of ``response``, or all of it. ``truth`` says what is tested:
-    assertions, as text or a list of texts, each run behind the program (MBPP, HumanEval); or a map of ``inputs`` and
-    ``outputs``, texts that it is given on stdin and must print, white space at line ends aside (APPS, TACO). Each test
-    has ``seconds`` of CPU and of time, ``memory_mb`` MiB, and no network.
+    The program is the last block of ``response`` that is marked as Python, else the last without a mark, else all of
+    it. ``truth`` says what is tested, itself or as JSON text:
+
+    - assertions, as text or a list of texts, each run behind the program (MBPP);
+    - a map of ``test``, assertions, and ``entry_point``, the function that their ``check`` is called with (HumanEval);
+    - a map of ``inputs`` and ``outputs``, each a text or a list of lines, which the program is given on stdin and must
+      print, white space at line ends aside (APPS, TACO);
+    - the same with ``fn_name``: that function, or method of the class ``Solution``, is called with each input, a list
+      of its arguments, and must return the output (APPS, TACO).
+
+    Raises `ValueError` where it is none of these, or where a test would pass whatever the program is. Each test has
+    ``seconds`` of CPU and of time, ``memory_mb`` MiB a process, and no network.
     """
-    blocks = _BLOCK.findall(response)
-    program = blocks[-1] if blocks else response
+    program = _program(response)
     limits: dict[str, Any] = {"seconds": seconds, "memory_mb": memory_mb, "network": network}
     passed = 0
     cases = _cases(truth)
@@ -37,20 +59,89 @@ def code_tests(
     return passed / len(cases)
 
 
-def _cases(truth: Any) -> list[tuple[str, str, str | None]]:
-    """Assertions, stdin, and what is to be printed."""
-    if isinstance(truth, str):
-        truth = [truth]
-    if isinstance(truth, list) and truth and all(isinstance(test, str) for test in truth):
-        return [(test, "", None) for test in truth]
-    if isinstance(truth, dict) and {"inputs", "outputs"} <= truth.keys():
-        inputs, outputs = truth["inputs"], truth["outputs"]
-        if inputs and len(inputs) == len(outputs):
-            return [("", str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+def _program(response: str) -> str:
+    blocks: dict[bool, list[str]] = {True: [], False: []}
+    fence, label, inside = "", "", list[str]()
+    for line in response.replace("\r\n", "\n").split("\n"):
+        if not fence:
+            if opening := _FENCE.fullmatch(line):
+                fence, label, inside = opening[1], opening[2].strip().lower(), []
+        elif line.rstrip().endswith(fence):
+            inside.append(line.rstrip().removesuffix(fence))
+            words = re.findall(r"\w+", label)
+            if not label or (words and words[0] in _PYTHON):
+                blocks[bool(label)].append(textwrap.dedent("\n".join(inside)))
+            fence = ""
+        else:
+            inside.append(line)
+    found = blocks[True] or blocks[False]
+    return found[-1] if found else response
+
+
+def _cases(truth: Any) -> list[Case]:
+    given = truth
+    if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
+        try:
+            given = json.loads(truth)
+        except ValueError:
+            raise ValueError(f"the truth begins as JSON, and is none: {truth[:80]!r}") from None
+    match given:
+        case str():
+            return [(_asserting(given), "", None)]
+        case [str(), *others] if all(isinstance(test, str) for test in others):
+            return [(_asserting(test), "", None) for test in given]
+        case {"test": str(test), "entry_point": str(name)}:
+            return [(_asserting(test, name), "", None)]
+        case {"inputs": [_, *_] as inputs, "outputs": list(outputs)} if len(inputs) == len(outputs):
+            pairs = zip(inputs, outputs, strict=True)
+            if name := given.get("fn_name"):
+                return [(_called(name, arguments, wanted), "", None) for arguments, wanted in pairs]
+            return [("", _text(stdin), _text(wanted)) for stdin, wanted in pairs]
     raise ValueError(
-        "the truth is neither assertions (text, or a list of texts) nor a map of as many inputs as outputs: "
-        f"{str(truth)[:80]!r}"
+        "the truth is neither assertions (text, or a list of texts), nor a map of test and entry_point, nor one of as "
+        f"many inputs as outputs: {str(truth)[:80]!r}"
     )
+
+
+def _asserting(test: str, name: str = "") -> str:
+    """The test, with a call of its ``check`` for the function ``name`` where it has none. Raises `ValueError` where it
+    would pass whatever the program is."""
+    if _acts(test):
+        return test
+    if name.isidentifier() and re.search(r"^def check\(", test, re.MULTILINE):
+        return f"{test}\ncheck({name})\n"
+    raise ValueError(
+        "a test asserts nothing and calls nothing; where it defines check(), the truth is a map of test and "
+        f"entry_point: {test[:80]!r}"
+    )
+
+
+def _acts(test: str) -> bool:
+    try:
+        body = ast.parse(test).body
+    except SyntaxError as error:
+        raise ValueError(f"a test is no Python ({error}): {test[:80]!r}") from None
+    still = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+    nodes = (node for part in body if not isinstance(part, still) for node in ast.walk(part))
+    return any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes)
+
+
+def _called(name: Any, arguments: Any, wanted: Any) -> str:
+    if not isinstance(name, str) or not name.isidentifier() or not isinstance(arguments, list):
+        raise ValueError(
+            f"with fn_name each input is a list of the function's arguments: {str(name)[:40]!r} with "
+            f"{str(arguments)[:80]!r}"
+        )
+    return _CALLED.format(name=name, given=json.dumps(arguments), wanted=json.dumps(wanted))
+
+
+def _text(case: Any) -> str:
+    """Of an input or an output: a text, or a list of its lines."""
+    if isinstance(case, str):
+        return case
+    if isinstance(case, list) and all(isinstance(line, str) for line in case):
+        return "\n".join(case)
+    raise ValueError(f"an input or output is neither text nor a list of lines: {str(case)[:80]!r}")
 
 
 def _lines(text: str) -> list[str]:

@@ -23,8 +23,8 @@ def _library() -> Any:
 
 def math_verify(response: str, truth: Any, digits: int = 6) -> float:
     """1.0 where the answer in ``response`` (the last ``\\boxed{}``, else its last formula or number) equals ``truth``,
-    which is LaTeX, with or without dollars, or text whose last number counts: ``\\frac{1}{2}`` equals 0.5. Numbers are compared to
-    ``digits`` decimal places. What cannot be parsed is no answer: 0.0."""
+    which is LaTeX, with or without dollars, or text with a formula or a number: ``\\frac{1}{2}`` equals 0.5. Numbers
+    are compared to ``digits`` decimal places. What cannot be parsed is no answer: 0.0."""
     library = _library()
     wanted = _parsed_truth(library, str(truth))
     if not wanted:

@@ -2,14 +2,16 @@
 ours.
 
 Called as ``python -I child.py PROGRAM SOCKET CPU_S MEMORY_MB NETWORK PARENT``; a second file beside PROGRAM,
-``tests.py``, is run in the same names. What it reads from the descriptor SOCKET at the start it says there once both
-have come to their end, which a program that exits early never does.
+``tests.py``, is run in the same names. Once both have come to their end, it says on the descriptor SOCKET what it reads
+there: only then, since a program may look at what its callers know. One that exits early never comes to that, but that
+without tests it may end with ``exit()``.
 
 Three processes do it. The one that was called watches, and ends the others on SIGTERM, or when PARENT has ended, and
 then removes the program's folder too. The second is the first of a namespace of processes, where the kernel has one for
 us: when it ends, so does all that is in it, whatever sessions it has made. The third is the program.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -47,14 +49,19 @@ def main(program: Path, socket: int, cpu_s: int, memory_mb: int, network: bool, 
         *([(resource.RLIMIT_NPROC, PROCESSES)] if alone and _counts_here() else []),
     ):
         resource.setrlimit(what, (limit, limit))
-    word = os.read(socket, 64)
     sys.argv = [program.name]
-    names = {"__name__": "__main__"}
-    for path in (program, program.with_name("tests.py")):
-        if path.exists():
-            exec(compile(path.read_text(), path.name, "exec"), names)
-    sys.stdout.flush()
-    os.write(socket, word)
+    itself, tests, names = os.getpid(), program.with_name("tests.py"), {"__name__": "__main__"}
+    try:
+        exec(compile(program.read_text(), program.name, "exec"), names)
+    except SystemExit as end:  # which is how it may end where nothing is to run behind it
+        if tests.exists() or end.code not in (None, 0):
+            raise
+    if tests.exists():
+        exec(compile(tests.read_text(), tests.name, "exec"), names)
+    with contextlib.suppress(AttributeError, ValueError):  # closed, or replaced by nothing
+        sys.stdout.flush()
+    if os.getpid() == itself:  # and no child that the program has made
+        os.write(socket, os.read(socket, 64))
 
 
 def _leave(libc: Any, network: bool) -> bool:

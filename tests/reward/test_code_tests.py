@@ -1,0 +1,186 @@
+"""Programs of the model's: which are run, what tests them, and what they can do meanwhile."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.services.reward.config import FunctionConfig
+from penstock.services.reward.functions.code_tests import code_tests
+from penstock.services.reward.sandbox.run import run
+
+ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+ADDS, FAILS = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return 0\n"
+READS = "print(int(input()) + int(input()))"
+CHECK = "METADATA = dict(author='x')\ndef check(candidate):\n    assert candidate(1, 2) == 3\n"
+
+
+def test_programs_are_run_against_assertions() -> None:
+    assert code_tests(ADD, ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]) == 1.0
+    assert code_tests(ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]) == 0.0
+    assert code_tests(ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"], partial=True) == 0.5
+    assert code_tests("not a program", "assert True") == 0.0
+
+
+def test_programs_are_run_on_inputs() -> None:
+    truth = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+    assert code_tests("print(sum(map(int, input().split())))", truth) == 1.0
+    assert code_tests("print(3)", truth, partial=True) == 0.5
+    with pytest.raises(ValueError, match="as many inputs as outputs"):
+        code_tests("print(3)", {"inputs": ["1"], "outputs": []})
+
+
+def fenced(program: str, info: str = "python") -> str:
+    return f"```{info}\n{program}\n```\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        fenced("print(3)") + "It prints\n" + fenced("3", ""),
+        fenced("pip install numpy", "bash") + "and then\n" + fenced("print(3)"),
+        "For\n" + fenced("1 2", "text") + "it is\n" + fenced("print(3)", ""),
+        fenced("print(2)", "") + "no:\n" + fenced("print(3)", "Python"),
+        fenced("print(3)", "python3"),
+        fenced("print(3)", "python title=a.py"),
+        "so: " + fenced("print(3)", "py"),
+        fenced("print(3)").replace("\n", "\r\n"),
+        "1. At last:\n   ```python\n   if True:\n       print(3)\n   ```\n",
+        "Use ``` for code.\n" + fenced("print(3)"),
+        "print(3)",
+    ],
+)
+def test_the_program_is_the_last_block_of_python(answer: str) -> None:
+    assert code_tests(answer, {"inputs": [""], "outputs": ["3"]}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "truth"),
+    [
+        (READS, "print(4)", '{"inputs": ["1\\n2\\n"], "outputs": ["3\\n"]}'),
+        (READS, "print(4)", {"inputs": [["1", "2"]], "outputs": [["3"]], "fn_name": None}),
+        (ADDS, FAILS, '["assert add(1, 2) == 3"]'),
+        (ADDS, FAILS, {"test": CHECK, "entry_point": "add", "task_id": "1"}),
+        (ADDS, FAILS, CHECK + "check(add)"),
+        (ADDS, FAILS, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
+        (ADDS, FAILS, '{"fn_name": "add", "inputs": [[[1], [2]]], "outputs": [[[1, 2]]]}'),
+        ("class Solution:\n    def two(self, a): return (a, None)", "two = abs", {
+            "fn_name": "two", "inputs": [[1]], "outputs": [[1, None]]}),
+    ],
+)  # fmt: skip
+def test_each_kind_of_tests_tells_right_from_wrong(right: str, wrong: str, truth: Any) -> None:
+    assert (code_tests(right, truth), code_tests(wrong, truth)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("truth", "why"),
+    [
+        (CHECK, "a map of test and entry_point"),
+        ("import math\nx = add(1, 2)", "asserts nothing"),
+        ("assert add(1, 2) =", "is no Python"),
+        ("{'inputs': ['1'], 'outputs': ['2']}", "begins as JSON, and is none"),
+        ({"inputs": [1], "outputs": ["2"]}, "neither text nor a list of lines: '1'"),
+        ({"inputs": [["1", 2]], "outputs": ["2"]}, "neither text nor a list of lines"),
+        ({"fn_name": "add", "inputs": ["1 2"], "outputs": [3]}, "a list of the function's arguments"),
+        ({"fn_name": "a b", "inputs": [[1]], "outputs": [3]}, "a list of the function's arguments"),
+        ([], "neither assertions"),
+    ],
+)
+def test_a_truth_that_tests_nothing_is_refused(truth: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        code_tests(ADD, truth)
+
+
+@pytest.mark.parametrize("end", ["exit()", "import sys; sys.exit(0)", "import sys; sys.stdout.close()"])
+def test_a_program_on_inputs_may_say_that_it_has_ended(end: str) -> None:
+    truth = {"inputs": ["1\n2\n"], "outputs": ["3"]}
+    assert code_tests(f"{READS}\n{end}", truth) == 1.0
+    assert code_tests(f"{READS}\nexit(1)", truth) == 0.0
+    assert code_tests(f"{ADDS}\nexit()", "assert add(1, 2) == 3") == 0.0
+
+
+def test_a_program_that_forks_has_passed_where_it_itself_has() -> None:
+    assert code_tests("import os\nchild = os.fork()", "assert True") == 1.0
+    assert code_tests("import os\nchild = os.fork()\nif child: os.waitpid(child, 0)", "assert not child") == 0.0
+
+
+def test_the_word_that_says_so_is_in_no_frame_of_a_callers() -> None:
+    forge = "import os, sys\nfor name, value in sys._getframe(1).f_locals.items(): print(type(value).__name__)"
+    assert "bytes" not in run(forge).output.split()
+
+
+def test_as_many_tests_as_there_are_have_time_for_each() -> None:
+    assert FunctionConfig(function="exact_match").program("").timeout_s == 10
+    assert FunctionConfig(function="code_tests").program("").timeout_s == 120
+    assert FunctionConfig(function="code_tests", timeout_s=7).program("").timeout_s == 7
+
+
+def test_a_program_can_do_little_harm() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    reach = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)"
+    assert code_tests(reach, "assert True") == 0.0
+    assert code_tests(reach, "assert True", network=True) == 1.0
+    server.close()
+    assert code_tests("x = bytearray(3 << 30)", "assert True") == 0.0
+    assert code_tests("import sys; sys.exit(0)", "assert False") == 0.0  # an early exit is no success
+    assert code_tests("import os; os._exit(0)", "assert False") == 0.0
+    begun = time.monotonic()
+    assert code_tests("while True: pass", "assert True", seconds=1) == 0.0
+    assert code_tests("import time; time.sleep(60)", "assert True", seconds=1) == 0.0
+    fork = "import os, time\nif os.fork() == 0: time.sleep(60)"
+    assert code_tests(fork, "assert True", seconds=1) in (0.0, 1.0)  # the child is ended with it
+    assert time.monotonic() - begun < 15
+
+
+def alive(name: str) -> bool:
+    """Some process that was called so has not ended."""
+    return any(name in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_what_a_program_starts_ends_with_it_whatever_session_it_is_in(network: bool) -> None:
+    name = f"program-{uuid.uuid4()}"
+    sleep = f"os.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(60)', {name!r}])"
+    escape = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: {sleep}\n    os._exit(0)\n"
+    assert code_tests(escape + "time.sleep(0.5)", "assert True", network=network) == 1.0
+    assert not alive(name)
+    assert code_tests(escape + "while True: pass", "assert True", seconds=1, network=network) == 0.0
+    assert not alive(name)
+
+
+def test_what_a_program_writes_without_end_is_kept_nowhere() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert code_tests("import os\nwhile True: os.write(2, bytes(1 << 20))", "assert True", seconds=2) == 0.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_a_program_ends_with_the_process_that_runs_it_and_leaves_no_folder(tmp_path: Path) -> None:
+    name = f"program-{uuid.uuid4()}"
+    forever = f"import os; os.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(60)', {name!r}])"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", f"from {run.__module__} import run; run({forever!r}, seconds=60)"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    until(lambda: alive(name))
+    assert list(tmp_path.iterdir())
+    worker.kill()
+    worker.wait()
+    until(lambda: not alive(name) and not list(tmp_path.iterdir()))
+
+
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
