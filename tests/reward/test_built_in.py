@@ -126,6 +126,21 @@ def test_a_judge_is_asked_again_while_it_is_busy_and_never_twice_the_same(url: s
     assert ask(url, "3", (200, "1")) == 0.1
 
 
+@pytest.mark.parametrize(
+    "reply", ["8", "grade: 8/10", "grade **8** / **10**", "grade: 8 (out of 10)", "grade: 5, no, 8.0 out of  10."]
+)
+def test_the_scale_behind_a_grade_is_no_grade(url: str, reply: str) -> None:
+    assert ask(url, "2", (200, reply)) == 0.8
+
+
+def test_what_a_prompt_says_in_braces_is_no_place_for_the_answer(url: str) -> None:
+    Server.script[:] = [(200, "grade: 8")]
+    question = "{prompt} | {truth} | {response} | {other}"
+    asyncio.run(judge("{truth}", "print({response})", "{prompt}", url=url, model="m", question=question))
+    (said,) = (text for _, _, text in judging._grades)
+    assert said == "print({response}) | {prompt} | {truth} | {other}"
+
+
 def test_the_same_question_is_asked_once_also_while_it_is_asked(url: str) -> None:
     Server.script[:] = [(200, "grade: 8"), (200, "grade: 2")]
 
@@ -175,6 +190,9 @@ def test_a_judge_says_how_long_to_wait_and_keeps_few_connections(url: str, monke
     [
         ([(200, "<html>hello</html>")], "no chat completion: '<html>"),
         ([(200, "grade: none")], "no grade in its reply"),
+        ([(200, "grade: /10")], "no grade in its reply"),
+        ([(200, "95")], r"95 is no grade from 0 to scale=10, in its reply: '95'"),
+        ([(200, "grade: -1")], "-1 is no grade from 0 to scale=10"),
         ([(401, "who are you")], "answered 401: 'who are you'"),
         ([(503, "down")] * 6, "failed 6 times, the last time with 503"),
     ],

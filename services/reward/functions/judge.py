@@ -22,6 +22,8 @@ Answer:
 {response}
 
 Reply with the grade alone, a number from 0 to 10."""
+PATTERN = r"(?:/|out of)[\s*]*\d+(?:\.\d+)?|(-?\d+(?:\.\d+)?)"
+"""A number; what stands behind "/" or "out of" is the scale, and no grade."""
 REMEMBERED = 65536
 """Grades that are kept: the same question is not asked twice."""
 KEPT_CONNECTIONS = 20
@@ -55,22 +57,23 @@ async def judge(
     url: str,
     model: str,
     question: str = QUESTION,
-    pattern: str = r"-?\d+(?:\.\d+)?",
+    pattern: str = PATTERN,
     scale: float = 10.0,
     key_env: str = "OPENAI_API_KEY",
     attempts: int = 6,
     max_tokens: int = 512,
 ) -> float:
-    """The last number of the judge's reply that ``pattern`` finds (its first group, where it has one), divided by
-    ``scale``.
+    """The last number of the judge's reply that ``pattern`` finds (its first group, where it has one; what that does
+    not match is passed over), divided by ``scale``. By default the last that is not the 10 of ``7/10`` or ``7 out of
+    10``. One outside 0 to ``scale`` is no grade.
 
     ``url`` is the server's base, e.g. ``http://judge:8000/v1``; ``question`` has ``{prompt}``, ``{truth}`` and
     ``{response}``; the variable ``key_env`` holds a key, if one is needed. A busy or failing server (429, 5xx, a broken
     connection) is asked again up to ``attempts`` times, each after twice as long, or after what it asks for. The same
     question has the same grade, and is asked once.
     """
-    reference = "none" if truth is None else str(truth)
-    text = question.replace("{prompt}", prompt).replace("{truth}", reference).replace("{response}", response)
+    parts = {"prompt": prompt, "truth": "none" if truth is None else str(truth), "response": response}
+    text = re.sub(r"\{(prompt|truth|response)\}", lambda found: parts[found[1]], question)
     key = (url, model, text)
     while key not in _grades:
         if asked := _under_way.get(key):
@@ -78,25 +81,28 @@ async def judge(
             if not asked.cancelled():  # else whoever asked was at its deadline: now it is for us to ask
                 asked.result()
             continue
-        asked = _under_way[key] = asyncio.ensure_future(_grade(key, pattern, key_env, attempts, max_tokens))
+        asked = _under_way[key] = asyncio.ensure_future(_grade(key, pattern, scale, key_env, attempts, max_tokens))
         asked.add_done_callback(lambda _: _under_way.pop(key))
         await asked
     _grades.move_to_end(key)
     return _grades[key] / scale
 
 
-async def _grade(key: Key, pattern: str, key_env: str, attempts: int, max_tokens: int) -> None:
+async def _grade(key: Key, pattern: str, scale: float, key_env: str, attempts: int, max_tokens: int) -> None:
     """Asks, and remembers the grade."""
     url, model, text = key
     body = {
         "model": model, "temperature": 0.0, "max_tokens": max_tokens, "messages": [{"role": "user", "content": text}]
     }  # fmt: skip
     reply = await _ask(f"{url.rstrip('/')}/chat/completions", body, os.environ.get(key_env, ""), attempts)
-    found = re.findall(pattern, reply)
-    if not found:
+    groups = (found[0] if isinstance(found, tuple) else found for found in re.findall(pattern, reply))
+    said = [found for found in groups if found]
+    if not said:
         raise JudgeError(f"no grade in its reply: {reply[:120]!r}")
-    last = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
-    _grades[key] = float(last)
+    grade = float(said[-1])
+    if not 0 <= grade <= scale:
+        raise JudgeError(f"{grade:g} is no grade from 0 to scale={scale:g}, in its reply: {reply[:120]!r}")
+    _grades[key] = grade
     while len(_grades) > REMEMBERED:
         _grades.popitem(last=False)
 
