@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ class RewardModel:
 
     ``column`` is the column that it writes, ``tokens_per_batch`` bounds a forward pass, padding included, and
     ``max_length`` what it reads: of a longer text, its end. The model's own tokenizer reads the text; where it has a
-    chat template, the prompt and the answer are a chat.
+    chat template, the prompt and the answer are a chat. The grade is at the token that the model's own code takes: the
+    last one, but for those that its ``pad_token_id`` names.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class RewardModel:
         if model.config.num_labels != 1:
             raise SetupError(f"{key}: {path} has {model.config.num_labels} labels; a reward model has one, its grade")
         self._tokenizer = load_tokenizer(path)
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        model.config.pad_token_id = self._tokenizer.pad_token_id
+        # A model that declares padding is not graded at that, wherever it stands; one that does not, at the last token.
+        self._settings = model.config.get_text_config()
+        declared = self._settings.pad_token_id
+        self._padding = declared if declared in range(self._settings.vocab_size) else None
         self._device = device_of(device, "scorers.options.device")
         self._model = model.to(self._device).eval()
         self._column, self._budget, self._longest = column, tokens_per_batch, max_length
@@ -71,7 +74,11 @@ class RewardModel:
 
     @torch.inference_mode()
     def _grade(self, texts: list[list[int]]) -> np.ndarray:
-        longest, padding = max(map(len, texts)), self._tokenizer.pad_token_id
+        padding = self._padding
+        if padding is None:  # a classifier grades at the last token that is none: here at the last of all
+            last = {text[-1] for text in texts if text}
+            padding = self._settings.pad_token_id = next(each for each in itertools.count() if each not in last)
+        longest = max(map(len, texts))
         rows = [text + [padding] * (longest - len(text)) for text in texts]
         mask = [[1] * len(text) + [0] * (longest - len(text)) for text in texts]
         inputs: dict[str, Any] = {

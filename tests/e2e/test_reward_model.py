@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,12 +54,15 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_grades_do_not_depend_on_the_batch(reward_model: Path) -> None:
-    random = np.random.default_rng(1)
-    made = make_group(random, 0)
-    for trajectory, text in zip(made.trajectories, ("", "abc", "abcdefgh", "j"), strict=True):
+def answered(prompt: str, answers: list[str]) -> Group:
+    made = make_group(np.random.default_rng(1), 0)
+    for trajectory, text in zip(made.trajectories, answers, strict=True):
         object.__setattr__(trajectory, "text", text)
-    group = Group(0, Prompt(index=0, text="sort fjabce="), made.trajectories)
+    return Group(0, Prompt(index=0, text=prompt), made.trajectories)
+
+
+def test_grades_do_not_depend_on_the_batch(reward_model: Path) -> None:
+    group = answered("sort fjabce=", ["", "abc", "abcdefgh", "j"])
     found = [
         RewardModel(str(reward_model), "liked", "cpu", "float32", tokens).score_group(group, {})["liked"]
         for tokens in (8192, 40, 1)
@@ -66,6 +70,33 @@ def test_grades_do_not_depend_on_the_batch(reward_model: Path) -> None:
     assert found[0].dtype == np.float32 and found[0].shape == (4,)
     np.testing.assert_allclose(found[1:], np.broadcast_to(found[0], (2, 4)), atol=1e-5)
     assert list(np.argsort(-found[0])) == [0, 3, 1, 2], "the shorter the better"
+
+
+@pytest.mark.parametrize("padding", [None, -1, "pad"])
+def test_the_grade_is_what_the_model_says_of_one_text_alone(tmp_path: Path, padding: Any) -> None:
+    tokenizer = make_tokenizer(set(LETTERS))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + '<eos>' }}{% endfor %}"
+    if padding != "pad":
+        tokenizer.pad_token = None
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id if padding == "pad" else None,
+    )  # fmt: skip
+    model = Qwen3ForSequenceClassification(config).eval()
+    torch.nn.init.normal_(model.score.weight)
+    model.config.pad_token_id = padding if padding == -1 else config.pad_token_id
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    group = answered("abc", ["", "a", "bcdefgh", "jj"])
+    with torch.no_grad():
+        alone = [
+            model(tokenizer(f"abc<eos>{each.text}<eos>", return_tensors="pt")["input_ids"]).logits.item()
+            for each in group.trajectories
+        ]
+    found = RewardModel(str(tmp_path), "liked", "cpu", "float32").score_group(group, {})["liked"]
+    np.testing.assert_allclose(found, alone, atol=1e-5)
 
 
 def test_a_model_with_other_labels_is_refused(reward_model: Path, tmp_path: Path) -> None:
