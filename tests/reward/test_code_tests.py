@@ -115,6 +115,10 @@ def test_a_program_that_forks_has_passed_where_it_itself_has() -> None:
     assert code_tests("import os\nchild = os.fork()\nif child: os.waitpid(child, 0)", "assert not child") == 0.0
 
 
+def test_a_program_cannot_take_its_tests_away() -> None:
+    assert code_tests("import os\nos.remove('tests.py')", "assert False") == 0.0
+
+
 def test_the_word_that_says_so_is_in_no_frame_of_a_callers() -> None:
     forge = "import os, sys\nfor name, value in sys._getframe(1).f_locals.items(): print(type(value).__name__)"
     assert "bytes" not in run(forge).output.split()

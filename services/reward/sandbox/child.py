@@ -50,14 +50,14 @@ def main(program: Path, socket: int, cpu_s: int, memory_mb: int, network: bool, 
     ):
         resource.setrlimit(what, (limit, limit))
     sys.argv = [program.name]
-    itself, tests, names = os.getpid(), program.with_name("tests.py"), {"__name__": "__main__"}
+    itself, file, names = os.getpid(), program.with_name("tests.py"), {"__name__": "__main__"}
+    tests = file.read_text() if file.exists() else ""  # the program may write to its folder
     try:
         exec(compile(program.read_text(), program.name, "exec"), names)
     except SystemExit as end:  # which is how it may end where nothing is to run behind it
-        if tests.exists() or end.code not in (None, 0):
+        if tests or end.code not in (None, 0):
             raise
-    if tests.exists():
-        exec(compile(tests.read_text(), tests.name, "exec"), names)
+    exec(compile(tests, file.name, "exec"), names)
     with contextlib.suppress(AttributeError, ValueError):  # closed, or replaced by nothing
         sys.stdout.flush()
     if os.getpid() == itself:  # and no child that the program has made

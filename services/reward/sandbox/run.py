@@ -30,7 +30,7 @@ class Outcome:
     """What a program came to."""
 
     completed: bool
-    """It ran to its end, tests included, without an exception or an early exit."""
+    """It ran to its end, tests included, without an exception or an early exit; without tests it may exit with 0."""
     output: str
     """What it printed, its first MiB."""
 
@@ -43,8 +43,9 @@ def run(
     memory_mb: int = 1024,
     network: bool = False,
 ) -> Outcome:
-    """Runs ``program``, then ``tests`` in its names. ``seconds`` bounds CPU and time. The program reads what this user
-    may read; it reaches no network, unless ``network``. Raises `SandboxError` where this machine cannot forbid it."""
+    """Runs ``program``, then ``tests`` in its names. ``seconds`` bounds CPU and time, ``memory_mb`` the memory of each
+    of its processes. The program reads and writes what this user may; it reaches no network, unless ``network``. Raises
+    `SandboxError` where this machine cannot forbid it."""
     word = secrets.token_bytes(32)
     ours, theirs = socket.socketpair()
     with tempfile.TemporaryDirectory(prefix="penstock-code-") as folder, ours:
