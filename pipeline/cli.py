@@ -354,7 +354,8 @@ def replay(
 ) -> None:
     """Redo a run's steps from its archive, offline, and compare each version's digest with the recorded one.
 
-    Needs replay.archive: all. Exit code 0 where all digests agree, which run.deterministic promises.
+    Needs replay.archive: all. All steps are redone with the config that the run has now. Exit code 0 where all digests
+    agree, which run.deterministic promises where no key was changed on the way.
 
     For instance: penstock replay runs/first-try --step 17
     """

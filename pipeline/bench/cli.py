@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -11,6 +12,21 @@ from rich.console import Console
 from penstock.pipeline.config import ConfigError
 
 bench = typer.Typer(help="Benchmarks, each beside a peer or a physical limit.", no_args_is_help=True)
+
+
+def _chosen(option: str, text: str, known: Collection[str]) -> list[str]:
+    """Those between commas, of which each must be ``known``. Raises `ConfigError`."""
+    found = text.split(",")
+    if unknown := [name for name in found if name not in known]:
+        raise ConfigError(f"{option}: {unknown[0]!r} is not one of: {', '.join(known)}")
+    return found
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Whole numbers between commas. Raises `ConfigError`."""
+    if not all(each.isdecimal() for each in text.split(",")):
+        raise ConfigError(f"{option}: {text!r} is not whole numbers with commas between them, e.g. 0,4")
+    return [int(each) for each in text.split(",")]
 
 
 @bench.command("generate")
@@ -69,7 +85,7 @@ def bench_peers(
 
     if peer != "trl":
         raise ConfigError(f"--peer: {peer!r} is not one of: trl")
-    check(config)
+    check(config, "peers")
     bench_trl(Console(), config, folder, steps, list(range(seeds)), threads)
 
 
@@ -80,7 +96,7 @@ def bench_scoring(
     ),
     folder: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/bench-scoring"),
     lags: Annotated[str, typer.Option(help="gate.max_lag of each run; 2/32: with gate.window=32.")] = "0,2,4,2/32,4/32",
-    steps: Annotated[int, typer.Option(help="Steps at max_lag 0; with more lag accordingly more.")] = 16,
+    steps: Annotated[int, typer.Option(min=2, help="Steps at max_lag 0; with more lag accordingly more.")] = 16,
     mean: Annotated[float, typer.Option(help="Seconds that the judge takes on average; at most 8 times that.")] = 0.5,
     parts: Annotated[str, typer.Option(help="runs; trl: beside TRL; calls: 20,000 calls alone.")] = "runs,trl,calls",
 ) -> None:
@@ -91,8 +107,10 @@ def bench_scoring(
     from penstock.pipeline.bench.peers import check
     from penstock.pipeline.bench.scoring import bench as run_bench
 
-    check(config)
-    run_bench(Console(), config, folder, lags.split(","), steps, mean, set(parts.split(",")))
+    check(config, "scoring")
+    _numbers("--lags", lags.replace("/", ","))
+    chosen = _chosen("--parts", parts, ("runs", "trl", "calls"))
+    run_bench(Console(), config, folder, lags.split(","), steps, mean, chosen)
 
 
 @bench.command("gateway")
@@ -104,7 +122,7 @@ def bench_gateway(
     sessions: Annotated[int, typer.Option(help="Agents at once, under load.")] = 512,
     think: Annotated[float, typer.Option(help="Seconds that they pause before a turn, on average.")] = 10.0,
     lags: Annotated[str, typer.Option(help="gate.max_lag of the runs whose tools wait.")] = "0,4",
-    steps: Annotated[int, typer.Option(help="Steps of each run; where tools wait, at max_lag 0.")] = 20,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each run; where tools wait, at max_lag 0.")] = 20,
     tool: Annotated[float, typer.Option(help="Seconds that a tool takes on average; at most 8 times that.")] = 1.0,
     parts: Annotated[str, typer.Option(help="load; tools: that wait; trl: the same beside TRL.")] = "load,tools,trl",
 ) -> None:
@@ -116,9 +134,9 @@ def bench_gateway(
     from penstock.pipeline.bench.gateway import bench as run_bench
     from penstock.pipeline.bench.peers import check
 
-    check(config)
-    chosen = [int(lag) for lag in lags.split(",")]
-    run_bench(Console(), config, folder, sessions, think, chosen, steps, tool, set(parts.split(",")))
+    check(config, "gateway")
+    chosen = _chosen("--parts", parts, ("load", "tools", "trl"))
+    run_bench(Console(), config, folder, sessions, think, _numbers("--lags", lags), steps, tool, chosen)
 
 
 @bench.command("lag")
@@ -133,19 +151,19 @@ def bench_lag(
     corrections: Annotated[str, typer.Option(help="What corrects for it.")] = (
         "none,token-tis,icepop,sequence-mask,decoupled"
     ),
-    seeds: Annotated[int, typer.Option(help="Runs of each.")] = 5,
-    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 60,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 60,
     rate: Annotated[float, typer.Option(help="Learning rate; a large one makes age cost more.")] = 1e-3,
 ) -> None:
     """What old experience costs: the reward after some steps, by the bound on its age and by what corrects for it.
 
     For instance: penstock bench lag --lags 0,8 --corrections none,token-tis --seeds 1
     """
+    from penstock.pipeline.bench.lag import CORRECTIONS
     from penstock.pipeline.bench.lag import bench as run_bench
 
-    run_bench(
-        Console(), config, folder, [int(lag) for lag in lags.split(",")], corrections.split(","), seeds, steps, rate
-    )
+    chosen = _chosen("--corrections", corrections, CORRECTIONS)
+    run_bench(Console(), config, folder, _numbers("--lags", lags), chosen, seeds, steps, rate)
 
 
 @bench.command("broker")
@@ -160,7 +178,7 @@ def bench_broker(
     """
     from penstock.pipeline.bench.broker import bench as run_bench
 
-    run_bench(Console(), [int(count) for count in rollouts.split(",")], groups, tokens)
+    run_bench(Console(), _numbers("--rollouts", rollouts), groups, tokens)
 
 
 @bench.command("weights")
@@ -180,11 +198,10 @@ def bench_weights(
     from penstock.pipeline.bench.weights import SHAPES
     from penstock.pipeline.bench.weights import bench as run_bench
 
-    asked = [int(size) for size in sizes.split(",")]
-    if unknown := [size for size in asked if size not in SHAPES]:
-        raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(map(str, SHAPES))}")
-    counts = [int(count) for count in receivers.split(",")]
-    run_bench(Console(), asked, counts, transports.split(","), threads, set(parts.split(",")))
+    asked = [int(size) for size in _chosen("--sizes", sizes, [str(size) for size in SHAPES])]
+    counts, over = _numbers("--receivers", receivers), _chosen("--transports", transports, ("shm", "gloo"))
+    chosen = _chosen("--parts", parts, ("transfer", "pause", "elastic", "sparse"))
+    run_bench(Console(), asked, counts, over, threads, chosen)
 
 
 @bench.command("memory")
@@ -209,6 +226,8 @@ def bench_memory(
     or: penstock bench memory --grid --layers 8
     """
     paths = files or sorted(Path("configs").glob("grpo-*.yaml"))
+    if not paths:
+        raise ConfigError("FILES: there is no configs/grpo-*.yaml here; name a config")
     if layers and not grid:
         raise typer.BadParameter("--layers goes with --grid")
     if grid:

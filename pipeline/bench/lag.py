@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.pipeline.bench.machine import describe
-from penstock.pipeline.config import ConfigError
+from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.summary import steps_of
+from penstock.pipeline.run.resume import changes
+from penstock.pipeline.run.start import laid_out
+from penstock.pipeline.run.summary import read_summary, steps_of
 
 PLAIN = ["trainer.algorithm.loss={type: reinforce}", "trainer.algorithm.kl.coefficient=0"]
 CORRECTIONS = {
@@ -54,24 +56,29 @@ def bench(
     steps: int,
     rate: float,
 ) -> None:
-    """Runs what is not in ``folder`` yet, and prints a table with a row for each correction and each of ``lags``."""
-    if unknown := [name for name in corrections if name not in CORRECTIONS]:
-        raise ConfigError(f"--corrections: {unknown[0]!r} is not one of: {', '.join(CORRECTIONS)}")
+    """Runs what is not in ``folder`` yet, and prints a table with a row for each correction and each of ``lags``.
+    Raises `ConfigError` where what is there is not whole, or is not what is asked for."""
     start = folder / "model-run"
+    wanted: dict[Path, list[str]] = {}
+    for seed in range(seeds):
+        for lag in lags:
+            for name in corrections:
+                run = folder / f"{name}-lag{lag}-seed{seed}"
+                choices = [*CORRECTIONS[name], f"gate.max_lag={lag}"]
+                wanted[run] = _overrides(run, start / "model", choices, seed, steps, rate)
     if not (start / "model").exists():
         console.print("making the tiny model …")
         subprocess.run(penstock("prepare", str(config), "--folder", str(start)), check=True)
+    _check_same(start, load(config))
+    missing = [run for run, overrides in wanted.items() if not _is_there(config, run, overrides)]
+    for number, run in enumerate(missing, 1):
+        console.print(f"{number} of {len(missing)}: {run.name} …")
+        subprocess.run(penstock("run", str(config), *wanted[run]), check=True, stdout=subprocess.DEVNULL)
     rows: dict[tuple[str, int], Row] = {}
-    runs = [(name, lag, seed) for seed in range(seeds) for lag in lags for name in corrections]
-    for number, (name, lag, seed) in enumerate(runs, 1):
-        run = folder / f"{name}-lag{lag}-seed{seed}"
-        if not (run / "summary.json").exists():
-            console.print(f"{number} of {len(runs)}: {name}, η = {lag}, seed {seed} …")
-            _run(config, run, start / "model", [*CORRECTIONS[name], f"gate.max_lag={lag}"], seed, steps, rate)
     for name in corrections:
         for lag in lags:
             courses = [steps_of(folder / f"{name}-lag{lag}-seed{seed}") for seed in range(seeds)]
-            full = [row["lag_mean"] for course in courses for row in course[2 * lag :]]
+            full = [row["lag_mean"] for course in courses for row in course[min(2 * lag, len(course) - 1) :]]
             rows[name, lag] = Row(
                 [statistics.mean(row["reward"] for row in course[-LAST:]) for course in courses],
                 statistics.mean(full),
@@ -80,13 +87,31 @@ def bench(
     _print(console, rows, steps, rate)
 
 
-def _run(config: Path, run: Path, model: Path, choices: list[str], seed: int, steps: int, rate: float) -> None:
-    overrides = [
+def _overrides(run: Path, model: Path, choices: list[str], seed: int, steps: int, rate: float) -> list[str]:
+    return [
         f"run.folder={run.parent}", f"run.name={run.name}", f"run.seed={seed}", f"trainer.steps={steps}",
         f"model={{type: pretrained, path: {model}, dtype: float32}}", "prompts.eval=null", "gate.prefetch=null",
         f"trainer.optimizer.lr={rate}", "trainer.checkpoint.every=1000000", "replay.archive=none", *choices,
     ]  # fmt: skip
-    subprocess.run(penstock("run", str(config), *overrides), check=True, stdout=subprocess.DEVNULL)
+
+
+def _is_there(config: Path, run: Path, overrides: list[str]) -> bool:
+    """The folder ``run`` has this run already. Raises `ConfigError` where it has another, or one that is not whole."""
+    if not run.exists():
+        return False
+    summary = read_summary(run)
+    if not summary or summary["outcome"] != "complete":
+        raise ConfigError(f"--folder: the run in {run} did not come to its end; remove it, or choose another folder")
+    _check_same(run, laid_out(str(config), overrides, None)[0])
+    return True
+
+
+def _check_same(run: Path, config: Config) -> None:
+    """Raises `ConfigError` where what is in ``run`` was not made with ``config``."""
+    if other := changes(load(run / "config.yaml"), config):
+        raise ConfigError(
+            f"--folder: {run} was made with another config ({other[0]}); remove it, or choose another folder"
+        )
 
 
 def _print(console: Console, rows: dict[tuple[str, int], Row], steps: int, rate: float) -> None:

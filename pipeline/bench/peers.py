@@ -136,8 +136,10 @@ def run_trl(
     return Course("trl", found["seconds"], found["rewards"], found["generated_tokens"])
 
 
-def check(config_path: Path) -> None:
-    """Raises `ConfigError` unless the config is one that TRL can be given too."""
+def check(config_path: Path, command: str) -> None:
+    """Raises `ConfigError` unless the config is one that ``bench`` ``command`` can give TRL too."""
     config = load(config_path)
-    if config.model.type != "tiny" or config.prompts.train.type != "sort":
-        raise ConfigError("bench peers compares on the sort task with a tiny model: use configs/quickstart.yaml")
+    agents = command == "gateway"
+    if config.model.type != "tiny" or config.prompts.train.type != "sort" or (agents and not config.gateway.count):
+        task, own = ("model and a gateway", "agent") if agents else ("model", "quickstart")
+        raise ConfigError(f"bench {command} compares on the sort task with a tiny {task}: use configs/{own}.yaml")

@@ -54,14 +54,14 @@ class Row:
 
 
 def bench(
-    console: Console, config: Path, folder: Path, lags: list[str], steps: int, mean_s: float, parts: set[str]
+    console: Console, config: Path, folder: Path, lags: list[str], steps: int, mean_s: float, parts: list[str]
 ) -> None:
     """Runs them in turn and prints a table. ``lags``: η, or η/W with a window."""
     if folder.exists():
         raise ConfigError(f"--folder: {folder} exists; choose another folder")
     functions = FUNCTIONS.replace("MEAN", f"{mean_s:g}").replace("MOST", f"{8 * mean_s:g}")
     rows: list[Row] = []
-    if parts & {"runs", "trl"}:
+    if "runs" in parts or "trl" in parts:
         console.print("making the tiny model …")
         subprocess.run(penstock("prepare", str(config), "--folder", str(folder / "model-run")), check=True)
     model = folder / "model-run" / "model"
@@ -93,7 +93,7 @@ def _run(console: Console, config: Path, folder: Path, model: Path, lag: str, st
     subprocess.run(penstock("run", str(config), *overrides), check=True, stdout=subprocess.DEVNULL)
     run = folder / f"lag-{eta}-{window or 1}"
     rows = steps_of(run)
-    settling = min(len(rows) // 3, 2 * (1 + int(eta)))
+    settling = max(1, min(len(rows) // 3, 2 * (1 + int(eta))))
     settled = rows[settling:]
 
     def mean(key: str) -> float:

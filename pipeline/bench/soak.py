@@ -23,6 +23,9 @@ TINY = [
     "model.head_dim=8", "prompts.eval=null", "trainer.checkpoint.every=50", "replay.archive=none",
 ]  # fmt: skip
 
+END_S = 60.0
+"""Seconds in which a run that is not watched any more has to end."""
+
 Sample = tuple[int, dict[str, float]]
 """Step, and MiB of each process and of Redis's own count."""
 
@@ -35,8 +38,25 @@ def bench(console: Console, config: Path, folder: Path, steps: int, every: int) 
     overrides = [f"run.folder={folder}", "run.name=run", f"trainer.steps={steps}", *TINY]
     command = penstock("run", str(config), *overrides)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        samples = _watch(process, folder / "run", every)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    if process.returncode:
+        raise ConfigError(f"the run ended with exit code {process.returncode}; see {folder / 'run' / 'logs'}")
+    _save(folder, samples)
+    return _print(console, samples, steps)
+
+
+def _watch(process: subprocess.Popen[bytes], run: Path, every: int) -> list[Sample]:
+    """One for each ``every`` steps of the run, until its ``process`` has ended."""
     samples: list[Sample] = []
-    metrics = folder / "run" / "metrics.jsonl"
+    metrics = run / "metrics.jsonl"
     seen = 0
     while process.poll() is None:
         time.sleep(0.5)
@@ -44,29 +64,36 @@ def bench(console: Console, config: Path, folder: Path, steps: int, every: int) 
             with metrics.open() as file:
                 seen = sum(1 for _ in file)
         if seen >= (samples[-1][0] + every if samples else every):
-            samples.append((seen, _memory(folder / "run")))
-    if process.returncode:
-        raise ConfigError(f"the run ended with exit code {process.returncode}; see {folder / 'run' / 'logs'}")
-    _save(folder, samples)
-    return _print(console, samples, steps)
+            samples.append((seen, _memory(run)))
+    return samples
 
 
 def _memory(run: Path) -> dict[str, float]:
-    found = {}
-    for process in psutil.process_iter(["cmdline", "memory_info"]):
+    found: dict[str, float] = {}
+    for process in psutil.process_iter(["cmdline", "cwd", "memory_info"]):
         line = process.info["cmdline"] or []
         if "serve" in line and str(run) in line:
             found[line[line.index("--name") + 1]] = process.info["memory_info"].rss / 2**20
-    client = redis.Redis.from_url(f"unix://{(run / 'redis' / 'redis.sock').resolve()}")
-    found["redis"] = client.info("memory")["used_memory"] / 2**20
-    client.close()
+        if process.info["cwd"] == str(run.resolve() / "redis"):
+            # Of a run in a deep folder the socket is elsewhere: the server's title says where.
+            found |= _of_redis(" ".join(line).partition("unixsocket:")[2].strip())
     return found
 
 
-def _growth(samples: list[Sample], name: str, steps: int) -> tuple[float, float]:
-    """MiB at the end and relative growth per 1,000 steps after the first fifth, by the slope between the medians of
-    the second and of the last fifth."""
-    points = [(step, memory[name]) for step, memory in samples if name in memory and step >= steps * 0.2]
+def _of_redis(socket: str) -> dict[str, float]:
+    """MiB by its own count; none where it has just ended."""
+    client = redis.Redis(unix_socket_path=socket)
+    try:
+        return {"redis": client.info("memory")["used_memory"] / 2**20}
+    except redis.RedisError:
+        return {}
+    finally:
+        client.close()
+
+
+def _growth(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """MiB at the end and relative growth per 1,000 steps, of the ``points`` after the first fifth, by the slope between
+    the medians of the second and of the last fifth."""
     fifth = max(1, len(points) // 4)
     first, last = points[:fifth], points[-fifth:]
     start, end = (statistics.median(value for _, value in part) for part in (first, last))
@@ -75,11 +102,18 @@ def _growth(samples: list[Sample], name: str, steps: int) -> tuple[float, float]
 
 
 def _print(console: Console, samples: list[Sample], steps: int) -> bool:
-    names = sorted({name for _, memory in samples for name in memory})
+    """Raises `ConfigError` where there is nothing to tell growth by."""
+    settled: dict[str, list[tuple[int, float]]] = {}
+    for step, memory in samples:
+        for name in memory if step >= steps * 0.2 else ():
+            settled.setdefault(name, []).append((step, memory[name]))
+    settled = {name: points for name, points in sorted(settled.items()) if len(points) > 1}
+    if not settled:
+        raise ConfigError("--steps: fewer than two looks at the memory after the first fifth; more, or a lower --every")
     table = Table("process", "MiB at the end", "growth per 1,000 steps", title=f"{steps} steps")
     worst = 0.0
-    for name in names:
-        size, growth = _growth(samples, name, steps)
+    for name, points in settled.items():
+        size, growth = _growth(points)
         worst = max(worst, growth)
         table.add_row(name, f"{size:.1f}", f"{growth * 100:+.2f} %")
     console.print(table)

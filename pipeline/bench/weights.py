@@ -237,7 +237,7 @@ def _changes_of(where: Layout, old: torch.Tensor, new: torch.Tensor) -> dict[str
 
 
 def bench(
-    console: Console, sizes: list[int], receivers: list[int], transports: list[str], threads: int, parts: set[str]
+    console: Console, sizes: list[int], receivers: list[int], transports: list[str], threads: int, parts: list[str]
 ) -> None:
     """Prints the tables that ``parts`` names."""
     torch.set_num_threads(threads)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.run.folder import address_file, keys_folder
 from penstock.pipeline.run.lock import holder
 from penstock.protocols.keys import ClientKeys, load_client
-from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
+from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
 from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusRequest
 
 DEADLINE_S = 5.0
 SILENT_S = 60.0
 EVERY_S = 1.0
+ADDRESS = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 
 
 def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tuple[str, Path | None, Path | None]:
@@ -41,6 +43,8 @@ def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tupl
                 raise ConfigError(f"RUN: the run in {run} is being prepared: its broker does not listen yet; ask again")
             raise ConfigError(f"RUN: no broker has ever listened for {run}; is it a run's folder?")
         broker = address_file(run).read_text().strip()
+    elif not ADDRESS.fullmatch(broker):
+        raise ConfigError(f"--broker: {broker!r} is not an address such as tcp://127.0.0.1:5555")
     if keys is None and run and (keys_folder(run) / "client.json").is_file():
         keys = keys_folder(run) / "client.json"
     return broker, keys, named
@@ -64,16 +68,15 @@ def join(broker: str, keys: ClientKeys | None) -> Mailbox:
 @contextmanager
 def watching(broker: str, keys: Path | None, run: Path | None = None) -> Iterator[Mailbox]:
     """A mailbox of an observer that the broker, of the run in the folder ``run``, has let in. Raises `ConfigError`
-    where it does not answer."""
+    where it does not answer, whoever watches included, or refuses."""
     try:
-        mailbox = join(broker, load_client(keys) if keys else None)
+        with closing(join(broker, load_client(keys) if keys else None)) as mailbox:
+            yield mailbox
+            mailbox.tell(Bye(reason="has seen enough"))
     except DeadlineError:
         raise ConfigError(f"no broker answers at {broker} within {DEADLINE_S:g} s; {_silent(keys, run)}") from None
-    try:
-        yield mailbox
-        mailbox.tell(Bye(reason="has seen enough"))
-    finally:
-        mailbox.close()
+    except RefusedError as refused:
+        raise ConfigError(f"the broker at {broker} refuses: {refused}") from None
 
 
 def _silent(keys: Path | None, run: Path | None) -> str:

@@ -13,9 +13,8 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.page.data import evenly
 from penstock.pipeline.run.folder import model_path
 from penstock.pipeline.run.summary import each_line
-from penstock.pipeline.tools.rollouts import by_token_values
-from penstock.protocols import wire
-from penstock.protocols.experience import ALONE, ExperienceError, Group, Trajectory
+from penstock.pipeline.tools.rollouts import by_token_values, of_tokens, readable
+from penstock.protocols.experience import ALONE, Group, Trajectory
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
 from penstock.services.trainer import judged
@@ -38,7 +37,6 @@ def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS) -> list[
         return _of_samples(folder, groups)
     found: list[dict[str, Any]] = []
     texts = Texts(config, folder)
-    by_token = sorted(column.name for column in config.columns.columns if column.per == "token")
     for step in reversed(evenly(kept, STEPS)):  # the newest are looked at most
         of_trainer = judged.read(folder / "archive", step)
         for group, columns in _of_step(folder, step):
@@ -46,7 +44,8 @@ def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS) -> list[
             if len(found) == groups:
                 return found[::-1]
             with_text = texts if texts.known and tokens >= 0 else None
-            by_trajectory = by_token_values(group, columns, by_token, of_trainer.get(group.number, {}))
+            by_token = of_tokens(group, columns, config.columns)
+            by_trajectory = by_token_values(group, columns, sorted(by_token), of_trainer.get(group.number, {}))
             flat = {name: values for name, values in columns.items() if name not in by_token}
             found.append(_shown(group, flat, step, by_trajectory, with_text))
     return found[::-1]
@@ -92,11 +91,7 @@ def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndar
     batch = next((batch for batch, _ in archive.read(folder, step)), None)
     if batch is None or batch.step != step:  # the run keeps the last steps alone, and this one has just gone
         return
-    for taken in batch.groups:
-        try:
-            yield archive.open_group(taken), taken.columns
-        except (ExperienceError, wire.WireError):
-            continue
+    yield from readable(batch)
 
 
 def _shown(

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.config.load import as_overrides
+from penstock.pipeline.config.origin import key_of
 from penstock.pipeline.run.start import start
 from penstock.pipeline.tools.merge import adapter_of
 from penstock.services.modeling.adapter_files import AdapterShape
@@ -30,12 +31,14 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
         raise ConfigError("prompts.eval: there is nothing to evaluate on; name a data source, e.g. {type: sort}")
     path = str(find_folder(checkpoint) or checkpoint)
     about = adapter_of(Path(path))
-    model = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
+    model: dict[str, Any] = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
+    model["chat_template_kwargs"] = config.template  # its prompts are told as they were when it was trained
     own = as_overrides({"model": model, "trainer.lora": _adapter(about, path), "trainer.steps": 0})
     own += [NOTHING_LEARNED, "reference.refresh_every=0", "replay.filter=none", "replay.archive=none"]
     if getattr(config.rollout.engine, "adapter", "merged") != "merged":
         own.append("rollout.engine.adapter=merged")  # what is published is whole
-    if config.run.name is None:
+    # FILE's own name may be that of the run which made the checkpoint.
+    if config.run.name is None or not any(key_of(override) in ("run", "run.name") for override in overrides):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name)
         own.append(f"run.name=eval-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return start(console, str(file), [*overrides, *own], None, False, print_evaluation)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,21 +19,27 @@ ANSWER_S = 10.0
 
 
 def sessions(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Gateway to its live sessions. Raises `ConfigError` where the run has none, or one does not answer."""
+    """Gateway to its live sessions; of those that do not answer a warning. Raises `ConfigError` where the run has none,
+    or none answers."""
     files = sorted((run / "gateways").glob("*.json"))
     if not files:
         raise ConfigError(f"RUN: {run} has no gateways/*.json: it has gateway.count=0, or is not under way")
     key = run / "keys" / "agents.key"
     headers = {"Authorization": f"Bearer {key.read_text().strip()}"} if key.is_file() else {}
-    found = {}
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a run's own gateways are behind no proxy
+    found: dict[str, list[dict[str, Any]]] = {}
+    silent: list[str] = []
     for file in files:
         url = json.loads(file.read_text())["http"]
         try:
-            asked = urllib.request.Request(f"{url}/v1/sessions", headers=headers)
-            with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
+            with direct.open(urllib.request.Request(f"{url}/v1/sessions", headers=headers), timeout=ANSWER_S) as answer:
                 found[file.stem] = json.loads(answer.read())
-        except (urllib.error.URLError, OSError) as error:
-            raise ConfigError(f"RUN: {file.stem} does not answer at {url}: {error}") from None
+        except OSError as error:
+            silent.append(f"{file.stem} does not answer at {url}: {error}")
+    if silent and not found:
+        raise ConfigError(f"RUN: {'; '.join(silent)}")
+    for each in silent:
+        typer.echo(f"warning: {each}", err=True)
     return found
 
 

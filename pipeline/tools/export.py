@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.tools.rollouts import archived, by_token_values
+from penstock.pipeline.config import ConfigError
+from penstock.pipeline.tools.rollouts import archived, by_token_values, of_tokens, readable
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Group
+from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
 from penstock.services.data import need
 from penstock.services.trainer import judged
@@ -38,33 +40,54 @@ def export(run: str | Path, file: Path, step: int | None = None) -> int:
     import pyarrow.parquet as pq
 
     table, steps = archived(run, step)
-    names = [name for name in table.names if name not in table.by_token]
-    by_token = [name for name in table.names if name in table.by_token]
+    columns = _columns(Path(run), step, table) | dict.fromkeys(judged.NAMES, True)
     schema = pa.schema(
         [
             *((name, pa.type_for_alias(kind)) for name, kind in FIXED.items()),
             *((name, pa.list_(pa.type_for_alias(kind))) for name, kind in TOKENS.items()),
-            *((name, pa.float64()) for name in names),
-            *((name, pa.list_(pa.float32())) for name in dict.fromkeys((*by_token, *judged.NAMES))),
+            *((name, pa.float64()) for name in columns if not columns[name]),
+            *((name, pa.list_(pa.float32())) for name in columns if columns[name]),
             ("metrics", pa.string()),
         ]
     )
     aside, written = file.with_name(f".{file.name}.partial"), 0
-    with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
-        for number, several in groupby(steps, key=lambda each: each[0]):  # a row group of the file is a step
-            made = judged.read(Path(run) / "archive", number)
-            found = [row for _, group, of in several for row in _rows(number, group, of, table, made)]
-            writer.write_table(pa.Table.from_pylist(found, schema))
-            written += len(found)
-    aside.rename(file)
+    try:
+        with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
+            for number, several in groupby(steps, key=lambda each: each[0]):  # a row group of the file is a step
+                made = judged.read(Path(run) / "archive", number)
+                found = [row for _, group, of in several for row in _rows(number, group, of, table, made)]
+                writer.write_table(pa.Table.from_pylist(found, schema))
+                written += len(found)
+        aside.rename(file)
+    finally:
+        aside.unlink(missing_ok=True)
     return written
+
+
+def _columns(run: Path, step: int | None, table: ColumnTable) -> dict[str, bool]:
+    """Whether a column has a value for each token, by its name: of those of ``table``, and of what else the archive
+    has. Raises `ConfigError` where one has in some steps, and in others not."""
+    found: dict[str, bool] = {}
+    for batch, _ in archive.read(run, step or 0):
+        if step is not None and batch.step != step:
+            break
+        for group, columns in readable(batch):
+            by_token = of_tokens(group, columns, table)
+            for name in columns:
+                if found.setdefault(name, name in by_token) != (name in by_token):
+                    raise ConfigError(
+                        f"--export: {name} has a value for each token in some steps, and for each trajectory in "
+                        "others; export a step alone, with --step"
+                    )
+    return {name: name in table.by_token for name in table.names} | found
 
 
 def _rows(
     step: int, group: Group, columns: dict[str, np.ndarray], table: ColumnTable, made: judged.Judged
 ) -> Iterator[dict[str, Any]]:
-    values = by_token_values(group, columns, table.by_token, made.get(group.number, {}))
-    flat = rows(step, group, {name: each for name, each in columns.items() if name not in table.by_token})
+    names = of_tokens(group, columns, table)
+    values = by_token_values(group, columns, names, made.get(group.number, {}))
+    flat = rows(step, group, {name: each for name, each in columns.items() if name not in names})
     for row, trajectory, by_token in zip(flat, group.trajectories, values, strict=True):
         truth = row["truth"]
         yield row | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,21 @@ from penstock.services.modeling.adapter_files import CONFIG, AdapterShape, read_
 
 
 def adapter_of(checkpoint: Path) -> AdapterShape | None:
-    """The adapter that ``checkpoint`` is; None where it is none. Raises `SetupError`."""
+    """The adapter that ``checkpoint`` is, with a base that is there; None where it is none. Raises `SetupError`."""
     if not (checkpoint / CONFIG).is_file():
         return None
     found = read_shape(checkpoint, "CHECKPOINT")
     if not found.base:
         raise ConfigError(f"CHECKPOINT: {checkpoint / CONFIG} does not say what model it is for")
-    return found
+    if not Path(found.base).is_absolute() or Path(found.base).is_dir():
+        return found
+    beside = checkpoint.resolve().parent.parent / "model"  # of a tiny model, whose run's folder was moved
+    if not (beside / "config.json").is_file():
+        raise ConfigError(
+            f"CHECKPOINT: the model that it is for is not in {found.base} any more; say where it is now as "
+            f"base_model_name_or_path in {checkpoint / CONFIG}"
+        )
+    return replace(found, base=str(beside))
 
 
 def merge(
@@ -29,6 +38,8 @@ def merge(
 
     For instance: penstock merge runs/first-try/checkpoints/step-000150 merged
     """
+    if not checkpoint.is_dir():
+        raise ConfigError(f"CHECKPOINT: no such folder: {checkpoint}")
     about = adapter_of(checkpoint)
     if about is None:
         raise ConfigError(f"CHECKPOINT: {checkpoint} is no adapter: it has no {CONFIG}; a whole model needs no merging")

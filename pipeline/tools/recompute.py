@@ -10,6 +10,8 @@ from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.run.folder import model_path
+from penstock.pipeline.tools.rollouts import check_archive
+from penstock.protocols.messages import Batch
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Redone:
 
     step: int
     groups: int
+    """That could be read, as in the run itself."""
     reward: float
     loss: float
     digest: str
@@ -31,7 +34,8 @@ class Redone:
 
 def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redone]:
     """The archived steps of the run in ``folder``, done again from the model it started from; with ``only``, from the
-    newest checkpoint at or before that step, and just as far. Raises `ConfigError` where the archive has a gap."""
+    newest checkpoint at or before that step, and just as far. Raises `ConfigError` where the archive has none of it, or
+    a gap, or not all columns of ``config``."""
     import torch
 
     from penstock.pipeline.run.folder import run_key
@@ -47,6 +51,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.trainer.rank_setup import load_policy, self_teacher
     from penstock.services.weights.sender.shard_exporter import ShardExporter
 
+    check_archive(folder, only)
     if config.run.deterministic:
         determinism.pin(folder, "trainer", config.trainer.threads)
     torch.set_num_threads(config.trainer.threads)
@@ -72,18 +77,27 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
+        _check_columns(batch, config)
         torch.manual_seed(batch.seed)
         step = open_batch(batch, config.columns, mixture_of(model))
         metrics = learner.train(step)
         digest = source.digest()
+        groups = len(batch.groups) - step.unreadable
         if only is None or batch.step == only:
-            yield Redone(batch.step, len(batch.groups), metrics["reward"], metrics["loss"], digest, recorded)
+            yield Redone(batch.step, groups, metrics["reward"], metrics["loss"], digest, recorded)
         if batch.step == only:
             return
-    if only is not None:
-        raise ConfigError(f"{folder}: step {only} is not in the archive; its last is {learner.version - 1}")
-    if not learner.version:
-        raise ConfigError(f"{folder}: there is no archive; set replay.archive: all before the run")
+
+
+def _check_columns(batch: Batch, config: Config) -> None:
+    """Raises `ConfigError` where a group of ``batch`` came without a column that ``config`` has."""
+    wanted = {column.name for column in config.columns.scored} | {total.name for total in config.columns.sums}
+    for taken in batch.groups:
+        if missing := sorted(wanted - taken.columns.keys()):
+            raise ConfigError(
+                f"step {batch.step} was trained without {missing[0]}, a column that the run's config has now; to redo "
+                "it, take what asks for that out of config.yaml in a copy of the folder"
+            )
 
 
 def recompute(console: Console, folder: Path, only: int | None) -> bool:
@@ -98,6 +112,7 @@ def recompute(console: Console, folder: Path, only: int | None) -> bool:
             f"version {step.step + 1} {step.digest} ({mark})",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-    hint = "" if config.run.deterministic or same == total else "; only run.deterministic promises that"
-    console.print(f"{same} of {total} versions have the recorded digest{hint}", highlight=False)
+    promised = "" if config.run.deterministic else "only run.deterministic promises that, and "
+    hint = "" if same == total else f"; {promised}all steps are redone with the config that the run has now"
+    console.print(f"{same} of {total} versions have the recorded digest{hint}", highlight=False, soft_wrap=True)
     return same == total

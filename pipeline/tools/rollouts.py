@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.summary import check_run
 from penstock.protocols.columns import ColumnTable
-from penstock.protocols.experience import Group
+from penstock.protocols.experience import ExperienceError, Group
+from penstock.protocols.messages import Batch
+from penstock.protocols.wire import WireError
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
 
@@ -24,15 +27,36 @@ def rollouts(run: str | Path, step: int | None = None) -> Iterator[dict[str, Any
     """
     table, groups = archived(run, step)
     for number, group, columns in groups:
-        yield from rows(number, group, {name: v for name, v in columns.items() if name not in table.by_token})
+        by_token = of_tokens(group, columns, table)
+        yield from rows(number, group, {name: v for name, v in columns.items() if name not in by_token})
 
 
 def archived(
     run: str | Path, step: int | None = None
 ) -> tuple[ColumnTable, Iterator[tuple[int, Group, dict[str, np.ndarray]]]]:
-    """The run's columns, and of every archived group, or those of one ``step``: its step, itself and its columns.
-    Raises `ConfigError` where there is no archive."""
+    """The run's columns as it went on last, and of every archived group, or those of one ``step``: its step, itself and
+    its columns. Groups that cannot be read are left out, and counted at the end. Raises `ConfigError` where there is no
+    archive."""
     folder = Path(run)
+    check_archive(folder, step)
+
+    def groups() -> Iterator[tuple[int, Group, dict[str, np.ndarray]]]:
+        unreadable = 0
+        for batch, _ in archive.read(folder, step or 0):
+            if step is not None and batch.step != step:
+                break
+            unreadable += len(batch.groups)
+            for group, columns in readable(batch):
+                unreadable -= 1
+                yield batch.step, group, columns
+        if unreadable:
+            typer.echo(f"warning: groups of {folder} that cannot be read, and are left out: {unreadable}", err=True)
+
+    return load(folder / "config.yaml").columns, groups()
+
+
+def check_archive(folder: Path, step: int | None) -> None:
+    """Raises `ConfigError` where ``folder`` is no run's, or its run has no archive, or none of ``step``."""
     check_run(folder)
     kept = archive.steps(folder)
     if not kept:
@@ -42,14 +66,22 @@ def archived(
     if step is not None and step not in kept:
         raise ConfigError(f"--step: {step} is not in the archive; it has steps {min(kept)} to {max(kept)}")
 
-    def groups() -> Iterator[tuple[int, Group, dict[str, np.ndarray]]]:
-        for batch, _ in archive.read(folder, step or 0):
-            if step is not None and batch.step != step:
-                return
-            for taken in batch.groups:
-                yield batch.step, archive.open_group(taken), dict(taken.columns)
 
-    return load(folder / "config.yaml").columns, groups()
+def readable(batch: Batch) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:
+    """Those groups of an archived ``batch`` that can be read, with their columns."""
+    for taken in batch.groups:
+        try:
+            yield archive.open_group(taken), dict(taken.columns)
+        except (ExperienceError, WireError):
+            continue
+
+
+def of_tokens(group: Group, columns: Mapping[str, np.ndarray], table: ColumnTable) -> set[str]:
+    """Those ``columns`` of ``group`` that have a value for each token, as their lengths say: ``table``, of the run as
+    it went on last, need not have what an earlier step was trained with, and is asked where both lengths are one."""
+    size = len(group.trajectories)
+    same = size == sum(len(trajectory.tokens) for trajectory in group.trajectories)
+    return table.by_token & columns.keys() if same else {name for name, v in columns.items() if len(v) != size}
 
 
 def by_token_values(

@@ -10,8 +10,10 @@ import typer
 import yaml
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
@@ -76,12 +78,12 @@ def show(
     with Progress(console=console, transient=True) as bar:
         for values in product(*(_values(values) for _, values in keys)):
             config = load(path, [*overrides, *(f"{key}={value}" for (key, _), value in zip(keys, values, strict=True))])
-            task = bar.add_task(" ".join(values) or "simulating", total=steps)
+            task = bar.add_task(escape(" ".join(values)) or "simulating", total=steps)
             found = World(config, costs(config), steps).run(lambda step, task=task: bar.update(task, completed=step))  # type: ignore[misc]
             bar.remove_task(task)
             first = first or found
             table.add_row(
-                *values,
+                *map(Text, values),
                 f"{1 / found.steps_per_s:.3g}",
                 f"{found.steps_per_s / first.steps_per_s:.2f}x",
                 f"{found.tokens_per_s:,.0f}",

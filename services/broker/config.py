@@ -14,6 +14,8 @@ from penstock.services.runtime.settings import Section
 ONE_SET = "held_out"
 """The name of a single evaluation set that has none."""
 
+MOST_RETRY_S = 50
+"""As long as a store that does not answer is waited for, at most."""
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -210,7 +212,14 @@ class StoreConfig(Section):
     fsync: Literal["always", "everysec"] = "always"
     """When the private server writes its file through to the disk: at every write, or once a second, which a power cut
     may cost."""
-    retry_s: float = Field(45.0, gt=0, le=50)
-    """How many seconds the broker waits for a store that does not answer, before it gives up."""
+    retry_s: float = Field(45.0, gt=0, le=MOST_RETRY_S)
+    """How many seconds the broker waits for a store that does not answer, before it gives up. More than the most is
+    taken as the most."""
     shutdown: bool = False
     """When the run is over, the broker ends the server too: for one that serves this run alone, as in a container."""
+
+    @field_validator("retry_s", mode="before")
+    @classmethod
+    def _was_longer(cls, value: Any) -> Any:
+        """Runs of older code have more in their folder: 60 was the default."""
+        return min(value, MOST_RETRY_S) if isinstance(value, int | float) else value

@@ -13,8 +13,10 @@ from rich.console import Console
 from penstock.pipeline.config import Config, TinyModel, load
 from penstock.pipeline.models.tiny import build
 from penstock.pipeline.run import evaluate as evaluation
+from penstock.pipeline.tools.merge import merge
 from penstock.services.data.config import SortData
 from penstock.services.data.sort import SortSource
+from penstock.services.runtime.errors import SetupError
 from tests.e2e.runs import ROOT
 
 SETS = "prompts.eval={short: {type: sort, max_letters: 4}, long: {type: sort, min_letters: 8}}"
@@ -57,16 +59,57 @@ def test_nothing_to_evaluate_on_is_told(checkpoint: Path, tmp_path: Path) -> Non
     assert told.returncode == 2 and "prompts.eval: there is nothing to evaluate on" in told.stderr
 
 
-def test_what_training_alone_needs_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Config] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configs of evaluations, which do not begin."""
+    configs: list[Config] = []
 
     def begun(_console: Console, file: str, overrides: list[str], *_: object) -> int:
-        read.append(load(Path(file), overrides))
+        configs.append(load(Path(file), overrides))
         return 0
 
     monkeypatch.setattr(evaluation, "start", begun)
+    return configs
+
+
+def test_what_training_alone_needs_is_no_hindrance(tmp_path: Path, read: list[Config]) -> None:
     model = tmp_path / "my best å"
     model.mkdir()
     given = ["trainer.algorithm.kl.coefficient=0.01", "reference.refresh_every=50"]
     assert evaluation.evaluate(Console(), str(model), ROOT / "configs" / "quickstart.yaml", given) == 0
     assert not read[0].with_reference and (read[0].run.name or "").startswith("eval-my-best-")
+
+
+def test_prompts_are_told_as_in_training(tmp_path: Path, read: list[Config]) -> None:
+    trained = "model={type: pretrained, path: some/model, chat_template_kwargs: {enable_thinking: false}}"
+    assert evaluation.evaluate(Console(), str(tmp_path), ROOT / "configs" / "quickstart.yaml", [trained]) == 0
+    assert read[0].template == {"enable_thinking": False}
+    assert read[0].model.path == str(tmp_path)  # type: ignore[union-attr]
+
+
+def test_its_name_is_its_own_and_not_that_of_the_run_which_made_the_checkpoint(
+    tmp_path: Path, read: list[Config]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text((ROOT / "configs" / "quickstart.yaml").read_text() + "\nrun: {name: first}\n")
+    for given in ([], ["run={folder: elsewhere}"], ["run.name=mine"], ["run={name: mine}"]):
+        assert evaluation.evaluate(Console(), str(tmp_path), file, given) == 0
+    names = [config.run.name or "" for config in read]
+    assert all(name.startswith("eval-") for name in names[:2]) and names[2:] == ["mine", "mine"]
+
+
+def test_the_base_of_an_adapter_is_found_where_its_run_was_moved(tmp_path: Path, read: list[Config]) -> None:
+    run = tmp_path / "moved"
+    adapter = run / "checkpoints" / "step-000010"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(tmp_path / "gone" / "model")})
+    )
+    with pytest.raises(SetupError, match="base_model_name_or_path in .*adapter_config.json"):
+        evaluation.evaluate(Console(), str(adapter), ROOT / "configs" / "quickstart.yaml", [])
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    assert evaluation.evaluate(Console(), str(adapter), ROOT / "configs" / "quickstart.yaml", []) == 0
+    assert read[0].model.path == str(run / "model")  # type: ignore[union-attr]
+    with pytest.raises(SetupError, match="no such folder"):
+        merge(tmp_path / "mistyped", tmp_path / "out")

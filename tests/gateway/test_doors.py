@@ -401,20 +401,28 @@ def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
     served(house, agent, owners(tmp_path, "right"))
 
 
-def test_sessions_are_listed(house: House, tmp_path: Path) -> None:
+def test_sessions_are_listed_beside_a_gateway_that_is_silent_and_through_no_proxy(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     (tmp_path / "gateways").mkdir()
+    (tmp_path / "gateways" / "gateway-1.json").write_text(json.dumps({"http": "http://127.0.0.1:9"}))
     runner = CliRunner()
 
     async def agent(url: str) -> None:
         (tmp_path / "gateways" / "gateway-0.json").write_text(json.dumps({"http": url}))
-        async with httpx.AsyncClient(headers={"x-api-key": "right"}) as http:
+        async with httpx.AsyncClient(headers={"x-api-key": "right"}, trust_env=False) as http:
             session = await opened(url, http)
             await http.post(f"{session['base_url']}/chat/completions", json={"messages": SAY})
         told = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path), "--json"])
-        ((row,),) = json.loads(told.output).values()
+        assert "warning: gateway-1 does not answer at http://127.0.0.1:9" in told.stderr
+        ((row,),) = json.loads(told.stdout).values()
         assert row["session"] == session["session"] and row["turns"] == 1 and row["tokens"] > 8 and not row["error"]
         shown = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path)])
         assert "1 sessions" in shown.output and session["session"] in shown.output
+        (tmp_path / "gateways" / "gateway-0.json").unlink()
+        told = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path)])
+        assert "gateway-1 does not answer" in str(told.exception)
 
     served(house, agent, owners(tmp_path, "right"))
 

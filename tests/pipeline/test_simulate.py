@@ -210,6 +210,13 @@ def test_values_may_have_commas_of_their_own() -> None:
     assert done.exit_code == 0 and "{type: torch, max_length: 8192" in done.output, done.output
 
 
+def test_values_are_no_markup() -> None:
+    targets = "[q_proj],[v_proj]"
+    given = ["trainer.lora={rank: 4}", "--vary", f"trainer.lora.targets={targets}"]
+    done = CliRunner().invoke(app, ["simulate", "configs/grpo-8b.yaml", "--gpus", "H100", "--steps", "2", *given])
+    assert done.exit_code == 0 and "[q_proj]" in done.output and "[v_proj]" in done.output, done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [([], "one of --like RUN"), (["--gpus", "T1000"], "T1000"), (["--gpus", "H100", "--cost", "reward=4"], "reward"),

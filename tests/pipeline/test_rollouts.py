@@ -1,0 +1,120 @@
+"""What is read out of an archive, where a run went on with other columns or a group is damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from penstock.pipeline.cli import app
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.models.tiny import build
+from penstock.pipeline.page.rollouts import groups_of
+from penstock.pipeline.tools.recompute import redo
+from penstock.pipeline.tools.rollouts import rollouts
+from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes
+from penstock.protocols.messages import Batch, TakenGroup
+from penstock.protocols.packed_groups import pack_group
+from penstock.services.broker.archive import Archive
+from penstock.services.data.config import SortData
+from penstock.services.data.sort import SortSource
+
+CONFIG: dict[str, Any] = {
+    "model": {"type": "tiny", "hidden_size": 16, "layers": 1, "warm_start": {"steps": 0}},
+    "prompts": {"train": {"type": "sort"}},
+    "reward": {"functions": [{"function": "exact_match"}]},
+    "trainer": {"steps": 3, "device": "cpu"},
+}
+WITH_REFERENCE = {**CONFIG, "trainer": {**CONFIG["trainer"], "algorithm": {"kl": {"coefficient": 0.001}}}}
+
+
+def a_group(number: int, columns: dict[str, np.ndarray]) -> TakenGroup:
+    tokens = np.array([5, 6, 7, 8, 1], np.int32)
+    mask = np.array([0, 0, 1, 1, 1], np.uint8)
+    versions = np.where(mask == 1, 0, -1).astype(np.int32)
+    one = Trajectory(tokens, mask, np.where(mask == 1, -0.5, 0).astype(np.float32), versions, text="ab", finish="stop")
+    group = Group(number, Prompt(index=0, text="sort ba=", truth="ab"), [one, one])
+    return TakenGroup(number=number, experience=as_bytes(pack_group(group)), columns=columns)
+
+
+def rewards() -> dict[str, np.ndarray]:
+    values = np.array([1.0, 0.0], np.float32)
+    return {"reward/exact_match": values, "reward": values}
+
+
+def reference() -> dict[str, np.ndarray]:
+    return {"reference": np.arange(-1, -11, -1).astype(np.float32)}
+
+
+def run(folder: Path, config: dict[str, Any], *steps: list[TakenGroup]) -> Path:
+    """The folder of a run with an archive of these ``steps``, which goes on with ``config``."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    archive = Archive(folder, "all")
+    for step, groups in enumerate(steps):
+        archive.append(Batch(step=step, seed=0, max_lag=2, groups=groups, committed=step), "digest")
+    return folder
+
+
+def test_a_column_that_was_dropped_on_the_way_is_told_as_it_was(tmp_path: Path) -> None:
+    old = {**rewards(), **reference(), "reward/other": np.array([3.0, 4.0], np.float32)}
+    folder = run(tmp_path, CONFIG, [a_group(0, old)], [a_group(1, rewards())])
+    found = list(rollouts(folder))
+    assert [row.get("reward/other") for row in found] == [3.0, 4.0, None, None]
+    assert not any("reference" in row for row in found), "it has a value for each token"
+    pq = pytest.importorskip("pyarrow.parquet")
+    done = CliRunner().invoke(app, ["rollouts", str(folder), "--export", str(tmp_path / "out.parquet")])
+    assert done.exit_code == 0, done.output
+    columns = pq.read_table(tmp_path / "out.parquet").to_pydict()
+    assert columns["reference"] == [[-1, -2, -3, -4, -5], [-6, -7, -8, -9, -10], None, None]
+    assert columns["reward/other"] == [3.0, 4.0, None, None]
+    make_model(folder)
+    member = groups_of(folder)[0]["members"][1]
+    assert member["reward/other"] == 4.0 and "reference" not in member
+    assert member["by_token"]["reference"] == [None, -8.0, -9.0, -10.0]
+
+
+def test_a_column_of_two_kinds_is_not_exported_as_one(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    now = {"reference": np.array([1.0, 2.0], np.float32)}
+    folder = run(tmp_path, CONFIG, [a_group(0, rewards() | reference())], [a_group(1, rewards() | now)])
+    done = CliRunner().invoke(app, ["rollouts", str(folder), "--export", str(tmp_path / "out.parquet")])
+    assert isinstance(done.exception, ConfigError) and "reference has a value for each token" in str(done.exception)
+
+
+def test_a_group_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    damaged = TakenGroup(number=1, experience=as_bytes(b"\xff" * 30), columns=rewards())
+    folder = run(tmp_path, CONFIG, [a_group(0, rewards()), damaged], [a_group(2, rewards())])
+    done = CliRunner().invoke(app, ["rollouts", str(folder)])
+    assert [json.loads(line)["group"] for line in done.stdout.splitlines()] == [0, 0, 2, 2]
+    assert f"warning: groups of {folder} that cannot be read, and are left out: 1" in done.stderr
+    done = CliRunner().invoke(app, ["rollouts", str(folder), "--export", str(tmp_path / "out.parquet")])
+    assert "4 trajectories" in done.stdout and "left out: 1" in done.stderr
+
+
+def make_model(folder: Path) -> None:
+    build(load(folder / "config.yaml").model, SortSource(SortData(), False), folder / "model", 0)  # type: ignore[arg-type]
+
+
+def test_a_step_without_a_column_of_the_config_is_not_redone(tmp_path: Path) -> None:
+    folder = run(tmp_path, WITH_REFERENCE, [a_group(0, rewards())])
+    make_model(folder)
+    with pytest.raises(ConfigError, match="step 0 was trained without reference, .* config.yaml in a copy"):
+        list(redo(folder, load(folder / "config.yaml")))
+    damaged = TakenGroup(number=1, experience=as_bytes(b"\xff" * 30), columns=rewards())
+    run(tmp_path, CONFIG, [a_group(0, rewards()), damaged])
+    assert [step.groups for step in redo(folder, load(folder / "config.yaml"))] == [1], "as in the run itself"
+
+
+def test_what_the_archive_has_not_is_told(tmp_path: Path) -> None:
+    run(tmp_path, CONFIG)
+    done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "3"])
+    assert "has no archive" in str(done.exception)
+    run(tmp_path, CONFIG, [a_group(0, rewards())])
+    done = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "3"])
+    assert "--step: 3 is not in the archive; it has steps 0 to 0" in str(done.exception)
