@@ -17,6 +17,17 @@ CLIENT = httpx.AsyncClient()
 at_once = most_at_once = 0
 
 
+class Panic(BaseException):
+    """As extensions in other languages raise them: no Exception."""
+
+
+class WithoutWords(Exception):
+    """Its message cannot be formatted."""
+
+    def __str__(self) -> str:
+        return self.args[0]  # a map
+
+
 def good(response: str, truth: Any, prompt: str, bonus: float = 0.0) -> float:
     print("a function may print")
     return float(response == truth) + bonus
@@ -56,6 +67,20 @@ async def misbehaving_async(response: str) -> Any:
         case "slow":
             await asyncio.sleep(0.6)
     return 1.0
+
+
+def panicking(response: str) -> float:
+    match response:
+        case "panic":
+            raise Panic("called unwrap on None")
+        case "silent":
+            raise WithoutWords({"code": 1})
+    return 1.0
+
+
+async def panicking_async(response: str) -> float:
+    await asyncio.sleep(0.1)
+    return panicking(response)
 
 
 async def limited(response: str) -> float:

@@ -83,6 +83,17 @@ def test_of_async_calls_too_each_misbehaviour_costs_only_itself() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["panicking", "panicking_async"])
+def test_whatever_a_call_raises_is_its_answer(name: str) -> None:
+    found = score(FunctionConfig(function=f"{HERE}:{name}", timeout_s=20.0), ["panic", "ok", "silent", "ok"])
+    assert found == [
+        f"raised Panic: called unwrap on None ({FUNCTIONS}, line {line_of('raise Panic', 0)})",
+        1.0,
+        f"raised WithoutWords: its message cannot be formatted ({FUNCTIONS}, line {line_of('raise WithoutWords', 0)})",
+        1.0,
+    ]
+
+
 def test_async_calls_run_together_each_with_its_own_timeout() -> None:
     started = time.monotonic()
     found = score(FunctionConfig(function=f"{HERE}:slow", timeout_s=2.0), ["a"] * 300 + ["hang"])
