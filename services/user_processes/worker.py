@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import select
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from penstock.protocols.wire import WireError, check
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.user_processes.child import BLOCKED
 from penstock.services.user_processes.frames import NOBODY, Mark, frame_size, make_frame, read_frame, write_frame
 
@@ -70,6 +72,7 @@ class Worker:
                 f"{program.key}.options: they cannot be told to another process: {error}; give numbers, text, lists, "
                 "and maps with text for keys"
             ) from None
+        raise_file_limit()  # each has six, and a machine of many cores has many workers
         memory = os.memfd_create("penstock-mark") if hasattr(os, "memfd_create") else _temporary_file()
         os.ftruncate(memory, os.sysconf("SC_PAGESIZE"))
         self._mark = Mark(memory)
@@ -81,6 +84,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 pass_fds=(memory,),
+                start_new_session=True,  # so that what it starts can be ended with it
             )
         finally:
             os.close(memory)
@@ -113,7 +117,7 @@ class Worker:
             try:
                 left = left[os.write(self._calls.fileno(), left) :]
             except BlockingIOError:
-                if not select.select([], [self._calls], [], max(0.0, deadline - time.monotonic()))[1]:
+                if not _ready(self._calls, selectors.EVENT_WRITE, deadline - time.monotonic()):
                     raise WorkerGone(f"timed out after {self._program.timeout_s:g} s") from None
             except BrokenPipeError:
                 raise WorkerGone(self._epitaph()) from None
@@ -136,7 +140,11 @@ class Worker:
         return self._mark.read()
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Ends the process at once, with all that it has started."""
+        if self._calls.closed:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS says the second
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         self._calls.close()
@@ -144,11 +152,9 @@ class Worker:
 
     def _hello(self, start_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + start_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.replies, selectors.EVENT_READ)
-            while selector.select(max(0.0, deadline - time.monotonic())):
-                if answers := self.read():
-                    return answers[0]
+        while _ready(self.replies, selectors.EVENT_READ, deadline - time.monotonic()):
+            if answers := self.read():
+                return answers[0]
         raise WorkerGone("it did not start in time")
 
     def _epitaph(self) -> str:
@@ -156,6 +162,13 @@ class Worker:
         if code == BLOCKED:
             return f"blocked the event loop for {self._program.timeout_s:g} s"
         return f"crashed with exit code {code}"
+
+
+def _ready(file: BinaryIO, event: int, patience_s: float) -> bool:
+    """Whether ``file`` can be read, or written, within ``patience_s``, whatever its descriptor's number."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, event)
+        return bool(selector.select(max(0.0, patience_s)))
 
 
 def _temporary_file() -> int:

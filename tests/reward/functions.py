@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -115,6 +116,20 @@ def runs_python(response: str) -> float:
     code = "import sys; sys.stdin.read(); print(float(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, response], stdout=subprocess.PIPE, timeout=20, check=True)
     return float(done.stdout)
+
+
+def leaves_a_child(response: str, told: str) -> float:
+    """Its child outlives the call; its number is in the file ``told``."""
+    child = subprocess.Popen(["sleep", "1000"])
+    with Path(told).open("a") as file:
+        file.write(f"{child.pid}\n")
+    return misbehaving(response, "", "")
+
+
+def slowly(response: str) -> float:
+    """So that what comes after waits in its pipe."""
+    time.sleep(0.3)
+    return 1.0
 
 
 def asks(

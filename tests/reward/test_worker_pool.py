@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -165,6 +167,31 @@ def test_plain_calls_are_shared_by_the_workers() -> None:
     assert most >= 3
     assert [future.result(30) for future in futures] == [1.0] * 6
     pool.close()
+
+
+def test_what_a_call_has_started_ends_with_its_worker(tmp_path: Path) -> None:
+    told = tmp_path / "pids"
+    function = FunctionConfig(function=f"{HERE}:leaves_a_child", timeout_s=1.0, options={"told": str(told)})
+    assert score(function, ["hang", "crash", "ok"]) == ["timed out after 1 s", "crashed with exit code 3", 1.0]
+    pids = list(map(int, told.read_text().split()))
+    assert len(pids) == 3
+    psutil.wait_procs(left := [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    assert not [child for child in left if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_many_descriptors_do_no_harm() -> None:
+    code = (
+        "import os, resource\n"
+        "from tests.reward.test_worker_pool import HERE, FunctionConfig, score\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))\n"
+        "if __name__ == '__main__':\n"
+        "    assert score(FunctionConfig(function=f'{HERE}:constant'), ['a'] * 8, workers=6) == [1.0] * 8\n"
+        "    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]\n"
+        "    slowly = FunctionConfig(function=f'{HERE}:slowly')\n"
+        "    assert score(slowly, ['x' * 300_000] * 3) == [1.0] * 3\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_function_is_given_what_it_asks_for() -> None:
