@@ -19,7 +19,7 @@ import numpy as np
 import structlog
 
 from penstock.protocols.experience import ExperienceError, Group, Purpose, summarize
-from penstock.protocols.mailbox import DeadlineError, FencedError
+from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import Credit, HelloNeeded, Message, Score, Scores, Stop, Work, WorkItem
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
@@ -49,8 +49,9 @@ class ScoringTask:
 
 
 Answer = Callable[..., None]
-"""``answer(task, column, values, errors=(), unusable="")``: values as the column declares them; ``errors`` say why some
-are NaN; or, instead of values, why the group is ``unusable``: it is dropped."""
+"""``answer(task, column, values, errors=(), unusable="", ends=None)``: values as the column declares them; ``errors``
+say why some are NaN; or, instead of values, why the group is ``unusable``: it is dropped; or the error that ``ends``
+this process, since it can score no more: others, or the next, are given what it has in hand."""
 
 
 class Scorer(Protocol):
@@ -118,7 +119,7 @@ class ScorerActor:
         while event is not None:
             if isinstance(event, Stop):
                 return event.reason
-            if isinstance(event, FencedError):
+            if isinstance(event, Exception):  # fenced by the broker, or what an answer `ends` with
                 raise event
             if isinstance(event, Work):
                 self._received += len(event.items)
@@ -178,7 +179,11 @@ class ScorerActor:
         values: np.ndarray = NOTHING,
         errors: Sequence[str] = (),
         unusable: str = "",
+        ends: Exception | None = None,
     ) -> None:
+        if ends is not None:
+            self.actor.mailbox.post(ends)
+            return
         seconds = time.monotonic() - task.since
         score = self._score(task.key, values=values, errors=errors, unusable=unusable, seconds=seconds)
         self.actor.mailbox.post(_Answered(task.key, column, score))

@@ -61,10 +61,11 @@ class Call:
 
 
 class Worker:
-    """One worker process, its pipes, and the mark that says which call runs."""
+    """One worker process, its pipes, and the mark that says which call runs. It begins to load its program, for which
+    it has ``start_s`` seconds, when this is made: `loaded` waits for that."""
 
     def __init__(self, program: Program, start_s: float = START_S) -> None:
-        self._program = program
+        self._program, self._start_s = program, start_s
         try:
             check(program.options)
         except WireError as error:
@@ -90,26 +91,43 @@ class Worker:
             os.close(memory)
         self._calls, self.replies = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
         self._received = bytearray()
-        try:
+        self._hello: dict[str, Any] | None = None
+        self._start_by = time.monotonic() + start_s
+        with contextlib.suppress(BrokenPipeError):  # `loaded` says that it has ended
             write_frame(self._calls, asdict(program))
-            hello = self._hello(start_s)
-        except (WorkerGone, BrokenPipeError):
-            died = self._process.poll() is not None
-            self.kill()
-            why = "ended while it was imported" if died else f"was not imported within {start_s:g} s"
-            raise ProgramError(f"{program.key}: {program.function} {why}; stderr may say more") from None
-        if "error" in hello:
-            self.kill()
-            raise ProgramError(hello["error"])
-        os.set_blocking(self._calls.fileno(), False)  # a worker that hangs must not hang this process
-        self.asynchronous: bool = hello["asynchronous"]
-        self._asks: list[str] = hello["asks"]
+
+    def loaded(self, patience_s: float) -> bool:
+        """Whether its program is loaded, now or within ``patience_s``. Where that cannot be, or takes more than its
+        ``start_s``, the process is ended. Raises `ProgramError`."""
+        if self._hello is None:
+            hello = self._heard(patience_s)
+            if hello is None:
+                return False
+            if "error" in hello:
+                self.kill()
+                raise ProgramError(hello["error"])
+            os.set_blocking(self._calls.fileno(), False)  # a worker that hangs must not hang this process
+            self._hello = hello
+        return True
+
+    @property
+    def asynchronous(self) -> bool:
+        """Its program is; waits until that is loaded. Raises `ProgramError`."""
+        self.loaded(self._start_s)
+        assert self._hello is not None
+        return self._hello["asynchronous"]
+
+    @property
+    def ended(self) -> bool:
+        """It was killed."""
+        return self._calls.closed
 
     def send(self, calls: dict[int, Call], deadline: float) -> None:
         """Begins calls. Raises `WorkerGone`, also where the worker, whose pipe is full, reads nothing until
         ``deadline`` (on the monotonic clock)."""
+        assert self._hello is not None
         said = [
-            {"id": number, "arguments": {name: call.offered[name] for name in self._asks}}
+            {"id": number, "arguments": {name: call.offered[name] for name in self._hello["asks"]}}
             for number, call in calls.items()
         ]
         left = memoryview(make_frame(said))
@@ -141,7 +159,7 @@ class Worker:
 
     def kill(self) -> None:
         """Ends the process at once, with all that it has started."""
-        if self._calls.closed:
+        if self.ended:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS says the second
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -150,12 +168,20 @@ class Worker:
         self._calls.close()
         self.replies.close()
 
-    def _hello(self, start_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + start_s
-        while _ready(self.replies, selectors.EVENT_READ, deadline - time.monotonic()):
-            if answers := self.read():
-                return answers[0]
-        raise WorkerGone("it did not start in time")
+    def _heard(self, patience_s: float) -> dict[str, Any] | None:
+        """What it says once its program is loaded, or cannot be; None where it says nothing within ``patience_s``."""
+        why = f"was not imported within {self._start_s:g} s"
+        try:
+            left = self._start_by - time.monotonic()
+            while _ready(self.replies, selectors.EVENT_READ, min(patience_s, left)):
+                if answers := self.read():
+                    return answers[0]
+            if patience_s < left:
+                return None
+        except WorkerGone:
+            why = "ended while it was imported"
+        self.kill()
+        raise ProgramError(f"{self._program.key}: {self._program.function} {why}; stderr may say more")
 
     def _epitaph(self) -> str:
         code = self._process.wait()

@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.services.reward.config import FunctionConfig
+from penstock.services.reward.config import FunctionConfig, RewardConfig
+from penstock.services.reward.service import Reward
+from penstock.services.runtime.user_folders import VARIABLE, look_in
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import Call, ProgramError
 
@@ -160,12 +162,61 @@ def test_plain_calls_are_shared_by_the_workers() -> None:
         WorkerPool(function.program("reward.functions.0"), 1, 512).close()
     function = FunctionConfig(function=f"{HERE}:runs_python")
     pool = WorkerPool(function.program("reward.functions.0"), 3, 512)
-    futures = [pool.submit(Call(offered("1"))) for _ in range(6)]
-    deadline, most = time.monotonic() + 20, 0
-    while most < 3 and time.monotonic() < deadline and not all(future.done() for future in futures):
-        most = max(most, pool.under_way)
-    assert most >= 3
-    assert [future.result(30) for future in futures] == [1.0] * 6
+    futures, deadline = [pool.submit(Call(offered("1")))], time.monotonic() + 20
+    while pool.under_way < 3 and time.monotonic() < deadline:  # one worker alone is given two
+        futures.append(pool.submit(Call(offered("1"))))
+        time.sleep(0.02)
+    assert pool.under_way >= 3
+    assert {future.result(60) for future in futures} == {1.0}
+    pool.close()
+
+
+def test_the_workers_of_all_functions_load_them_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_load.py").write_text(
+        "import os, time\nfrom pathlib import Path\n\n"
+        "at = Path(__file__).parent\n(at / f'begun-{os.getpid()}').touch()\n"
+        "while len(list(at.glob('begun-*'))) < int((at / 'wanted').read_text()):\n    time.sleep(0.05)\n\n\n"
+        "def one(response): return 1.0\n\n\ndef two(response): return 2.0\n"
+    )
+    monkeypatch.setenv(VARIABLE, "")
+    look_in(tmp_path)
+    (tmp_path / "wanted").write_text("2")
+    functions = [{"function": f"slow_to_load:{name}"} for name in ("one", "two")]
+    reward = Reward(RewardConfig.model_validate({"functions": functions}), workers=3, group_size=1)
+    (tmp_path / "wanted").write_text("6")
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("begun-*"))) < 6 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    reward.close()
+    assert len(list(tmp_path.glob("begun-*"))) == 6
+
+
+@pytest.mark.parametrize("edited", ["def f(response:\n", "def f(response, more): return 1.0\n"])
+def test_who_waits_for_a_worker_that_does_not_start_again_is_told_why(
+    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "edited_meanwhile.py"
+    file.write_text("import time\n\n\ndef f(response): time.sleep(99)\n")
+    monkeypatch.setenv(VARIABLE, "")
+    look_in(tmp_path)
+    function = FunctionConfig(function="edited_meanwhile:f", timeout_s=1.0)
+    pool = WorkerPool(function.program("reward.functions.0"), 1, 512, start_s=3.0)
+    file.write_text(edited)
+    late, *others = [pool.submit(Call(offered(response))) for response in ("hang", "ok", "ok")]
+    assert str(late.exception(20)) == "timed out after 1 s"
+    for each in others:
+        error = each.exception(20)
+        assert (
+            isinstance(error, ProgramError)
+            and "edited_meanwhile:f" in str(error)
+            and "was it edited? then mend it" in str(error)
+        )
+    assert isinstance(pool.submit(Call(offered("ok"))).exception(20), ProgramError)
+    file.write_text("def f(response): return 1.0\n")
+    deadline = time.monotonic() + 20
+    while (again := pool.submit(Call(offered("ok")))).exception(20) and time.monotonic() < deadline:
+        pass
+    assert again.result() == 1.0
     pool.close()
 
 
