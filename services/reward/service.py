@@ -49,7 +49,7 @@ class Reward:
         most = max((pool.outstanding for pool in self._pools.values()), default=0)
         return -(-(self._limit - most) // self._group_size)
 
-    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
+    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
         """Submits all calls, and returns at once."""
         for task in tasks:
             offered = {k: _offered(task, k) for k, t in enumerate(task.group.trajectories) if not t.failure}
@@ -66,6 +66,7 @@ class Reward:
                     answering.begin_together(pool, Call(together(list(asked.values()))))
                 else:
                     answering.begin(pool, [Call(each) for each in asked.values()])
+        return ()
 
     def _pass_on(self, task: ScoringTask, column: str, answer: Answer) -> None:
         """What the environment gave, by token; NaN on the last token of a trajectory that has failed."""
