@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,21 @@ class Reference:
         """See `ReferenceConfig.groups_in_hand`."""
         return self._config.groups_in_hand - in_hand
 
-    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
-        """Answers all of them before it returns."""
-        self._refresh(max(task.step for task in tasks))
-        for batch in [[task] for task in tasks] if self._alone else [tasks]:
-            rows = iter(self._logprobs([task.group for task in batch]))
-            for task in batch:
-                answer(task, REFERENCE, np.concatenate([next(rows) for _ in task.group.trajectories]))
+    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
+        """Answers as many as fill a forward pass, before it returns."""
+        count = 1 if self._alone else self._fill(tasks)
+        batch = tasks[:count]
+        self._refresh(max(task.step for task in batch))
+        rows = iter(self._logprobs([task.group for task in batch]))
+        for task in batch:
+            answer(task, REFERENCE, np.concatenate([next(rows) for _ in task.group.trajectories]))
+        return tasks[count:]
+
+    def _fill(self, tasks: Sequence[ScoringTask]) -> int:
+        """How many of the first ones have, together, the tokens of a forward pass; one may have more."""
+        share = shares_prompts(self._model)
+        sizes = itertools.accumulate(_tokens(task.group, share) for task in tasks)
+        return max(1, sum(size <= self._config.tokens_per_batch for size in sizes))
 
     def gauges(self) -> dict[str, float]:
         """Which version of the policy it is, where that changes."""
@@ -102,6 +111,12 @@ class Reference:
         share = shares_prompts(self._model)
         passes = plan_rows(trajectories, groups, self._config.tokens_per_batch, self._device, share)
         return by_trajectory(trajectories, passes, lambda rows: logprobs(self._model, rows, self._temperature))
+
+
+def _tokens(group: Group, share: bool) -> int:
+    """Of a group's rows, where its trajectories ``share`` their prompt; padding is not counted."""
+    prompt = min(int(trajectory.loss_mask.argmax()) for trajectory in group.trajectories) if share else 0
+    return sum(len(trajectory.tokens) - prompt for trajectory in group.trajectories) + prompt
 
 
 def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:

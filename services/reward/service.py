@@ -18,7 +18,7 @@ from penstock.services.reward.groups import apart, together
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
 from penstock.services.user_processes.pool import WorkerPool
-from penstock.services.user_processes.worker import Call
+from penstock.services.user_processes.worker import Call, ProgramError, Worker
 
 log = structlog.get_logger()
 
@@ -31,10 +31,15 @@ class Reward:
     def __init__(self, config: RewardConfig, workers: int, group_size: int) -> None:
         self._limit, self._group_size = config.concurrency, group_size
         self._functions = {function.column: function for function in config.functions}
-        self._pools = {
-            function.column: WorkerPool(function.program(f"reward.functions.{index}"), workers, config.concurrency)
+        programs = {
+            function.column: function.program(f"reward.functions.{index}")
             for index, function in enumerate(config.functions)
             if function.function != ENVIRONMENT
+        }
+        begun = {column: Worker(program) for column, program in programs.items()}  # all are loaded at once
+        self._pools = {
+            column: WorkerPool(program, workers, config.concurrency, worker=begun[column])
+            for column, program in programs.items()
         }
         self._failed: Counter[str] = Counter()
         """Calls without a reward, by column; those that were too late by column and `LATE`."""
@@ -44,7 +49,7 @@ class Reward:
         most = max((pool.outstanding for pool in self._pools.values()), default=0)
         return -(-(self._limit - most) // self._group_size)
 
-    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
+    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
         """Submits all calls, and returns at once."""
         for task in tasks:
             offered = {k: _offered(task, k) for k, t in enumerate(task.group.trajectories) if not t.failure}
@@ -61,6 +66,7 @@ class Reward:
                     answering.begin_together(pool, Call(together(list(asked.values()))))
                 else:
                     answering.begin(pool, [Call(each) for each in asked.values()])
+        return ()
 
     def _pass_on(self, task: ScoringTask, column: str, answer: Answer) -> None:
         """What the environment gave, by token; NaN on the last token of a trajectory that has failed."""
@@ -131,6 +137,9 @@ class _Answering:
         with self._lock:
             if error is None:
                 self._values[sample] = future.result()
+            elif isinstance(error, ProgramError | OSError):  # nothing can be called; no call has failed
+                self._answer(self._task, self._column, ends=error)
+                return
             else:
                 self._errors.append(f"{self._column.partition('/')[2]} {error}")
                 self._reward.failed(self._column, str(error))

@@ -1,6 +1,7 @@
 """The loop that all scorers share: groups in, columns out, as many at once as the scorer has room for.
 
-    scorer.score(tasks, answer)      what `Scorer` does: answer(task, column, values), at once or later, from any thread
+    left = scorer.score(tasks, answer)   what `Scorer` does: answer(task, column, values), at once or later, from any
+                                         thread; the tasks that are left are given to it again in the loop's next turn
 
 Each column of each group is answered by itself, as soon as it is there. What was answered is said until the broker has
 called it durable; what this process was given is given to another when it dies.
@@ -19,7 +20,7 @@ import numpy as np
 import structlog
 
 from penstock.protocols.experience import ExperienceError, Group, Purpose, summarize
-from penstock.protocols.mailbox import DeadlineError, FencedError
+from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import Credit, HelloNeeded, Message, Score, Scores, Stop, Work, WorkItem
 from penstock.protocols.packed_groups import unpack_group
 from penstock.protocols.wire import WireError
@@ -49,8 +50,9 @@ class ScoringTask:
 
 
 Answer = Callable[..., None]
-"""``answer(task, column, values, errors=(), unusable="")``: values as the column declares them; ``errors`` say why some
-are NaN; or, instead of values, why the group is ``unusable``: it is dropped."""
+"""``answer(task, column, values, errors=(), unusable="", ends=None)``: values as the column declares them; ``errors``
+say why some are NaN; or, instead of values, why the group is ``unusable``: it is dropped; or the error that ``ends``
+this process, since it can score no more: others, or the next, are given what it has in hand."""
 
 
 class Scorer(Protocol):
@@ -59,8 +61,9 @@ class Scorer(Protocol):
     def room(self, in_hand: int) -> int:
         """How many groups more it can take, while ``in_hand`` are not answered."""
 
-    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> None:
-        """Answers every wanted column of every task, now or later, from any thread."""
+    def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
+        """Answers every wanted column of the first of ``tasks``, now or later, from any thread; returns those that it
+        has not begun. While it computes here nothing is said, asked for or heard: it begins few at once."""
 
     def gauges(self) -> dict[str, float]:
         """Numbers for the dashboard, asked for from another thread."""
@@ -93,6 +96,8 @@ class ScorerActor:
         self._scorer, self._guest = scorer, guest
         self._waiting: list[WorkItem] = []
         """What has come in, and is not begun: it may be asleep."""
+        self._left: Sequence[ScoringTask] = ()
+        """What the scorer has not begun."""
         self.actor.measure = lambda: {"groups_in_hand": len(self._open), **scorer.gauges()}
         self._open: dict[Key, set[str]] = {}
         """Columns that are not durable yet, of what is in hand."""
@@ -114,11 +119,11 @@ class ScorerActor:
     def _turn(self) -> str | None:
         """Handles all that has arrived; returns the reason to stop, if there is one."""
         answered: list[_Answered] = []
-        event: object = self.actor.next(LOOK_S if self._guest else None)
+        event: object = self.actor.next(self._patience())
         while event is not None:
             if isinstance(event, Stop):
                 return event.reason
-            if isinstance(event, FencedError):
+            if isinstance(event, Exception):  # fenced by the broker, or what an answer `ends` with
                 raise event
             if isinstance(event, Work):
                 self._received += len(event.items)
@@ -143,6 +148,12 @@ class ScorerActor:
         self._give_credit()
         return None
 
+    def _patience(self) -> float | None:
+        """For how long nothing may happen."""
+        if self._left and (self._guest is None or self._guest.awake):
+            return 0.0
+        return LOOK_S if self._guest else None
+
     def _forget_credit(self) -> None:
         """The broker has forgotten what it gave, offers it again, and counts anew."""
         self._waiting = []
@@ -156,7 +167,7 @@ class ScorerActor:
             self.actor.mailbox.tell(Credit(total=total, hello=self._hello))
 
     def _begin(self, items: list[WorkItem]) -> None:
-        tasks = []
+        tasks = list(self._left)
         for item in items:
             key = (item.purpose, item.number)
             wanted = [column for column in item.wanted if column not in self._open.get(key, ())]
@@ -168,8 +179,7 @@ class ScorerActor:
             except (ExperienceError, WireError) as error:
                 log.error("a group cannot be scored", group=item.number, error=str(error))
                 self._say([_Answered(key, column, self._score(key, unusable=str(error))) for column in wanted])
-        if tasks:
-            self._scorer.score(tasks, self._answer)
+        self._left = self._scorer.score(tasks, self._answer) if tasks else ()
 
     def _answer(
         self,
@@ -178,7 +188,11 @@ class ScorerActor:
         values: np.ndarray = NOTHING,
         errors: Sequence[str] = (),
         unusable: str = "",
+        ends: Exception | None = None,
     ) -> None:
+        if ends is not None:
+            self.actor.mailbox.post(ends)
+            return
         seconds = time.monotonic() - task.since
         score = self._score(task.key, values=values, errors=errors, unusable=unusable, seconds=seconds)
         self.actor.mailbox.post(_Answered(task.key, column, score))

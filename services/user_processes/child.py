@@ -43,7 +43,11 @@ class Handler(Protocol):
 
 
 def _failure(call: int, error: BaseException) -> dict[str, Any]:
-    words = f"raised {type(error).__name__}: {str(error)[:300]}{blame(error)}"
+    try:
+        message = str(error)[:300]
+    except BaseException:  # its __str__ is the user's own code too
+        message = "its message cannot be formatted"
+    words = f"raised {type(error).__name__}: {message}{blame(error)}"
     return {"id": call, "error": words.encode("utf-8", "backslashreplace").decode()}
 
 
@@ -130,11 +134,9 @@ class _Loop:
         except TimeoutError as error:
             late = {"id": number, "error": f"timed out after {timeout_s:g} s{self._held_up(ran_s)}"}
             reply = late if limit.expired() else _failure(number, error)
-        except asyncio.CancelledError as error:  # the call's own doing, or this process ends
+        except BaseException as error:  # a cancellation, say, or a panic of another language's
             if self._ended.is_set():
                 raise
-            reply = _failure(number, error)
-        except Exception as error:
             reply = _failure(number, error)
         _say(self._replies, reply)
 
@@ -175,7 +177,7 @@ def _run_plain(handler: Handler, calls: BinaryIO, replies: BinaryIO, mark: Mark)
             mark.set(call["id"])
             try:
                 reply = {"id": call["id"]} | handler.answer(handler.start(call["arguments"]))
-            except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+            except BaseException as error:
                 reply = _failure(call["id"], error)
             mark.set(NOBODY)
             _say(replies, reply)

@@ -32,6 +32,8 @@ GRACE_S = 2.0
 """An async program keeps its own deadlines; a worker whose call is that much past its own is wedged."""
 MOST_DEATHS = 3
 """A call that was under way at so many deaths of a worker is given up, where nobody knows whose doing they were."""
+LOOK_S, AGAIN_S = 0.1, 1.0
+"""A worker that loads is looked at, and one that does not start is started again, so often."""
 
 
 class WorkerQueue:
@@ -43,7 +45,10 @@ class WorkerQueue:
         limit: int,
         waiting: queue.SimpleQueue[Call] | None = None,
         start_s: float = START_S,
+        worker: Worker | None = None,
     ) -> None:
+        """``waiting``: what waits, where that is shared; ``start_s``: seconds that loading the program may take;
+        ``worker``: one that has begun to."""
         self.program = program
         self.restarts = 0
         self._waiting = waiting or queue.SimpleQueue[Call]()
@@ -51,18 +56,19 @@ class WorkerQueue:
         self._under_way: dict[int, Call] = {}
         """In the order in which they were sent."""
         self._next = 0
-        self._closing = False
+        self._closing = threading.Event()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self.worker = Worker(program, start_s)
-        self._limit = limit if self.worker.asynchronous else 2
+        self._start_s = start_s
+        self.worker = worker or Worker(program, start_s)
+        self._most, self._limit = limit, 0
         self._answered_at = self._call_s = 0.0
         """Of a plain function: when the last answer came, and what a call takes on average."""
         self._thread = threading.Thread(target=self._run, name=f"worker-{program.function}", daemon=True)
 
     def start(self) -> None:
-        """Begins to work."""
+        """Begins to work, once the worker has loaded its program."""
         self._thread.start()
 
     @property
@@ -89,7 +95,7 @@ class WorkerQueue:
 
     def close(self) -> None:
         """Ends the worker."""
-        self._closing = True
+        self._closing.set()
         self.wake()
         self._thread.join(2)
         self.worker.kill()
@@ -97,7 +103,8 @@ class WorkerQueue:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing:
+        self._load()
+        while not self._closing.is_set():
             try:
                 self._serve()
             except WorkerGone as gone:
@@ -106,11 +113,33 @@ class WorkerQueue:
                 log.exception("a worker's queue failed", function=self.program.function)
                 self._bury(f"could not be called: {type(error).__name__}: {error}", everyone=True)
 
+    def _load(self) -> None:
+        """Until a worker has loaded the program. While none can, whoever waits is told so after `start_s`."""
+        began = time.monotonic()
+        while not self._closing.is_set():
+            try:
+                if self.worker.ended:
+                    self.worker = Worker(self.program, self._start_s)
+                if self.worker.loaded(LOOK_S):
+                    self._limit = self._most if self.worker.asynchronous else 2
+                    return
+            except (ProgramError, OSError) as error:  # it loaded before
+                log.error("worker does not start", error=str(error))
+                if time.monotonic() - began >= self._start_s:
+                    self._give_up(error)
+                self._closing.wait(AGAIN_S)
+
+    def _give_up(self, error: ProgramError | OSError) -> None:
+        """Nothing that waits can be called; the next calls may be."""
+        words = f"{error}; it was loaded before, but not in {self._start_s:g} s now: was it edited? then mend it"
+        while call := self._take():
+            call.future.set_exception(type(error)(words))
+
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self.worker.replies, selectors.EVENT_READ, "replies")
             selector.register(self._wake_read, selectors.EVENT_READ, "wake")
-            while not self._closing:
+            while not self._closing.is_set():
                 self._send_waiting()
                 for key, _ in selector.select(self._patience()):
                     if key.data == "wake":
@@ -184,10 +213,4 @@ class WorkerQueue:
                 self._again.append(call)
         self._under_way.clear()
         self.restarts += 1
-        while not self._closing:
-            try:
-                self.worker = Worker(self.program)
-                return
-            except (ProgramError, OSError) as error:  # it loaded before: try until the process is stopped
-                log.error("worker does not start", error=str(error))
-                time.sleep(1)
+        self._load()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import select
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from penstock.protocols.wire import WireError, check
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.user_processes.child import BLOCKED
 from penstock.services.user_processes.frames import NOBODY, Mark, frame_size, make_frame, read_frame, write_frame
 
@@ -59,10 +61,11 @@ class Call:
 
 
 class Worker:
-    """One worker process, its pipes, and the mark that says which call runs."""
+    """One worker process, its pipes, and the mark that says which call runs. It begins to load its program, for which
+    it has ``start_s`` seconds, when this is made: `loaded` waits for that."""
 
     def __init__(self, program: Program, start_s: float = START_S) -> None:
-        self._program = program
+        self._program, self._start_s = program, start_s
         try:
             check(program.options)
         except WireError as error:
@@ -70,6 +73,7 @@ class Worker:
                 f"{program.key}.options: they cannot be told to another process: {error}; give numbers, text, lists, "
                 "and maps with text for keys"
             ) from None
+        raise_file_limit()  # each has six, and a machine of many cores has many workers
         memory = os.memfd_create("penstock-mark") if hasattr(os, "memfd_create") else _temporary_file()
         os.ftruncate(memory, os.sysconf("SC_PAGESIZE"))
         self._mark = Mark(memory)
@@ -81,31 +85,49 @@ class Worker:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 pass_fds=(memory,),
+                start_new_session=True,  # so that what it starts can be ended with it
             )
         finally:
             os.close(memory)
         self._calls, self.replies = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
         self._received = bytearray()
-        try:
+        self._hello: dict[str, Any] | None = None
+        self._start_by = time.monotonic() + start_s
+        with contextlib.suppress(BrokenPipeError):  # `loaded` says that it has ended
             write_frame(self._calls, asdict(program))
-            hello = self._hello(start_s)
-        except (WorkerGone, BrokenPipeError):
-            died = self._process.poll() is not None
-            self.kill()
-            why = "ended while it was imported" if died else f"was not imported within {start_s:g} s"
-            raise ProgramError(f"{program.key}: {program.function} {why}; stderr may say more") from None
-        if "error" in hello:
-            self.kill()
-            raise ProgramError(hello["error"])
-        os.set_blocking(self._calls.fileno(), False)  # a worker that hangs must not hang this process
-        self.asynchronous: bool = hello["asynchronous"]
-        self._asks: list[str] = hello["asks"]
+
+    def loaded(self, patience_s: float) -> bool:
+        """Whether its program is loaded, now or within ``patience_s``. Where that cannot be, or takes more than its
+        ``start_s``, the process is ended. Raises `ProgramError`."""
+        if self._hello is None:
+            hello = self._heard(patience_s)
+            if hello is None:
+                return False
+            if "error" in hello:
+                self.kill()
+                raise ProgramError(hello["error"])
+            os.set_blocking(self._calls.fileno(), False)  # a worker that hangs must not hang this process
+            self._hello = hello
+        return True
+
+    @property
+    def asynchronous(self) -> bool:
+        """Its program is; waits until that is loaded. Raises `ProgramError`."""
+        self.loaded(self._start_s)
+        assert self._hello is not None
+        return self._hello["asynchronous"]
+
+    @property
+    def ended(self) -> bool:
+        """It was killed."""
+        return self._calls.closed
 
     def send(self, calls: dict[int, Call], deadline: float) -> None:
         """Begins calls. Raises `WorkerGone`, also where the worker, whose pipe is full, reads nothing until
         ``deadline`` (on the monotonic clock)."""
+        assert self._hello is not None
         said = [
-            {"id": number, "arguments": {name: call.offered[name] for name in self._asks}}
+            {"id": number, "arguments": {name: call.offered[name] for name in self._hello["asks"]}}
             for number, call in calls.items()
         ]
         left = memoryview(make_frame(said))
@@ -113,7 +135,7 @@ class Worker:
             try:
                 left = left[os.write(self._calls.fileno(), left) :]
             except BlockingIOError:
-                if not select.select([], [self._calls], [], max(0.0, deadline - time.monotonic()))[1]:
+                if not _ready(self._calls, selectors.EVENT_WRITE, deadline - time.monotonic()):
                     raise WorkerGone(f"timed out after {self._program.timeout_s:g} s") from None
             except BrokenPipeError:
                 raise WorkerGone(self._epitaph()) from None
@@ -136,26 +158,43 @@ class Worker:
         return self._mark.read()
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Ends the process at once, with all that it has started."""
+        if self.ended:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS says the second
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         self._calls.close()
         self.replies.close()
 
-    def _hello(self, start_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + start_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.replies, selectors.EVENT_READ)
-            while selector.select(max(0.0, deadline - time.monotonic())):
+    def _heard(self, patience_s: float) -> dict[str, Any] | None:
+        """What it says once its program is loaded, or cannot be; None where it says nothing within ``patience_s``."""
+        why = f"was not imported within {self._start_s:g} s"
+        try:
+            left = self._start_by - time.monotonic()
+            while _ready(self.replies, selectors.EVENT_READ, min(patience_s, left)):
                 if answers := self.read():
                     return answers[0]
-        raise WorkerGone("it did not start in time")
+            if patience_s < left:
+                return None
+        except WorkerGone:
+            why = "ended while it was imported"
+        self.kill()
+        raise ProgramError(f"{self._program.key}: {self._program.function} {why}; stderr may say more")
 
     def _epitaph(self) -> str:
         code = self._process.wait()
         if code == BLOCKED:
             return f"blocked the event loop for {self._program.timeout_s:g} s"
         return f"crashed with exit code {code}"
+
+
+def _ready(file: BinaryIO, event: int, patience_s: float) -> bool:
+    """Whether ``file`` can be read, or written, within ``patience_s``, whatever its descriptor's number."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, event)
+        return bool(selector.select(max(0.0, patience_s)))
 
 
 def _temporary_file() -> int:

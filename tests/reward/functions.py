@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,17 @@ LIMIT = asyncio.Semaphore(3)
 """A module's own: bound to the first event loop that waits for it."""
 CLIENT = httpx.AsyncClient()
 at_once = most_at_once = 0
+
+
+class Panic(BaseException):
+    """As extensions in other languages raise them: no Exception."""
+
+
+class WithoutWords(Exception):
+    """Its message cannot be formatted."""
+
+    def __str__(self) -> str:
+        return self.args[0]  # a map
 
 
 def good(response: str, truth: Any, prompt: str, bonus: float = 0.0) -> float:
@@ -58,6 +70,20 @@ async def misbehaving_async(response: str) -> Any:
     return 1.0
 
 
+def panicking(response: str) -> float:
+    match response:
+        case "panic":
+            raise Panic("called unwrap on None")
+        case "silent":
+            raise WithoutWords({"code": 1})
+    return 1.0
+
+
+async def panicking_async(response: str) -> float:
+    await asyncio.sleep(0.1)
+    return panicking(response)
+
+
 async def limited(response: str) -> float:
     global at_once, most_at_once
     async with LIMIT:
@@ -90,6 +116,20 @@ def runs_python(response: str) -> float:
     code = "import sys; sys.stdin.read(); print(float(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, response], stdout=subprocess.PIPE, timeout=20, check=True)
     return float(done.stdout)
+
+
+def leaves_a_child(response: str, told: str) -> float:
+    """Its child outlives the call; its number is in the file ``told``."""
+    child = subprocess.Popen(["sleep", "1000"])
+    with Path(told).open("a") as file:
+        file.write(f"{child.pid}\n")
+    return misbehaving(response, "", "")
+
+
+def slowly(response: str) -> float:
+    """So that what comes after waits in its pipe."""
+    time.sleep(0.3)
+    return 1.0
 
 
 def asks(

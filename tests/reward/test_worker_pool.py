@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.services.reward.config import FunctionConfig
+from penstock.services.reward.config import FunctionConfig, RewardConfig
+from penstock.services.reward.service import Reward
+from penstock.services.runtime.user_folders import VARIABLE, look_in
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import Call, ProgramError
 
@@ -83,6 +87,17 @@ def test_of_async_calls_too_each_misbehaviour_costs_only_itself() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["panicking", "panicking_async"])
+def test_whatever_a_call_raises_is_its_answer(name: str) -> None:
+    found = score(FunctionConfig(function=f"{HERE}:{name}", timeout_s=20.0), ["panic", "ok", "silent", "ok"])
+    assert found == [
+        f"raised Panic: called unwrap on None ({FUNCTIONS}, line {line_of('raise Panic', 0)})",
+        1.0,
+        f"raised WithoutWords: its message cannot be formatted ({FUNCTIONS}, line {line_of('raise WithoutWords', 0)})",
+        1.0,
+    ]
+
+
 def test_async_calls_run_together_each_with_its_own_timeout() -> None:
     started = time.monotonic()
     found = score(FunctionConfig(function=f"{HERE}:slow", timeout_s=2.0), ["a"] * 300 + ["hang"])
@@ -147,13 +162,87 @@ def test_plain_calls_are_shared_by_the_workers() -> None:
         WorkerPool(function.program("reward.functions.0"), 1, 512).close()
     function = FunctionConfig(function=f"{HERE}:runs_python")
     pool = WorkerPool(function.program("reward.functions.0"), 3, 512)
-    futures = [pool.submit(Call(offered("1"))) for _ in range(6)]
-    deadline, most = time.monotonic() + 20, 0
-    while most < 3 and time.monotonic() < deadline and not all(future.done() for future in futures):
-        most = max(most, pool.under_way)
-    assert most >= 3
-    assert [future.result(30) for future in futures] == [1.0] * 6
+    futures, deadline = [pool.submit(Call(offered("1")))], time.monotonic() + 20
+    while pool.under_way < 3 and time.monotonic() < deadline:  # one worker alone is given two
+        futures.append(pool.submit(Call(offered("1"))))
+        time.sleep(0.02)
+    assert pool.under_way >= 3
+    assert {future.result(60) for future in futures} == {1.0}
     pool.close()
+
+
+def test_the_workers_of_all_functions_load_them_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_load.py").write_text(
+        "import os, time\nfrom pathlib import Path\n\n"
+        "at = Path(__file__).parent\n(at / f'begun-{os.getpid()}').touch()\n"
+        "while len(list(at.glob('begun-*'))) < int((at / 'wanted').read_text()):\n    time.sleep(0.05)\n\n\n"
+        "def one(response): return 1.0\n\n\ndef two(response): return 2.0\n"
+    )
+    monkeypatch.setenv(VARIABLE, "")
+    look_in(tmp_path)
+    (tmp_path / "wanted").write_text("2")
+    functions = [{"function": f"slow_to_load:{name}"} for name in ("one", "two")]
+    reward = Reward(RewardConfig.model_validate({"functions": functions}), workers=3, group_size=1)
+    (tmp_path / "wanted").write_text("6")
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("begun-*"))) < 6 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    reward.close()
+    assert len(list(tmp_path.glob("begun-*"))) == 6
+
+
+@pytest.mark.parametrize("edited", ["def f(response:\n", "def f(response, more): return 1.0\n"])
+def test_who_waits_for_a_worker_that_does_not_start_again_is_told_why(
+    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "edited_meanwhile.py"
+    file.write_text("import time\n\n\ndef f(response): time.sleep(99)\n")
+    monkeypatch.setenv(VARIABLE, "")
+    look_in(tmp_path)
+    function = FunctionConfig(function="edited_meanwhile:f", timeout_s=1.0)
+    pool = WorkerPool(function.program("reward.functions.0"), 1, 512, start_s=3.0)
+    file.write_text(edited)
+    late, *others = [pool.submit(Call(offered(response))) for response in ("hang", "ok", "ok")]
+    assert str(late.exception(20)) == "timed out after 1 s"
+    for each in others:
+        error = each.exception(20)
+        assert (
+            isinstance(error, ProgramError)
+            and "edited_meanwhile:f" in str(error)
+            and "was it edited? then mend it" in str(error)
+        )
+    assert isinstance(pool.submit(Call(offered("ok"))).exception(20), ProgramError)
+    file.write_text("def f(response): return 1.0\n")
+    deadline = time.monotonic() + 20
+    while (again := pool.submit(Call(offered("ok")))).exception(20) and time.monotonic() < deadline:
+        pass
+    assert again.result() == 1.0
+    pool.close()
+
+
+def test_what_a_call_has_started_ends_with_its_worker(tmp_path: Path) -> None:
+    told = tmp_path / "pids"
+    function = FunctionConfig(function=f"{HERE}:leaves_a_child", timeout_s=1.0, options={"told": str(told)})
+    assert score(function, ["hang", "crash", "ok"]) == ["timed out after 1 s", "crashed with exit code 3", 1.0]
+    pids = list(map(int, told.read_text().split()))
+    assert len(pids) == 3
+    psutil.wait_procs(left := [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    assert not [child for child in left if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_many_descriptors_do_no_harm() -> None:
+    code = (
+        "import os, resource\n"
+        "from tests.reward.test_worker_pool import HERE, FunctionConfig, score\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))\n"
+        "if __name__ == '__main__':\n"
+        "    assert score(FunctionConfig(function=f'{HERE}:constant'), ['a'] * 8, workers=6) == [1.0] * 8\n"
+        "    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]\n"
+        "    slowly = FunctionConfig(function=f'{HERE}:slowly')\n"
+        "    assert score(slowly, ['x' * 300_000] * 3) == [1.0] * 3\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_function_is_given_what_it_asks_for() -> None:

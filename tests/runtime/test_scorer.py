@@ -1,0 +1,165 @@
+"""The loop of all scorers: what is scored is said before the next groups are, and a stop is heard meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from penstock.protocols import messages as m
+from penstock.protocols.columns import REFERENCE
+from penstock.protocols.experience import Group, summarize
+from penstock.protocols.packed_groups import pack_group
+from penstock.protocols.router_server import RouterServer
+from penstock.services.reference.config import ReferenceConfig
+from penstock.services.reference.service import Reference
+from penstock.services.reward.config import RewardConfig
+from penstock.services.reward.service import Reward
+from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.custom_scorer import CustomScorer, ScorerConfig
+from penstock.services.runtime.scorer import Scorer, ScorerActor, ScoringTask
+from penstock.services.runtime.user_folders import VARIABLE, look_in
+from penstock.services.user_processes.pool import WorkerPool
+from penstock.services.user_processes.worker import ProgramError
+from tests.conftest import TINY, make_group
+
+HEARD: set[int] = set()
+"""Groups whose scores have come to the broker."""
+
+
+class Attentive:
+    """Takes a while for a group, and refuses it where the one before has not been answered by then."""
+
+    def score_group(self, group: Group, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        deadline = time.monotonic() + 10
+        while group.number and group.number - 1 not in HEARD:
+            assert time.monotonic() < deadline, "the group before is not answered"
+            time.sleep(0.01)
+        time.sleep(0.1)
+        return {"x": np.full(len(group.trajectories), group.number, np.float32)}
+
+
+class Quick:
+    """At once."""
+
+    def score_group(self, group: Group, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"x": np.zeros(len(group.trajectories), np.float32)}
+
+
+class Broker:
+    """Gives a scorer ``groups`` as soon as it has credit, all in one message, and a stop after ``last`` answers."""
+
+    def __init__(self, groups: list[Group], column: str, last: int) -> None:
+        self.router = RouterServer("tcp://127.0.0.1:0")
+        self.scores: list[m.Scores] = []
+        self._items = [_work_item(group, column) for group in groups]
+        self._last, self._open = last, True
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Broker:
+        HEARD.clear()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = False
+        self._thread.join(5)
+        self.router.close()
+
+    def _run(self) -> None:
+        while self._open:
+            for identity, request, message in self.router.receive(0.02):
+                if isinstance(message, m.Hello):
+                    self.router.send(identity, m.Welcome(run="r", heartbeat_s=1.0), request)
+                elif isinstance(message, m.Credit) and self._items:
+                    self.router.send(identity, m.Work(items=self._items))
+                    self._items = []
+                elif isinstance(message, m.Scores):
+                    self.scores.append(message)
+                    HEARD.update(score.number for score in message.scores)
+                    self.router.send(identity, m.Ack(), request)
+                    if len(HEARD) >= self._last:
+                        self.router.send(identity, m.Stop(reason="enough"))
+            self.router.flush()
+
+
+def _work_item(group: Group, column: str) -> m.WorkItem:
+    said = summarize(group)
+    return m.WorkItem(
+        purpose="train", number=group.number, experience=np.frombuffer(pack_group(group), np.uint8),
+        trajectories=said.trajectories, tokens=said.tokens, oldest=said.oldest, wanted=[column],
+    )  # fmt: skip
+
+
+def _groups(count: int) -> list[Group]:
+    random = np.random.default_rng(0)
+    return [make_group(random, number) for number in range(count)]
+
+
+def _scorer(broker: Broker, scorer: Scorer, folder: Path) -> ScorerActor:
+    return ScorerActor("scorer", ActorContext("scorer-0", "r", folder, broker.router.address), scorer)
+
+
+def _custom(name: str) -> CustomScorer:
+    return CustomScorer(ScorerConfig(scorer=f"{__name__}:{name}", columns={"x": "trajectory"}), "x")
+
+
+def test_a_group_is_answered_before_the_next_one_is_begun_and_a_stop_is_heard(tmp_path: Path) -> None:
+    with Broker(_groups(40), "x", last=4) as broker:
+        assert _scorer(broker, _custom("Attentive"), tmp_path).run() == "enough"
+        said = [score for message in broker.scores for score in message.scores]
+    assert [score.number for score in said] == list(range(len(said))) and 4 <= len(said) < 10
+    assert all(not score.unusable and (score.values == score.number).all() for score in said)
+
+
+def test_what_takes_no_time_is_said_together(tmp_path: Path) -> None:
+    with Broker(_groups(40), "x", last=40) as broker:
+        _scorer(broker, _custom("Quick"), tmp_path).run()
+        assert len(broker.scores) < 20 and sum(len(message.scores) for message in broker.scores) == 40
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_function_that_cannot_be_called_any_more_ends_its_process(
+    whole_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "edited_in_a_run.py"
+    file.write_text("import os\n\n\ndef f(response): os._exit(3)\n")
+    monkeypatch.setenv(VARIABLE, "")
+    look_in(tmp_path)
+    config = RewardConfig.model_validate({"functions": [{"function": "edited_in_a_run:f", "whole_group": whole_group}]})
+    reward = Reward(config, workers=1, group_size=4)
+    column, program = config.functions[0].column, config.functions[0].program("reward.functions.0")
+    reward._pools[column].close()
+    reward._pools[column] = WorkerPool(program, 1, 8, start_s=2.0)  # it tries for two minutes otherwise
+    file.write_text("def f(response:\n")
+    said = r"reward.functions.0.function: .*edited_in_a_run.*was it edited\? then mend it"
+    with Broker(_groups(4), column, last=4) as broker, pytest.raises(ProgramError, match=said):
+        _scorer(broker, reward, tmp_path).run()
+    assert {score.number for message in broker.scores for score in message.scores} <= {0}, "the others lose nothing"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_reference_begins_what_fills_a_forward_pass(alone: bool, tmp_path: Path) -> None:
+    Qwen3ForCausalLM(Qwen3Config(**TINY)).save_pretrained(tmp_path)
+
+    def make(tokens: int) -> Reference:
+        config = ReferenceConfig(device="cpu", tokens_per_batch=tokens)
+        return Reference(config, str(tmp_path), "float32", 1.0, alone, tmp_path)
+
+    left: Sequence[ScoringTask] = [ScoringTask(("train", g.number), g, (REFERENCE,), {}, 0) for g in _groups(24)]
+    expected = {}
+    for task in left:
+        make(8192).score([task], lambda task, column, values: expected.update({task.key: values}))
+    reference, found, turns = make(100), {}, []
+    while left:
+        before = len(left)
+        left = reference.score(left, lambda task, column, values: found.update({task.key: values}))
+        turns.append(before - len(left))
+    assert turns == [1] * 24 if alone else min(turns[:-1]) > 1 and max(turns) < 12
+    assert list(found) == list(expected)
+    assert all(np.allclose(found[key], expected[key], atol=1e-5) for key in found)
