@@ -24,7 +24,7 @@ def _chosen(option: str, text: str, known: Collection[str]) -> list[str]:
 
 def _numbers(option: str, text: str) -> list[int]:
     """Whole numbers between commas. Raises `ConfigError`."""
-    if not all(each.isdecimal() for each in text.split(",")):
+    if not all(each.strip().isdecimal() for each in text.split(",")):
         raise ConfigError(f"{option}: {text!r} is not whole numbers with commas between them, e.g. 0,4")
     return [int(each) for each in text.split(",")]
 

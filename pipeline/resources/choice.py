@@ -160,15 +160,24 @@ def _reasons(best: Layout, others: list[Layout], seconds: Callable[[Layout], flo
     said = []
     for word, near in (("fewer", fewer[-1:]), ("more", more[:1])):
         for each in near:
-            longer = "training" if each.train_s > each.generate_s else "generating"
-            takes = f"{longer} takes longest, and a step {seconds(each):.1f} s"
+            takes = f"{_longest(each)} takes longest, and a step {seconds(each):.1f} s"
             said.append(f"with {word} ranks ({each.trainer.ranks}), {takes}")
-    if best.faster and best.faster_s < best.train_s:
+    if best.faster and seconds(replace(best, train_s=best.faster_s)) < seconds(best):
         said.append(
             f"{ranks} rank{'s' * (ranks > 1)} ({_words(best.faster)}) would train in {best.faster_s:.1f} s and not "
             f"{best.train_s:.1f}, but take {best.faster_gib:.0f} GiB each"
         )
     return said
+
+
+def _longest(layout: Layout) -> str:
+    """Who it is that a step waits for most."""
+    times = {
+        "training": layout.train_s,
+        "generating": layout.generate_s,
+        "the critic": layout.values_s + layout.critic_s,
+    }
+    return max(times, key=lambda who: times[who])
 
 
 def shape_words(trainer: TrainerConfig) -> str:

@@ -31,6 +31,7 @@ class WorkerPool:
         self._open = 0
         self._lock = threading.Lock()
         for each in self._queues:
+            each.fellows = self._queues
             each.start()
 
     @property

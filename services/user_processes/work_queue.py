@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -63,6 +64,10 @@ class WorkerQueue:
         self._start_s = start_s
         self.worker = worker or Worker(program, start_s)
         self._most, self._limit = limit, 0
+        self.ready = False
+        """The worker has loaded its program."""
+        self.fellows: Sequence[WorkerQueue] = (self,)
+        """Those that take from what waits."""
         self._answered_at = self._call_s = 0.0
         """Of a plain function: when the last answer came, and what a call takes on average."""
         self._thread = threading.Thread(target=self._run, name=f"worker-{program.function}", daemon=True)
@@ -114,20 +119,30 @@ class WorkerQueue:
                 self._bury(f"could not be called: {type(error).__name__}: {error}", everyone=True)
 
     def _load(self) -> None:
-        """Until a worker has loaded the program. While none can, whoever waits is told so after `start_s`."""
-        began = time.monotonic()
+        """Until a worker has loaded the program. While none can, of no fellow either, whoever waits is told so after
+        `start_s`."""
+        began, self.ready = time.monotonic(), False
         while not self._closing.is_set():
             try:
                 if self.worker.ended:
                     self.worker = Worker(self.program, self._start_s)
                 if self.worker.loaded(LOOK_S):
                     self._limit = self._most if self.worker.asynchronous else 2
+                    self.ready = True
                     return
-            except (ProgramError, OSError) as error:  # it loaded before
+            except (ProgramError, OSError) as error:  # another one has loaded it before
                 log.error("worker does not start", error=str(error))
-                if time.monotonic() - began >= self._start_s:
+                if any(each.ready for each in self.fellows):
+                    self._leave_to_fellows()
+                elif time.monotonic() - began >= self._start_s:
                     self._give_up(error)
                 self._closing.wait(AGAIN_S)
+
+    def _leave_to_fellows(self) -> None:
+        while self._again:
+            self._waiting.put(self._again.popleft())
+        for each in self.fellows:
+            each.wake()
 
     def _give_up(self, error: ProgramError | OSError) -> None:
         """Nothing that waits can be called; the next calls may be."""

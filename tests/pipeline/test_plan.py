@@ -228,6 +228,15 @@ def test_a_step_beside_a_critic_takes_what_the_simulator_says(max_lag: int, slow
     assert seconds > max(told.train_s, told.generate_s) - 1e-9
 
 
+def test_where_all_wait_for_the_critic_it_is_named() -> None:
+    keys = ["trainer.algorithm.preset=ppo", "rollout.sampling.n=2", "critic.gradient_checkpointing=true"]
+    keys += ["critic.offload=true", "gate.max_lag=2"]
+    done = CliRunner().invoke(app, ["plan", "configs/grpo-3b.yaml", "--gpus", "8xH100", *keys])
+    assert done.exit_code == 0, done.output
+    whys = [line for line in done.output.splitlines() if line.startswith("why: ")]
+    assert whys and all("the critic takes longest" in why for why in whys), whys
+
+
 def test_what_the_embedded_engine_keeps_is_counted() -> None:
     """Two versions, and a slot of the longest for each sequence: 147,456 bytes a token."""
     engine = "rollout.engine={{type: torch, max_length: 4096, max_sequences: {}}}"

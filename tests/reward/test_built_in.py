@@ -41,6 +41,9 @@ from penstock.services.reward.functions.overlong import overlong
         (r"\boxed{20}", "20 cm^2", 1.0),
         (r"\boxed{5}", "The answer is 5", 1.0),
         (r"\boxed{7}", "3 + 4 = <<3+4=7>>7 apples\n#### 7", 1.0),
+        ("The answer is 1500.", "1.5e3", 1.0),
+        (r"\boxed{0.0001}", 1e-4, 1.0),
+        (r"\boxed{0.0002}", 1e-4, 0.0),
         ("I do not know", "8", 0.0),
         ("", 12, 0.0),
     ],
@@ -64,6 +67,7 @@ def test_mathematics_is_compared_by_what_it_is_worth(answer: str, truth: Any, re
         ("-.5", "-0.5"),
         ("it is 18.", "18"),
         ("12,", "12"),
+        ("it costs 1,00,000", "100000"),
     ],
 )
 def test_the_last_number_is_read_as_people_write_it(answer: str, truth: str) -> None:

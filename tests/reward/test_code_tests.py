@@ -59,6 +59,9 @@ def fenced(program: str, info: str = "python") -> str:
         "1. At last:\n   ```python\n   if True:\n       print(3)\n   ```\n",
         "Use ``` for code.\n" + fenced("print(3)"),
         "print(3)",
+        "<answer>```python\nprint(3)\n```</answer>",
+        "```python\nprint(3)\n``` This works.",
+        "```python\nprint(2)\n```</think>\nSo:\n" + fenced("print(3)"),
     ],
 )
 def test_the_program_is_the_last_block_of_python(answer: str) -> None:
@@ -73,6 +76,11 @@ def test_the_program_is_the_last_block_of_python(answer: str) -> None:
         (ADDS, FAILS, '["assert add(1, 2) == 3"]'),
         (ADDS, FAILS, {"test": CHECK, "entry_point": "add", "task_id": "1"}),
         (ADDS, FAILS, CHECK + "check(add)"),
+        (ADDS, FAILS, {"test": CHECK + "check(add)", "entry_point": "add"}),
+        (ADDS, FAILS, {"test": "import random\nrandom.seed(0)\n" + CHECK, "entry_point": "add"}),
+        (READS, "print(4)", {"inputs": ["1\n2"], "outputs": [3]}),
+        ("def f(n): return 10 ** n", "f = abs",
+         f'{{"fn_name": "f", "inputs": [[5000]], "outputs": [1{"0" * 5000}]}}'),
         (ADDS, FAILS, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
         (ADDS, FAILS, '{"fn_name": "add", "inputs": [[[1], [2]]], "outputs": [[[1, 2]]]}'),
         ("class Solution:\n    def two(self, a): return (a, None)", "two = abs", {
@@ -90,7 +98,7 @@ def test_each_kind_of_tests_tells_right_from_wrong(right: str, wrong: str, truth
         ("import math\nx = add(1, 2)", "asserts nothing"),
         ("assert add(1, 2) =", "is no Python"),
         ("{'inputs': ['1'], 'outputs': ['2']}", "begins as JSON, and is none"),
-        ({"inputs": [1], "outputs": ["2"]}, "neither text nor a list of lines: '1'"),
+        ({"inputs": [None], "outputs": ["2"]}, "neither text nor a list of lines: 'None'"),
         ({"inputs": [["1", 2]], "outputs": ["2"]}, "neither text nor a list of lines"),
         ({"fn_name": "add", "inputs": ["1 2"], "outputs": [3]}, "a list of the function's arguments"),
         ({"fn_name": "a b", "inputs": [[1]], "outputs": [3]}, "a list of the function's arguments"),

@@ -200,7 +200,8 @@ def test_who_waits_for_a_worker_that_does_not_start_again_is_told_why(
     monkeypatch.setenv(VARIABLE, "")
     look_in(tmp_path)
     function = FunctionConfig(function="edited_meanwhile:f", timeout_s=1.0)
-    pool = WorkerPool(function.program("reward.functions.0"), 1, 512, start_s=3.0)
+    pool = WorkerPool(function.program("reward.functions.0"), 1, 512)
+    pool._queues[0]._start_s = 3.0  # of those that come after
     file.write_text(edited)
     late, *others = [pool.submit(Call(offered(response))) for response in ("hang", "ok", "ok")]
     assert str(late.exception(20)) == "timed out after 1 s"
@@ -217,6 +218,27 @@ def test_who_waits_for_a_worker_that_does_not_start_again_is_told_why(
     while (again := pool.submit(Call(offered("ok")))).exception(20) and time.monotonic() < deadline:
         pass
     assert again.result() == 1.0
+    pool.close()
+
+
+def test_what_one_worker_cannot_do_another_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "broken_for_some.py"
+    file.write_text("import os\n\n\ndef f(response):\n    return os._exit(3) if response == 'crash' else 1.0\n")
+    monkeypatch.setenv(VARIABLE, "")
+    look_in(tmp_path)
+    pool = WorkerPool(FunctionConfig(function="broken_for_some:f").program("reward.functions.0"), 2, 512)
+    deadline = time.monotonic() + 60
+    while not all(each.ready for each in pool._queues):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for each in pool._queues:
+        each._start_s = 1.0
+    file.write_text("def f(response:\n")
+    assert str(pool.submit(Call(offered("crash"))).exception(20)) == "crashed with exit code 3"
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        assert pool.submit(Call(offered("ok"))).result(20) == 1.0
+    assert sum(each.ready for each in pool._queues) == 1
     pool.close()
 
 

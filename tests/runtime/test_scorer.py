@@ -135,7 +135,8 @@ def test_a_function_that_cannot_be_called_any_more_ends_its_process(
     reward = Reward(config, workers=1, group_size=4)
     column, program = config.functions[0].column, config.functions[0].program("reward.functions.0")
     reward._pools[column].close()
-    reward._pools[column] = WorkerPool(program, 1, 8, start_s=2.0)  # it tries for two minutes otherwise
+    reward._pools[column] = WorkerPool(program, 1, 8)
+    reward._pools[column]._queues[0]._start_s = 2.0  # of those that come after
     file.write_text("def f(response:\n")
     said = r"reward.functions.0.function: .*edited_in_a_run.*was it edited\? then mend it"
     with Broker(_groups(4), column, last=4) as broker, pytest.raises(ProgramError, match=said):

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import sys
 import textwrap
 from typing import Any
 
@@ -12,7 +13,8 @@ _FENCE = re.compile(r"(?:[\s*+-]*(?:\d+[.)]\s*)?|[^`]*(?=`{3,}(?:py|python3?)\s*
 """Begins a block: of any kind at a line's start or a list's point, behind words where it is marked as Python."""
 _PYTHON = ("py", "python", "python3")
 _CALLED = """
-import json as _json
+import json as _json, sys as _sys
+_sys.set_int_max_str_digits(0)
 _given, _wanted = _json.loads({given!r}), _json.loads({wanted!r})
 _found = ({name} if {name!r} in globals() else Solution().{name})(*_given)
 _found = _json.loads(_json.dumps(_found))
@@ -66,8 +68,8 @@ def _program(response: str) -> str:
         if not fence:
             if opening := _FENCE.fullmatch(line):
                 fence, label, inside = opening[1], opening[2].strip().lower(), []
-        elif line.rstrip().endswith(fence):
-            inside.append(line.rstrip().removesuffix(fence))
+        elif line.lstrip().startswith(fence) or line.rstrip().endswith(fence):
+            inside.append(line.partition(fence)[0] if line.lstrip().startswith(fence) else line.rstrip()[: -len(fence)])
             words = re.findall(r"\w+", label)
             if not label or (words and words[0] in _PYTHON):
                 blocks[bool(label)].append(textwrap.dedent("\n".join(inside)))
@@ -81,6 +83,7 @@ def _program(response: str) -> str:
 def _cases(truth: Any) -> list[Case]:
     given = truth
     if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
+        sys.set_int_max_str_digits(0)  # TACO has larger ones
         try:
             given = json.loads(truth)
         except ValueError:
@@ -106,24 +109,29 @@ def _cases(truth: Any) -> list[Case]:
 def _asserting(test: str, name: str = "") -> str:
     """The test, with a call of its ``check`` for the function ``name`` where it has none. Raises `ValueError` where it
     would pass whatever the program is."""
-    if _acts(test):
-        return test
+    done = _done_by(test)
     if name.isidentifier() and re.search(r"^def check\(", test, re.MULTILINE):
-        return f"{test}\ncheck({name})\n"
+        return test if any(_calls_check(node) for node in done) else f"{test}\ncheck({name})\n"
+    if any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in done):
+        return test
     raise ValueError(
         "a test asserts nothing and calls nothing; where it defines check(), the truth is a map of test and "
         f"entry_point: {test[:80]!r}"
     )
 
 
-def _acts(test: str) -> bool:
+def _done_by(test: str) -> list[ast.AST]:
+    """What it does by itself, and does not only define."""
     try:
         body = ast.parse(test).body
     except SyntaxError as error:
         raise ValueError(f"a test is no Python ({error}): {test[:80]!r}") from None
     still = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
-    nodes = (node for part in body if not isinstance(part, still) for node in ast.walk(part))
-    return any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes)
+    return [node for part in body if not isinstance(part, still) for node in ast.walk(part)]
+
+
+def _calls_check(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
 
 
 def _called(name: Any, arguments: Any, wanted: Any) -> str:
@@ -136,9 +144,11 @@ def _called(name: Any, arguments: Any, wanted: Any) -> str:
 
 
 def _text(case: Any) -> str:
-    """Of an input or an output: a text, or a list of its lines."""
+    """Of an input or an output: a text, or a list of its lines; a number is its text."""
     if isinstance(case, str):
         return case
+    if type(case) in (int, float):
+        return str(case)
     if isinstance(case, list) and all(isinstance(line, str) for line in case):
         return "\n".join(case)
     raise ValueError(f"an input or output is neither text nor a list of lines: {str(case)[:80]!r}")

@@ -1,6 +1,7 @@
 """Mathematics by meaning: the ``math-verify`` library parses LaTeX and numbers, and compares what they are worth."""
 
 import re
+from decimal import Decimal
 from functools import cache, partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from penstock.services.data import need
 _MARKED = re.compile(r"\$|\\boxed|\\[(\[]")
 """The truth says itself where its formula is."""
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^}]*\}")
+_SCIENTIFIC = re.compile(r"[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,3}")
 _WORD = re.compile(r"(?<!\S)(?!(?:and|or)\b)(?:[A-Za-z]{3,}(?![^\s.,:;!?])|(?<=\d )[A-Za-z]{2,})")
 """A sentence's, or a unit, which in a formula would be a product of its letters."""
 
@@ -35,6 +37,8 @@ def math_verify(response: str, truth: Any, digits: int = 6) -> float:
 
 def _parsed_truth(library: Any, truth: str) -> list[Any]:
     """As a formula, all of it, unless it marks its own or has words; else what the library finds in it."""
+    if _SCIENTIFIC.fullmatch(truth.strip()):  # its e would be Euler's number
+        truth = format(Decimal(truth.strip()), "f")
     # The library's own deadlines are signals; a call here has `timeout_s`.
     whole = partial(library.parse, f"${truth}$", parsing_timeout=None)
     formula = not _MARKED.search(truth) and not _WORD.search(_TEXT.sub("", truth))

@@ -3,8 +3,9 @@
 import re
 from typing import Any
 
-_NUMBER = re.compile(r"(?:(?<!\w)-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
-"""A sign stands behind no digit or letter, where it would be a minus; a comma stands before three digits."""
+_NUMBER = re.compile(r"(?:(?<!\w)-)?(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
+"""A sign stands behind no digit or letter, where it would be a minus; a comma stands before three digits, or two before
+such (1,00,000)."""
 
 
 def number(response: str, truth: Any, prompt: str, tolerance: float = 1e-6) -> float:
