@@ -75,7 +75,7 @@ def _encode(config: Config, report: Report) -> None:
     if odd := tokenizer.unread():
         raise SetupError(
             f"model.chat_template_kwargs.{odd[0]}: the chat template of {config.model.path} does not look at "
-            "it; mend its name, take it out, or, to evaluate a model of another kind, give model.chat_template_kwargs={}"
+            "it; mend its name, take it out, or, to evaluate another kind of model, give model.chat_template_kwargs={}"
         )
     if report.row is None:
         return
