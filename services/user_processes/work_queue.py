@@ -119,8 +119,8 @@ class WorkerQueue:
                 self._bury(f"could not be called: {type(error).__name__}: {error}", everyone=True)
 
     def _load(self) -> None:
-        """Until a worker has loaded the program. While none can, of no fellow either, whoever waits is told so after
-        `start_s`."""
+        """Until a worker has loaded the program. Where none can for `start_s`, of no fellow either, whoever waits is
+        told so."""
         began, self.ready = time.monotonic(), False
         while not self._closing.is_set():
             try:
@@ -134,6 +134,7 @@ class WorkerQueue:
                 log.error("worker does not start", error=str(error))
                 if any(each.ready for each in self.fellows):
                     self._leave_to_fellows()
+                    began = time.monotonic()
                 elif time.monotonic() - began >= self._start_s:
                     self._give_up(error)
                 self._closing.wait(AGAIN_S)
