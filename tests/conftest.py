@@ -10,7 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import dataclasses
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import pytest
 import structlog
 
 from penstock.protocols.experience import Group, Prompt, Trajectory
+from penstock.services.runtime.user_folders import VARIABLE, look_in
 from tests.e2e.runs import STARTED
 
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
@@ -34,6 +35,19 @@ def no_run_outlives_its_test() -> Iterator[None]:
         if process.poll() is None:
             process.kill()  # its actors end with it
             process.wait()
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Writes a module of a user's own where functions are looked for, ``(name.py, text)``; returns its file."""
+
+    def write(name: str, text: str) -> Path:
+        (tmp_path / name).write_text(text)
+        monkeypatch.setenv(VARIABLE, "")
+        look_in(tmp_path)
+        return tmp_path / name
+
+    return write
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
+from penstock.pipeline.harness.answering import AnsweringBroker
 from penstock.protocols import messages as m
-from penstock.protocols.router_server import RouterServer
 
 
-class FakeBroker:
+class FakeBroker(AnsweringBroker):
     """Tells the trainer which rollouts are there and what they serve. Runs in a thread, until `close`."""
 
     def __init__(self) -> None:
-        self.router = RouterServer("tcp://127.0.0.1:0")
         self.serves: dict[str, tuple[int, str]] = {}
         self.muted: set[str] = set()
         """Rollouts that hear nothing."""
@@ -20,36 +17,22 @@ class FakeBroker:
         self.loads: list[m.Loaded] = []
         self.costs: dict[int, m.PublishCost] = {}
         self._trainer: str | None = None
-        self._changed = self._open = True
-        self._thread = threading.Thread(target=self._run, name="fake-broker", daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """Where actors reach it."""
-        return self.router.address
+        self._changed = True
+        super().__init__()
 
     def bury(self, identity: str) -> None:
         """A rollout is found dead."""
         self.serves.pop(identity, None)
         self._changed = True
 
-    def close(self) -> None:
-        """Ends the thread."""
-        self._open = False
-        self._thread.join(5)
-        self.router.close()
+    def turn(self) -> None:
+        """Tells the trainer who is here, where that has changed."""
+        if self._changed and self._trainer:
+            self._changed = False
+            self.router.send(self._trainer, m.Receivers(serves=dict(self.serves)))
 
-    def _run(self) -> None:
-        while self._open:
-            for identity, request, message in self.router.receive(0.02):
-                self.router.send(identity, self._handle(identity, message), request)
-            if self._changed and self._trainer:
-                self._changed = False
-                self.router.send(self._trainer, m.Receivers(serves=dict(self.serves)))
-            self.router.flush()
-
-    def _handle(self, identity: str, message: m.Message) -> m.Message:
+    def answer(self, identity: str, message: m.Message) -> m.Message:
+        """As the broker would."""
         if isinstance(message, m.Hello) and message.kind == "trainer":
             self._trainer, self._changed = identity, True
         elif isinstance(message, m.Hello):

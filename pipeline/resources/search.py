@@ -72,15 +72,18 @@ class Layout:
     @property
     def step_s(self) -> float:
         """While one step is trained on the next is generated, but for who shares GPUs, and gets its values."""
-        in_turn = self.train_s + self.generate_s + self.switch_s
-        longest = in_turn if self.colocated else max(self.train_s, self.generate_s)
+        longest = self._in_turn_s if self.colocated else max(self.train_s, self.generate_s)
         return max(longest, self.values_s + self.critic_s)
 
     @property
     def synchronous_s(self) -> float:
         """With gate.max_lag=0: one after the other."""
-        in_turn = self.train_s + self.generate_s + self.switch_s
-        return max(in_turn + self.values_s, self.values_s + self.critic_s)
+        return self.values_s + max(self._in_turn_s, self.critic_s)
+
+    @property
+    def _in_turn_s(self) -> float:
+        """But for a critic."""
+        return self.train_s + self.generate_s + self.switch_s
 
 
 def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:

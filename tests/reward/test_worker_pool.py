@@ -193,12 +193,9 @@ def test_the_workers_of_all_functions_load_them_at_once(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("edited", ["def f(response:\n", "def f(response, more): return 1.0\n"])
 def test_who_waits_for_a_worker_that_does_not_start_again_is_told_why(
-    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    edited: str, user_module: Callable[[str, str], Path]
 ) -> None:
-    file = tmp_path / "edited_meanwhile.py"
-    file.write_text("import time\n\n\ndef f(response): time.sleep(99)\n")
-    monkeypatch.setenv(VARIABLE, "")
-    look_in(tmp_path)
+    file = user_module("edited_meanwhile.py", "import time\n\n\ndef f(response): time.sleep(99)\n")
     function = FunctionConfig(function="edited_meanwhile:f", timeout_s=1.0)
     pool = WorkerPool(function.program("reward.functions.0"), 1, 512)
     pool._queues[0]._start_s = 3.0  # of those that come after
@@ -221,11 +218,11 @@ def test_who_waits_for_a_worker_that_does_not_start_again_is_told_why(
     pool.close()
 
 
-def test_what_one_worker_cannot_do_another_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "broken_for_some.py"
-    file.write_text("import os\n\n\ndef f(response):\n    return os._exit(3) if response == 'crash' else 1.0\n")
-    monkeypatch.setenv(VARIABLE, "")
-    look_in(tmp_path)
+def test_what_one_worker_cannot_do_another_does(user_module: Callable[[str, str], Path]) -> None:
+    file = user_module(
+        "broken_for_some.py",
+        "import os\n\n\ndef f(response):\n    return os._exit(3) if response == 'crash' else 1.0\n",
+    )
     pool = WorkerPool(FunctionConfig(function="broken_for_some:f").program("reward.functions.0"), 2, 512)
     deadline = time.monotonic() + 60
     while not all(each.ready for each in pool._queues):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from penstock.pipeline.harness.answering import AnsweringBroker
 from penstock.protocols import messages as m
 from penstock.protocols.columns import REFERENCE
 from penstock.protocols.experience import Group, summarize
 from penstock.protocols.packed_groups import pack_group
-from penstock.protocols.router_server import RouterServer
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reference.service import Reference
 from penstock.services.reward.config import RewardConfig
@@ -23,7 +22,6 @@ from penstock.services.reward.service import Reward
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.custom_scorer import CustomScorer, ScorerConfig
 from penstock.services.runtime.scorer import Scorer, ScorerActor, ScoringTask
-from penstock.services.runtime.user_folders import VARIABLE, look_in
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import ProgramError
 from tests.conftest import TINY, make_group
@@ -51,41 +49,29 @@ class Quick:
         return {"x": np.zeros(len(group.trajectories), np.float32)}
 
 
-class Broker:
+class Broker(AnsweringBroker):
     """Gives a scorer ``groups`` as soon as it has credit, all in one message, and a stop after ``last`` answers."""
 
     def __init__(self, groups: list[Group], column: str, last: int) -> None:
-        self.router = RouterServer("tcp://127.0.0.1:0")
         self.scores: list[m.Scores] = []
         self._items = [_work_item(group, column) for group in groups]
-        self._last, self._open = last, True
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Broker:
+        self._last = last
         HEARD.clear()
-        self._thread.start()
-        return self
+        super().__init__()
 
-    def __exit__(self, *_: object) -> None:
-        self._open = False
-        self._thread.join(5)
-        self.router.close()
-
-    def _run(self) -> None:
-        while self._open:
-            for identity, request, message in self.router.receive(0.02):
-                if isinstance(message, m.Hello):
-                    self.router.send(identity, m.Welcome(run="r", heartbeat_s=1.0), request)
-                elif isinstance(message, m.Credit) and self._items:
-                    self.router.send(identity, m.Work(items=self._items))
-                    self._items = []
-                elif isinstance(message, m.Scores):
-                    self.scores.append(message)
-                    HEARD.update(score.number for score in message.scores)
-                    self.router.send(identity, m.Ack(), request)
-                    if len(HEARD) >= self._last:
-                        self.router.send(identity, m.Stop(reason="enough"))
-            self.router.flush()
+    def answer(self, identity: str, message: m.Message) -> m.Message | None:
+        if isinstance(message, m.Hello):
+            return m.Welcome(run="r", heartbeat_s=1.0)
+        if isinstance(message, m.Credit) and self._items:
+            self.router.send(identity, m.Work(items=self._items))
+            self._items = []
+        elif isinstance(message, m.Scores):
+            self.scores.append(message)
+            HEARD.update(score.number for score in message.scores)
+            if len(HEARD) >= self._last:
+                self.router.send(identity, m.Stop(reason="enough"))
+            return m.Ack()
+        return None
 
 
 def _work_item(group: Group, column: str) -> m.WorkItem:
@@ -102,7 +88,7 @@ def _groups(count: int) -> list[Group]:
 
 
 def _scorer(broker: Broker, scorer: Scorer, folder: Path) -> ScorerActor:
-    return ScorerActor("scorer", ActorContext("scorer-0", "r", folder, broker.router.address), scorer)
+    return ScorerActor("scorer", ActorContext("scorer-0", "r", folder, broker.address), scorer)
 
 
 def _custom(name: str) -> CustomScorer:
@@ -125,12 +111,9 @@ def test_what_takes_no_time_is_said_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_a_function_that_cannot_be_called_any_more_ends_its_process(
-    whole_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole_group: bool, tmp_path: Path, user_module: Callable[[str, str], Path]
 ) -> None:
-    file = tmp_path / "edited_in_a_run.py"
-    file.write_text("import os\n\n\ndef f(response): os._exit(3)\n")
-    monkeypatch.setenv(VARIABLE, "")
-    look_in(tmp_path)
+    file = user_module("edited_in_a_run.py", "import os\n\n\ndef f(response): os._exit(3)\n")
     config = RewardConfig.model_validate({"functions": [{"function": "edited_in_a_run:f", "whole_group": whole_group}]})
     reward = Reward(config, workers=1, group_size=4)
     column, program = config.functions[0].column, config.functions[0].program("reward.functions.0")
