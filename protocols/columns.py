@@ -42,6 +42,8 @@ SQUARES = "squares"
 TAUGHT = "taught"
 """No column: what an advantage may be given for each token, its log-probability under the same policy where that has
 seen a good answer first; its own where there is none to be seen."""
+STATES = "states"
+"""No column: what an advantage may be given for each sampled token, a fingerprint of what its turn answers."""
 WEIGHTS = "weights"
 """No column: the correction's weight of each token, not normalised; 1 without a correction."""
 REFERENCE = "reference"

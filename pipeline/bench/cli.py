@@ -149,7 +149,7 @@ def bench_lag(
         "0,1,2,4,8"
     ),
     corrections: Annotated[str, typer.Option(help="What corrects for it.")] = (
-        "none,token-tis,icepop,sequence-mask,decoupled"
+        "none,token-tis,icepop,sequence-mask,vespo,topr,m2po,decoupled"
     ),
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 60,

@@ -23,6 +23,7 @@ CORRECTIONS = {
     "token-tis": [*PLAIN, "trainer.algorithm.correction={type: truncated}"],
     "icepop": [*PLAIN, "trainer.algorithm.correction={type: icepop}"],
     "sequence-mask": [*PLAIN, "trainer.algorithm.reject=[{kind: seq_mean_k1, upper: 1.1, of: negative}]"],
+    **{name: [f"trainer.algorithm.loss={{type: {name}}}", PLAIN[-1]] for name in ("vespo", "topr", "m2po")},
     "decoupled": [
         "trainer.algorithm.loss={type: ppo_clip, clip_low: 0.2, clip_high: 0.28}",
         "trainer.algorithm.kl.coefficient=0",

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.services.trainer.advantage_config import BuiltInAdvantage
-from penstock.services.trainer.algorithm_config import BuiltInCorrection, BuiltInLoss
+from penstock.services.trainer.algorithm_config import BuiltInCorrection
 from penstock.services.trainer.choice import Choice
+from penstock.services.trainer.loss_config import BuiltInLoss
 from penstock.services.trainer.presets import PRESETS
 
 

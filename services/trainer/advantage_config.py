@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.protocols.columns import GREEDY, POLICY, REFERENCE, SAMPLED, SQUARES, TAUGHT, VALUES, WEIGHTS
+from penstock.protocols.columns import GREEDY, POLICY, REFERENCE, SAMPLED, SQUARES, STATES, TAUGHT, VALUES, WEIGHTS
 from penstock.services.trainer.choice import Choice
 
 
@@ -159,6 +159,24 @@ class GdpoAdvantage(Choice):
         return {"weights": list(self.components.values())}
 
 
+class GigpoAdvantage(Choice):
+    """GiGPO, for tasks of several turns: GRPO's advantage of the whole answer, and beside it each turn's return,
+    compared with those of the group's turns that answer the same observation."""
+
+    implementation = "advantages.gigpo:gigpo"
+    paper = "Feng et al. 2025, arXiv:2505.10978"
+    least_n = 2
+    by_token = True
+    given = (STATES,)
+    type: Literal["gigpo"] = "gigpo"
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount a turn: how much less a reward counts for a turn the more turns before it came, e.g. ``1.0``."""
+    turn_weight: float = Field(1.0, ge=0)
+    """Weight of the turn's part beside the whole answer's, e.g. ``0.5``."""
+    std: bool = True
+    """Divide both parts by the standard deviation of what they are compared with; false: not."""
+
+
 class DistillationAdvantage(Choice):
     """On-policy distillation: how much likelier a teacher finds each token than the policy that sampled it, which is
     the reverse KL divergence with the sign turned. Needs no group (`n: 1`), and no reward."""
@@ -254,5 +272,6 @@ class SelfDistillationAdvantage(Choice):
 BuiltInAdvantage = (
     GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage | GpgAdvantage
-    | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | DistillationAdvantage | SelfDistillationAdvantage
+    | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | GigpoAdvantage | DistillationAdvantage
+    | SelfDistillationAdvantage
 )  # fmt: skip

@@ -19,6 +19,7 @@ from penstock.protocols.columns import (
     REWARD,
     SAMPLED,
     SQUARES,
+    STATES,
     TAUGHT,
     WEIGHTS,
 )
@@ -40,6 +41,7 @@ from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.mismatch import Mismatch
 from penstock.services.trainer.self_teacher import SelfTeacher
+from penstock.services.trainer.turn_states import turn_states
 from penstock.services.trainer.weight_average import WeightAverage
 
 
@@ -229,6 +231,8 @@ class Learner(ModelLearner):
                 "with the advantage that it had until a checkpoint covers that step"
             )
         columns[SAMPLED] = step.padded([t.logprobs for t in step.trajectories], rewarded)
+        if STATES in self.algorithm.given:
+            columns[STATES] = step.padded([turn_states(t) for t in step.trajectories], rewarded)
         groups, sessions = torch.from_numpy(step.groups[rewarded]), torch.from_numpy(step.sessions[rewarded])
         mask = rewards.mask.bool()
         if self.algorithm.weighs_policy:

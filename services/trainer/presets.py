@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
-    "opo", "maxrl", "remax", "distillation", "sdpo",
+    "opo", "maxrl", "remax", "distillation", "sdpo", "gigpo", "luspo", "m2po", "topr", "vespo",
 ]  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"type": "reinforce"},
         "correction": {"type": "truncated"},
     },
+    "gigpo": {"advantage": {"type": "gigpo"}, "aggregation": "seq-mean-token-mean"},
+    "luspo": {"loss": {"type": "gspo"}, "aggregation": "seq-mean-token-sum"},
+    "m2po": {"loss": {"type": "m2po"}},
+    "topr": {"loss": {"type": "topr"}},
+    "vespo": {"loss": {"type": "vespo"}},
 }
 """What each leaves as it is by default is not named."""
 assert set(PRESETS) == set(get_args(PresetName))

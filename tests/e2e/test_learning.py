@@ -43,6 +43,10 @@ METHODS = {
     "dro": ["loss={type: dro}"],
     "icepop": ["loss={type: reinforce}", "correction={type: icepop}"],
     "a3po": ["ratio=interpolated", "correction={type: truncated}"],
+    "luspo": ["preset=luspo", "loss=null"],
+    "m2po": ["loss={type: m2po}"],
+    "topr": ["loss={type: topr}"],
+    "vespo": ["loss={type: vespo}"],
     "clip_by_age": ["loss={type: ppo_clip, lag_exponent: 0.5}"],
 }
 
@@ -53,8 +57,10 @@ def test_ppo_with_a_critic_lifts_the_reward(tmp_path: Path) -> None:
     assert summary["reward_last"] >= 0.85 and summary["eval_after"] >= 0.95
 
 
-def test_a_task_of_two_turns_with_a_tool_is_learned(tmp_path: Path) -> None:
-    summary = Run(tmp_path, [], ROOT / "examples" / "own-environment" / "config.yaml").wait(500)
+@pytest.mark.parametrize("preset", ["grpo", "gigpo"])
+def test_a_task_of_two_turns_with_a_tool_is_learned(preset: str, tmp_path: Path) -> None:
+    chosen = [f"trainer.algorithm.preset={preset}"]
+    summary = Run(tmp_path, chosen, ROOT / "examples" / "own-environment" / "config.yaml").wait(500)
     check_promises(summary)
     assert summary["reward_first"] <= 0.1 and summary["reward_last"] >= 0.85
 

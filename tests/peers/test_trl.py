@@ -14,6 +14,7 @@ from penstock.services.trainer.algorithms.losses.cispo import cispo
 from penstock.services.trainer.algorithms.losses.gspo import gspo
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 from penstock.services.trainer.algorithms.losses.sapo import sapo
+from penstock.services.trainer.algorithms.losses.vespo import vespo
 from tests.trainer.rank_program import a_model
 
 pytestmark = pytest.mark.peers
@@ -36,6 +37,8 @@ LOSSES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         {"tau_pos": 1.2, "tau_neg": 1.4},
         "seq-mean-token-mean",
     ),
+    "luspo": ({"importance_sampling_level": "sequence"}, gspo, CLIP, "seq-mean-token-sum"),
+    "vespo": ({}, vespo, {}, "token-mean"),
 }
 
 
@@ -64,7 +67,8 @@ def their_trainer(folder: Path, name: str, given: dict[str, Any], unbiased: bool
 @pytest.mark.parametrize("seed", range(3))
 def test_a_loss_and_the_models_gradient_are_trls(name: str, seed: int, tmp_path: Path) -> None:
     given, function, options, aggregation = LOSSES[name]
-    unbiased = seed == 0 and "sequence" not in name  # by token: TRL's of a sequence is another one
+    by_token = given.get("importance_sampling_level") != "sequence"
+    unbiased = seed == 0 and by_token  # TRL's of a sequence is another one
     trainer = their_trainer(tmp_path, name, given, unbiased)
     model = trainer.model
     torch.manual_seed(seed)

@@ -59,6 +59,7 @@ def columns(scores: torch.Tensor) -> dict[str, torch.Tensor]:
         "sampled": values / 2 - 1,
         "policy": values / 3 - 1,
         "squares": values / 4,
+        "states": (3 * scores).long()[:, None].expand(values.shape),
         "taught": values / 2 - 2,
         "weights": 1 + values / 5,
     }

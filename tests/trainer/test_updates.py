@@ -114,9 +114,16 @@ def test_more_mini_batches_than_groups_are_refused() -> None:
         Config.model_validate({**given, "trainer": {"mini_batches": 8}})
 
 
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+PICKING = {
+    "clip_cov": ({"cov_low": 0.0, "drop_fraction": 0.1}, "dropped_fraction"),
+    "kl_cov": ({"top_fraction": 0.1}, "penalized_fraction"),
+    "m2po": ({"second_moment": 3.0}, "dropped_fraction"),
+}
+
+
+@pytest.mark.parametrize("loss", PICKING)
 def test_tokens_that_a_loss_picks_do_not_depend_on_the_micro_batches(loss: str) -> None:
-    options = {"clip_cov": {"cov_low": 0.0, "drop_fraction": 0.1}, "kl_cov": {"top_fraction": 0.1}}[loss]
+    options, share = PICKING[loss]
     found = []
     for budget in (64, 100_000):
         config = {"tokens_per_micro_batch": budget, "algorithm": {"loss": {"type": loss, **options}}}
@@ -125,6 +132,6 @@ def test_tokens_that_a_loss_picks_do_not_depend_on_the_micro_batches(loss: str) 
         found.append((value, metrics, [p.grad.clone() for p in one.parameters.values() if p.grad is not None]))
     (value, metrics, gradient), (other, more, again) = found
     assert value == pytest.approx(other, abs=1e-5) and metrics == pytest.approx(more, abs=1e-4)
-    assert 0 < metrics["dropped_fraction" if loss == "clip_cov" else "penalized_fraction"] <= 0.11
+    assert 0 < metrics[share] <= (0.9 if loss == "m2po" else 0.11)
     for mine, its in zip(gradient, again, strict=True):
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-3)

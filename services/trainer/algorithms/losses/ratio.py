@@ -20,3 +20,10 @@ def weighted(losses: torch.Tensor, importance_weights: torch.Tensor | None) -> t
 def share(condition: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Of the valid tokens, those where ``condition`` holds."""
     return masked_mean(condition.to(torch.float32 if mask.dtype == torch.bool else mask.dtype), mask)
+
+
+def sequence_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of a row's log_prob - old_log_prob over its valid tokens, within ±20 and without gradient; ``[rows,
+    1]``."""
+    summed = ((log_prob - old_log_prob).detach() * mask).sum(-1, keepdim=True)
+    return summed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
