@@ -253,13 +253,14 @@ class Group:
         return sum(trajectory.sampled for trajectory in self.trajectories)
 
 
-def sessions_of(group: Group) -> np.ndarray:
-    """int64 ``[trajectories]``: which of them are branches of the same agent's session; from 0, in their order."""
+def sessions_of(sessions: Sequence[int]) -> np.ndarray:
+    """int64 ``[trajectories]``: which of a group's trajectories, whose ``sessions`` these are, are branches of the same
+    agent's; from 0, in their order."""
     numbers: dict[tuple[int, int], int] = {}
     return np.array(
         [
-            numbers.setdefault((t.session, number if t.session == ALONE else 0), len(numbers))
-            for number, t in enumerate(group.trajectories)
+            numbers.setdefault((session, number if session == ALONE else 0), len(numbers))
+            for number, session in enumerate(sessions)
         ],
         np.int64,
     )

@@ -111,6 +111,11 @@ def failures_of(data: Bytes) -> list[str]:
     return _field(data, "failure", list)
 
 
+def sessions_in(data: Bytes) -> list[int]:
+    """`Trajectory.session` of each trajectory of a packed group."""
+    return _field(data, "session", list)
+
+
 def _field(data: Bytes, name: str, kind: type) -> Any:
     fields = wire.unpack(data.data)
     found = fields.get(name) if isinstance(fields, dict) else None

@@ -22,7 +22,9 @@ def look(config: Config, report: Report) -> None:
     every = _devices(config)
     devices = {key: device for key, device in every.items() if not _elsewhere(config, key)}
     for key, device in every.items():
-        if device != "auto" and device.partition(":")[0] not in ("cpu", "cuda"):
+        if device.startswith("cuda:"):
+            report.problems.append(f"{key}: {device}: which GPU a process sees, CUDA_VISIBLE_DEVICES says; use cuda")
+        elif device not in ("auto", "cpu", "cuda"):
             report.problems.append(f"{key}: {device!r} is none of auto, cpu, cuda")
         elif key in devices and device.startswith("cuda") and not gpus:
             report.here.append(f"{key}: {device} is asked for, and there is no GPU here; use auto or cpu")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.trainer_memory import GIB
-from penstock.services.learning.config import CheckpointConfig
+from penstock.services.learning.config import CheckpointConfig, LearnerConfig
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
@@ -31,6 +32,8 @@ class HostNeeds:
     """Shared memory: a version may be served, another fetched, a third made, while a fourth is held by a reader."""
     offloaded: float
     """What lies on the host in the GPUs' place (`trainer.offload`)."""
+    activations: float
+    """What its layers keep for a backward pass, of all ranks (`trainer.offload_activations`)."""
     resting: float
     """What a trainer has there while it rests (`run.placement`: colocated): what it keeps between two steps."""
     staging: float
@@ -43,12 +46,14 @@ class HostNeeds:
     """The reference's model, as `version`; where its sizes are not known, as large as the policy."""
     critic: float
     """Copies of the critic's, as `staging`, and as large; 0: there is none."""
+    critic_activations: float
+    """As `activations`."""
 
     def trainer_node(self, config: Config, gpus: int = 8) -> float:
         """Of the node of the trainer's first rank, where each has ``gpus``: processes, their part of a checkpoint, and
         the versions that are served from there."""
         ranks = min(gpus, config.trainer.ranks)
-        own = (self.staging + self.offloaded + self.resting) * ranks / config.trainer.ranks
+        own = (self.staging + self.offloaded + self.activations + self.resting) * ranks / config.trainer.ranks
         return ranks * PROCESS_GIB + own + self.shared
 
     @property
@@ -64,7 +69,8 @@ class HostNeeds:
         held = {
             "rollout": self.received + self.routing + asleep,
             "reference": self.reference * (1 + config.run.colocated),
-            "critic": self.critic * (1 + 16 / 12 * config.critic.offload) / config.critic.nodes,
+            "critic": (self.critic * (1 + 16 / 12 * config.critic.offload) + self.critic_activations)
+            / config.critic.nodes,
         }
         return held.get(kind, 0.0)
 
@@ -133,7 +139,23 @@ def host_needs(config: Config) -> HostNeeds | None:
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, critic = _version(others[0]), 12 * others[1].parameters / GIB * config.with_critic
     checkpoints = _kept(config.trainer.checkpoint) * state + _kept(config.critic.checkpoint) * critic
-    return HostNeeds(version, shared, offloaded, resting, state, routing, checkpoints, reference, critic)
+    kept, of_critic = (
+        _activations(model, learner) for model, learner in ((shape, config.trainer), (others[1], config.critic))
+    )
+    return HostNeeds(
+        version, shared, offloaded, kept, resting, state, routing, checkpoints, reference, critic,
+        of_critic * config.with_critic,
+    )  # fmt: skip
+
+
+def _activations(shape: Shape, learner: LearnerConfig) -> float:
+    """GiB of all ranks; a pipeline's stage has fewer layers, and as many more micro-batches in flight."""
+    if not learner.offload_activations:
+        return 0.0
+    each = shape.learned_bytes * learner.tokens_per_micro_batch / learner.sequence_parallel * shape.hidden
+    return (
+        learner.ranks * shape.layers * 2 ** math.ceil(math.log2(each)) / GIB
+    )  # registered memory comes in such blocks
 
 
 def _version(shape: Shape) -> float:

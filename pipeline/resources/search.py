@@ -226,6 +226,8 @@ def shapes(shape: Shape, plain: TrainerConfig) -> Iterator[TrainerConfig]:
         ):
             if (offload or offload_activations) and tensor > 1:
                 continue
+            if offload_activations and checkpointing is not True:
+                continue
             yield plain.model_copy(
                 update={
                     "replicas": replicas,

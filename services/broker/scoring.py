@@ -11,7 +11,7 @@ import structlog
 from penstock.protocols.columns import REWARD, Column, WeightedSum
 from penstock.protocols.experience import ExperienceError, Purpose, Trajectory, mean_by_session, sessions_of
 from penstock.protocols.messages import Score
-from penstock.protocols.packed_groups import failures_of, lengths_of, unpack_group
+from penstock.protocols.packed_groups import failures_of, lengths_of, sessions_in, unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.broker.rules.evaluation import majority, pass_at
 from penstock.services.broker.rules.replay_buffer import Replay
@@ -96,6 +96,9 @@ def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedS
 
 def _judge(state: BrokerState, number: int, rewards: np.ndarray, errors: Sequence[str]) -> None:
     """Groups that cannot be learned from make room for others."""
+    if len(rewards) > state.settings.sampling.trajectories:  # a session has branches: it counts once
+        sessions = sessions_of(sessions_in(state.payloads.experience(("train", number))))
+        rewards = mean_by_session(rewards, sessions)
     found = int(np.isfinite(rewards).sum())
     if found:
         state.curriculum.measured(state.groups.replay.entries[number].draw, float(np.nanmean(rewards)))
@@ -131,7 +134,7 @@ def _several(state: BrokerState, number: int, rewards: np.ndarray) -> tuple[dict
     except (ExperienceError, WireError) as error:
         log.warning("an evaluation's answers cannot be read", group=number, error=str(error))
         return pass_at(len(rewards), int((rewards >= how.passes).sum())), rewards
-    sessions = sessions_of(group)
+    sessions = sessions_of([t.session for t in group.trajectories])
     rewards = mean_by_session(rewards, sessions)
     if len(rewards) == 1:
         return {}, rewards

@@ -118,8 +118,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     if config.run.deterministic:
         determinism.pin(context.folder, world.named(kind), context.threads)
     folder = context.folder / "critic" / "checkpoints"
-    # A redo has the micro-batches that the step had.
-    own = critic.model_copy(update={"halve_micro_batches": False}) if config.run.deterministic else critic
+    own = critic.pinned() if config.run.deterministic else critic
     gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
 
     def learner_of(weights: str) -> CriticLearner:

@@ -169,7 +169,7 @@ def _open_group(taken: TakenGroup, table: ColumnTable, mixture: Mixture | None) 
 def _sessions(groups: list[Group]) -> np.ndarray:
     parts, begun = [np.zeros(0, np.int64)], 0
     for group in groups:
-        parts.append(sessions_of(group) + begun)
+        parts.append(sessions_of([t.session for t in group.trajectories]) + begun)
         begun = int(parts[-1].max()) + 1
     return np.concatenate(parts)
 

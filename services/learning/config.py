@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -89,7 +89,8 @@ class LearnerConfig(Section):
     sum_gradients: Literal["auto", "micro_batch", "step"] = "auto"
     """When several ranks sum their gradients: after each ``micro_batch``, which needs the least memory; or once a
     ``step``, for which each rank keeps the gradient of the whole model in fp32 (4 bytes a parameter). ``auto``: once a
-    step where that takes at most a fifth of the memory that is free. The result is the same, up to rounding."""
+    step where that takes at most a fifth of the memory that is free, but never with `run.deterministic`. The result is
+    the same, up to rounding."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time.
     ``selective``: what matrices and attention gave is kept, and only what is cheap is computed again."""
@@ -97,8 +98,8 @@ class LearnerConfig(Section):
     """Weights, gradients and the optimizer's state lie in host memory, e.g. ``true``: 16 bytes a parameter less on the
     GPUs, and the update is computed by the host. Slow; for models that fit in no other way."""
     offload_activations: bool = False
-    """What the backward pass needs is kept in host memory, e.g. ``true``. Beside `gradient_checkpointing` that is the
-    input of each layer alone."""
+    """What `gradient_checkpointing` keeps for the backward pass, the input of each layer, lies in host memory, e.g.
+    ``true``."""
     halve_micro_batches: bool = True
     """A step that does not fit the GPU is tried again with half of `tokens_per_micro_batch`, and so are those after it,
     instead of ending the process. Never on several `ranks`, nor with `run.deterministic`."""
@@ -117,12 +118,22 @@ class LearnerConfig(Section):
         """Versions consist of an adapter alone."""
         return False
 
+    def pinned(self) -> Self:
+        """As a redo must have it to arrive at the same bits: nothing follows from what memory is free."""
+        sums = "micro_batch" if self.sum_gradients == "auto" else self.sum_gradients
+        return self.model_copy(update={"halve_micro_batches": False, "sum_gradients": sums})
+
     @model_validator(mode="after")
     def _ranks_are_dealt(self) -> LearnerConfig:
         if (self.offload or self.offload_activations) and self.tensor_parallel > 1:
             raise ValueError(
                 f"{'offload' if self.offload else 'offload_activations'}: what ranks of tensor_parallel share must lie "
                 "where they compute; set one of the two to its default"
+            )
+        if self.offload_activations and self.gradient_checkpointing is not True:
+            raise ValueError(
+                "offload_activations: it moves what gradient_checkpointing=true keeps (without it all weights would be "
+                "moved as well, and what selective keeps is not seen); set gradient_checkpointing=true"
             )
         parts = self.replicas * self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
         if self.ranks % parts:
@@ -198,6 +209,10 @@ class KLConfig(Section):
             raise ValueError("place: reward takes nothing off at coefficient=0; set a coefficient, e.g. 0.01")
         if self.target is not None and self.place != "reward":
             raise ValueError("target: only a penalty with place=reward has a coefficient that adapts")
+        if self.horizon != type(self).model_fields["horizon"].default and self.target is None:
+            raise ValueError("horizon: only a coefficient with a target adapts; set a target, or leave it out")
+        if self.place == "reward" and self.gradient != "own":
+            raise ValueError(f"gradient={self.gradient}: what is taken off the reward has none; leave it out")
         return self
 
 

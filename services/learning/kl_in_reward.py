@@ -24,6 +24,7 @@ def kl_in_reward(
 
 def adapted(coefficient: float, kl: float, target: float, horizon: float, rows: int) -> float:
     """The next coefficient, after ``rows`` trajectories with a mean divergence of ``kl``: it grows where that is above
-    ``target``, by at most `LARGEST_ERROR` in ``horizon`` trajectories."""
+    ``target``, by at most `LARGEST_ERROR` in ``horizon`` trajectories, and by so much again in as many more."""
     error = min(max(kl / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-    return coefficient * (1 + error * rows / horizon)
+    times, left = divmod(rows, horizon)
+    return coefficient * (1 + error) ** times * (1 + error * left / horizon)

@@ -57,13 +57,21 @@ def with_head(config: Any, head: Head) -> Any:
 
 def load_model(path: str, dtype: str, device: torch.device, key: str = "model.path", head: Head = "language") -> Any:
     """A causal language model of transformers, from a folder or a hub name, which the config's ``key`` gives; or that
-    model with another ``head``: one that the files lack is random. Raises `ModelError`."""
+    model with another ``head``: a "value" one that the files lack is 0, since no state is worth more than another yet.
+    Raises `ModelError`."""
     config = load_config(path, key)
     config._attn_implementation = attention_of(config)  # what the file names may be missing, or not take our masks
     try:
-        model = with_head(config, head).from_pretrained(path, config=config, dtype=DTYPES[dtype])
+        model, found = with_head(config, head).from_pretrained(
+            path, config=config, dtype=DTYPES[dtype], output_loading_info=True
+        )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(not_loaded(path, "model", error, key)) from error
+    if head == "value":
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in found["missing_keys"] and not name.startswith(f"{model.base_model_prefix}."):
+                    parameter.zero_()
     return model.to(device)
 
 

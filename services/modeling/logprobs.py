@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock.services.modeling.attention import Segments
+from penstock.services.modeling.candidates import Candidates
 from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.sequence import SequenceParallel
@@ -34,7 +35,8 @@ def statistics(model: Any, rows: Rows, temperature: float, wanted: tuple[Statist
     if getattr(model, model.base_model_prefix, None) is None:
         logits = model(**model_inputs(model, rows), use_cache=False).logits
         logits = logits.flatten(0, 1)[rows.source]
-        flat = token_statistics(logits, rows.target, temperature, rows.candidates, wanted)
+        table = None if rows.candidates is None else rows.candidates.table()
+        flat = token_statistics(logits, rows.target, temperature, table, wanted)
     else:
 
         def compute(hidden: torch.Tensor, places: Places) -> torch.Tensor:
@@ -49,7 +51,7 @@ class Places:
     """Where tokens are predicted, which they are, and what the sampler chose them from."""
 
     target: torch.Tensor
-    candidates: torch.Tensor | None
+    candidates: Candidates | None
 
 
 def of_places(
@@ -72,7 +74,7 @@ def of_places(
     length = rows.tokens.shape[1]
     owners = ulysses.owners(rows.source, length)
     mine = owners[ulysses.rank]
-    candidates = None if rows.candidates is None else rows.candidates[mine]
+    candidates = None if rows.candidates is None else rows.candidates.chosen(mine)
     found = compute(hidden[rows.source[mine] - ulysses.first(length)], Places(rows.target[mine], candidates))
     parts = ulysses.gather(found, [len(places) for places in owners])
     # Rows are in the ranks' order now: back to that of the tokens.
@@ -145,8 +147,9 @@ def _chunked(
     vocabulary = model.config.get_text_config().vocab_size
     size = max(1, LOGIT_BYTES // (4 * vocabulary))
 
-    def chunk(part: torch.Tensor, targets: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
-        return token_statistics(_head(model, part), targets, temperature, candidates, wanted)
+    def chunk(part: torch.Tensor, targets: torch.Tensor, candidates: Candidates | None) -> torch.Tensor:
+        table = None if candidates is None else candidates.table()
+        return token_statistics(_head(model, part), targets, temperature, table, wanted)
 
     if len(hidden) <= size:
         return chunk(hidden, places.target, places.candidates)

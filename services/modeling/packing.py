@@ -19,6 +19,7 @@ import torch
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
+from penstock.services.modeling.candidates import Candidates
 from penstock.services.modeling.routing import OPEN, as_given
 from penstock.services.runtime import health
 
@@ -44,9 +45,8 @@ class Rows:
     """int64 ``[sampled tokens]``: where in ``rows * length`` each sampled token is predicted, in `mask`'s order."""
     target: torch.Tensor
     """int64 ``[sampled tokens]``: their ids."""
-    candidates: torch.Tensor | None = None
-    """int64 ``[sampled tokens, most candidates]``: what the sampler chose each from, padded with -1; a row of -1 alone:
-    from all. None where nothing was recorded."""
+    candidates: Candidates | None = None
+    """What the sampler chose each from, in `mask`'s order. None where nothing was recorded."""
     routing: np.ndarray | None = None
     """int16 ``[rows, length, layers, experts of a token]``, on the host: which experts the engine sent each token to,
     `routing.OPEN` where that is not known. None where nothing was recorded."""
@@ -225,7 +225,7 @@ class _Draft:
             torch.from_numpy(self._mask[:, 1:].copy()).to(device),
             torch.from_numpy(np.concatenate(self._source)).to(device),
             torch.from_numpy(np.concatenate(self._target)).to(device),
-            _candidates([self._trajectories[index] for index in self._members], device),
+            Candidates.of([self._trajectories[index] for index in self._members], device),
             self._routing,
         )
 
@@ -277,19 +277,3 @@ def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.de
     if starts_k != starts_q:
         shared = torch.from_numpy(np.concatenate(keys)).to(device)
     return draft.finish(Segments.of(starts_q, starts_k, shared, device), device)
-
-
-def _candidates(trajectories: Sequence[Trajectory], device: torch.device) -> torch.Tensor | None:
-    """`Rows.candidates`, over the sampled tokens of ``trajectories`` in order."""
-    if not any(t.candidate_ids.size for t in trajectories):
-        return None
-    counts, ids = [], []
-    for t in trajectories:  # a trajectory's first token is predicted by nothing
-        sampled = np.flatnonzero(t.loss_mask[1:]) + 1
-        noted = t.candidate_counts if t.candidate_counts.size else np.zeros(len(t.tokens), np.int32)
-        counts.append(noted[sampled])
-        ids.append(t.candidate_ids[noted[0] :])
-    count = np.concatenate(counts)
-    table = np.full((len(count), int(count.max(initial=1))), -1, np.int64)
-    table[np.arange(table.shape[1]) < count[:, None]] = np.concatenate(ids)
-    return torch.from_numpy(table).to(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -187,8 +188,8 @@ class Learner(ModelLearner):
                 found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():  # what does not count may be NaN
                 sums[name] = sums.get(name, 0.0) + (_share(rows, totals) * float(mean) if counts_once else 0.0)
-        total, *means = self.world.sum([total, *sums.values()])
-        found = self.algorithm.finished(dict(zip(sums, means, strict=True)))
+        (total,) = self.world.sum([total])
+        found = self.algorithm.finished(self.world.sum_named(sums))
         return total, found | (mismatch.metrics(self.world) | by_lag.metrics(self.world) if compared else {})
 
     def _held(self) -> Iterator[torch.Tensor]:
@@ -286,8 +287,8 @@ class Learner(ModelLearner):
         self, step: TrainingBatch, chosen: np.ndarray, advantages: torch.Tensor, before: list[np.ndarray] | None
     ) -> list[np.ndarray]:
         """float32 ``[tokens]`` for each ``chosen`` trajectory: 1 where the loss picks a token, out of all of them."""
-        found = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
-        now = [found[i] for i in chosen]
+        update = replace(step, trajectories=[step.trajectories[i] for i in chosen], groups=step.groups[chosen])
+        now = self.evaluate(update, lambda rows: forward(self.model, rows, self._temperature))
         old = self._denominators([step.trajectories[i] for i in chosen], before, now)
         mask = step.padded([t.loss_mask for t in step.trajectories], chosen).bool()
         every, width = range(len(chosen)), mask.shape[1]

@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"type": "reinforce"},
         "correction": {"type": "truncated"},
     },
-    "gigpo": {"advantage": {"type": "gigpo"}, "aggregation": "seq-mean-token-mean"},
+    "gigpo": {"advantage": {"type": "gigpo"}},
     "luspo": {"loss": {"type": "gspo"}, "aggregation": "seq-mean-token-sum"},
     "m2po": {"loss": {"type": "m2po"}},
     "topr": {"loss": {"type": "topr"}},
@@ -47,7 +47,8 @@ assert set(PRESETS) == set(get_args(PresetName))
 
 def expand(given: dict[str, Any]) -> dict[str, Any]:
     """``given`` with its preset's choices where it names none itself, and with the preset's options of those that both
-    name. Raises `ValueError` where the two name different ones: nobody should train one method under another's name."""
+    name. Raises `ValueError` where the two name different ones: nobody should train one method under another's name.
+    Numbers alone may be tuned."""
     found, preset = dict(given), given["preset"]
     for key, value in PRESETS[preset].items():
         mine = found.get(key)
@@ -59,8 +60,20 @@ def expand(given: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(
                     f"preset={preset} takes {key}={{type: {value['type']}}}, and {kind} is given; leave out one of them"
                 )
+            for name, its in value.items():
+                if mine.get(name, its) != its and not (type(its) in (int, float) and type(mine[name]) in (int, float)):
+                    raise ValueError(_contradicted(preset, f"{key}.{name}", its, mine[name]))
             found[key] = value | mine
+        elif mine != value:
+            raise ValueError(_contradicted(preset, key, value, mine))
     return found
+
+
+def _contradicted(preset: str, key: str, its: Any, mine: Any) -> str:
+    return (
+        f"preset={preset} takes {key}={its}, and {mine} is given; leave out one of them: without the preset its other "
+        "choices are yours to name (penstock algorithms)"
+    )
 
 
 def without_choices(written: dict[str, Any], preset: Any) -> dict[str, Any]:

@@ -111,8 +111,8 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
         if settings.routing_replay:
             Replay(model)
         teacher = self_teacher(trainer, settings.model_path, settings.template)
-        if settings.deterministic:  # a redo has the micro-batches that the step had
-            trainer = trainer.model_copy(update={"halve_micro_batches": False})
+        if settings.deterministic:
+            trainer = trainer.pinned()
         return Learner(model, trainer, settings.temperature or 1.0, world, teacher, settings.critic_warmup)
 
     learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)

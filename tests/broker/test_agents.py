@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.protocols import messages as m
 from penstock.protocols import wire
-from penstock.protocols.experience import as_bytes
+from penstock.protocols.experience import Group, Trajectory, as_bytes
 from penstock.protocols.mailbox import RefusedError
 from penstock.services.broker.rules.leases import Leases
 from tests.broker.machine import Memory
-from tests.broker.test_broker import Peer, Stage
+from tests.broker.test_broker import Peer, Stage, finished
 
 
 class Gateways:
@@ -126,6 +126,18 @@ def test_an_answer_that_nobody_asked_for_is_not_kept_beside_the_next_question(ga
     assert not gateways.open("gateway-2").leases(1)[0].records
     gateways.restart()
     assert not gateways.open("gateway-3").leases(1)[0].records
+
+
+def test_a_session_with_branches_is_one_to_be_compared_with(gateways: Gateways) -> None:
+    """The other one of the group has no reward: there is nothing to learn from."""
+    gateway, reward = gateways.open("gateway-0"), gateways.stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=10))
+    lease = gateway.next(m.Lease)
+    tokens, mask, versions = np.array([3, 5], np.int32), np.array([0, 1], np.uint8), np.array([-1, 0], np.int32)
+    made = [Trajectory(tokens, mask, np.zeros(2, np.float32), versions, "a", session=at) for at in (0, 0, 1)]
+    gateway.box.ask(finished(lease, Group(lease.number, lease.prompt, made)), 5)
+    reward.score(1, [1.0, 0.5, np.nan])
+    assert "too few trajectories have a reward" in (gateways.folder / "dropped.jsonl").read_text()
 
 
 def test_a_group_that_a_gateway_does_not_hold_is_refused_by_name(gateways: Gateways) -> None:

@@ -115,6 +115,14 @@ def test_the_loss_is_flat_exactly_where_the_value_has_moved_far_enough(seed: int
     assert (losses.detach() >= (values - returns).detach().square() / 2).all()
 
 
+def test_it_begins_at_0_also_where_the_files_are_of_another_layout(policy: Path, tmp_path: Path) -> None:
+    """A base model's alone, say, whose names lack the head's prefix: they are loaded whole."""
+    a_model().model.save_pretrained(tmp_path / "base")
+    for path in (policy, tmp_path / "base"):
+        head = value_head(load_trainable(str(path), World(CPU), CPU, "float32", "value"))
+        assert all(not parameter.any() for parameter in head.parameters())
+
+
 def test_it_computes_in_16_bits_and_learns_in_32(policy: Path) -> None:
     world = World(CPU)
     try:

@@ -17,7 +17,7 @@ from tests.trainer.rank_program import a_model
 SHAPES: list[dict[str, Any]] = [
     {}, {"replicas": 2}, {"tensor_parallel": 2}, {"sequence_parallel": 2}, {"pipeline_parallel": 2},
     {"offload": True},
-    {"gradient_checkpointing": "selective", "offload_activations": True},
+    {"gradient_checkpointing": "selective"}, {"gradient_checkpointing": True, "offload_activations": True},
 ]  # fmt: skip
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(600)]
 

@@ -169,6 +169,14 @@ def test_what_lies_on_the_host_of_an_adapters_trainer_is_counted() -> None:
         assert offloaded and resting
         assert offloaded.offloaded - 16 / 12 * offloaded.staging == pytest.approx(size * weights, rel=0.01)
         assert resting.resting - resting.staging == pytest.approx(size * weights, rel=0.01)
+    one, many = "trainer.tokens_per_micro_batch=8192", ["trainer.ranks=4", "trainer.gradient_checkpointing=true"]
+    moved = host_needs(load(Path("configs/grpo-8b.yaml"), [one, *many, "trainer.offload_activations=true"]))
+    left = host_needs(load(Path("configs/grpo-8b.yaml"), [one, *many]))
+    assert (
+        moved and left and moved.activations == pytest.approx(4 * 36 * 8192 * 4096 * 2 / 2**30) and not left.activations
+    )
+    config = load(Path("configs/grpo-8b.yaml"), many)
+    assert moved.trainer_node(config) - left.trainer_node(config) == pytest.approx(moved.activations)
     best = ["prompts.eval_every=50", "trainer.checkpoint={every: 50, keep: 1, keep_best: true}"]
     needs = host_needs(load(Path("configs/grpo-8b.yaml"), best))
     assert needs and needs.checkpoints == pytest.approx(3 * needs.staging), "the newest, the best, the next one"

@@ -18,6 +18,7 @@ from penstock.protocols.messages import Hello
 from penstock.services.learning import checkpoint
 from penstock.services.modeling.parallel.fsdp import full
 from penstock.services.modeling.parallel.world import Shape, World
+from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
@@ -34,7 +35,8 @@ from tests.trainer.steps import Tokenizer, a_step
 VERSIONS = 4
 CPU = torch.device("cpu")
 CONFIG = {"optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60}
-ALGORITHM = {"algorithm": {"correction": {"type": "truncated", "normalize": True}}}
+LOSS = {"type": "custom", "function": "tests.trainer.rank_program:some_say_more"}
+ALGORITHM = {"algorithm": {"ratio": "proximal", "loss": LOSS, "correction": {"type": "truncated", "normalize": True}}}
 SHAPES: dict[str, dict[str, Any]] = {
     "together": {},
     "apart": {},
@@ -43,6 +45,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dora": {"lora": {"rank": 3, "variant": "dora", "targets": ["q_proj", "down_proj"]}},
 }
 """What the config says besides; ``apart``: as if the ranks shared no memory."""
+
+
+def some_say_more(*given: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Not every micro-batch has the second metric, nor does every rank."""
+    losses, metrics = ppo_clip(*given)
+    return losses, {"good": losses.new_tensor(2.0)} | metrics if float(given[2][0].sum()) > 0 else metrics
 
 
 def a_model(**other: Any) -> Qwen3ForCausalLM:
@@ -83,7 +91,7 @@ def main(address: str, folder: Path, shape: str) -> None:
     near = 2e-3 if shape == "tensor" else 1e-5
     for version in range(1, VERSIONS + 1):
         mine, other = learner.train(a_step(version)), plain.train(a_step(version))
-        for key in ("loss", "grad_norm", "entropy"):
+        for key in ("loss", "grad_norm", "entropy", "good"):
             assert abs(mine[key] - other[key]) <= near * max(1, abs(other[key])), (key, mine[key], other[key])
         for (name, cut), whole in zip(learner.parameters.items(), plain.parameters.values(), strict=True):
             torch.testing.assert_close(full(cut.detach()), whole.detach(), rtol=1e-4, atol=near / 10, msg=name)

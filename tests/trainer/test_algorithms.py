@@ -193,7 +193,13 @@ def test_a_preset_and_another_choice_are_an_error() -> None:
     with pytest.raises(ValidationError, match=r"preset=gspo takes loss=\{type: gspo\}, and ppo_clip is given"):
         AlgorithmConfig.model_validate({"preset": "gspo", "loss": {"type": "ppo_clip"}})
     mine = AlgorithmConfig.model_validate({"preset": "dapo", "loss": {"type": "ppo_clip", "clip_high": 0.3}})
-    assert mine.loss.model_dump()["clip_high"] == 0.3 and mine.loss.model_dump()["clip_low"] == 0.2
+    assert mine.loss.model_dump()["clip_high"] == 0.3 and mine.loss.model_dump()["clip_low"] == 0.2, "numbers are tuned"
+    for chosen, why in (
+        ({"preset": "dapo", "aggregation": "seq-mean-token-mean"}, "preset=dapo takes aggregation=token-mean"),
+        ({"preset": "dr_grpo", "advantage": {"type": "grpo", "std": True}}, r"dr_grpo takes advantage\.std=False"),
+    ):
+        with pytest.raises(ValidationError, match=why):
+            AlgorithmConfig.model_validate(chosen)
 
 
 @quick
@@ -252,6 +258,8 @@ def test_the_penalty_is_no_larger_where_an_answer_is_longer(seed: int) -> None:
     ("chosen", "why"),
     [({"advantage": {"type": "maxrl"}, "kl": {"place": "reward", "coefficient": 0.1}}, "must not be negative"),
      ({"advantage": {"type": "maxrl"}, "constraints": [{"column": "reward/length", "limit": 5}]}, "not be negative"),
+     ({"kl": {"coefficient": 0.1, "horizon": 50}}, "only a coefficient with a target adapts"),
+     ({"kl": {"place": "reward", "coefficient": 0.1, "gradient": "k2"}}, "what is taken off the reward has none"),
      ({"preset": "gmpo", "reject": [{"kind": "token_k1", "upper": 2.0}]}, "take a rule of trajectories")],
 )  # fmt: skip
 def test_what_would_train_something_else_is_refused(chosen: dict[str, Any], why: str) -> None:

@@ -13,6 +13,7 @@ from penstock.protocols.columns import REFERENCE
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import KLConfig, Penalties
+from penstock.services.learning.kl_in_reward import adapted
 from penstock.services.learning.token_rewards import token_rewards
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -39,6 +40,13 @@ def test_each_sampled_token_pays_for_itself() -> None:
     np.testing.assert_allclose(found.scores, found.tokens.sum(-1), atol=1e-6)
     assert found.metrics["reward_kl"] == pytest.approx(0.5, abs=1e-5)
     assert state["kl_coefficient"] == pytest.approx(0.1 * (1 + 0.2 * len(rows) / 50)), "further off than its target"
+
+
+def test_the_coefficient_stays_above_0_however_large_a_step_is() -> None:
+    """As many steps of a horizon each would leave it."""
+    for rows, times in ((50, 1), (100, 2), (1000, 20)):
+        assert adapted(0.1, 0.0, 0.01, 50, rows) == pytest.approx(0.1 * 0.8**times)
+    assert adapted(0.1, 0.0, 0.01, 50, 75) == pytest.approx(0.1 * 0.8 * 0.9)
 
 
 def test_the_coefficient_is_in_the_checkpoint(tmp_path: Path) -> None:

@@ -121,3 +121,8 @@ def test_where_it_may_not_shrink_the_error_says_what_would_help(monkeypatch: pyt
     Small(monkeypatch, 1)
     with pytest.raises(DoesNotFit, match="micro-batches of 9 tokens"):
         learner(tokens_per_micro_batch=10_000).train(a_step(0))
+
+
+def test_a_redo_does_not_depend_on_what_memory_is_free() -> None:
+    assert TrainerConfig().pinned().sum_gradients == "micro_batch" and not TrainerConfig().pinned().halve_micro_batches
+    assert TrainerConfig.model_validate({"sum_gradients": "step"}).pinned().sum_gradients == "step"

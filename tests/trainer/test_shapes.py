@@ -23,9 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "ranks": 4, "replicas": 2, "sequence_parallel": 2, "lora": {"rank": 3},
     },
     "sequence and tensor parallel": {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2},
-    "selective checkpointing, activations on the host": {
-        "ranks": 2, "gradient_checkpointing": "selective", "offload_activations": True,
-    },
+    "selective checkpointing": {"ranks": 2, "gradient_checkpointing": "selective"},
     "everything on the host": {
         "ranks": 2, "offload": True, "gradient_checkpointing": True, "offload_activations": True,
     },
@@ -40,7 +38,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "pipeline, tensor parallel": {"ranks": 4, "pipeline_parallel": 2, "tensor_parallel": 2},
     "pipeline, sequence parallel, on the host": {
-        "ranks": 4, "pipeline_parallel": 2, "sequence_parallel": 2, "offload": True, "offload_activations": True,
+        "ranks": 4, "pipeline_parallel": 2, "sequence_parallel": 2, "offload": True, "gradient_checkpointing": True,
+        "offload_activations": True,
     },
     "pipeline of experts": {"ranks": 4, "pipeline_parallel": 2, "expert_parallel": 2},
     "experts": {"ranks": 2, "expert_parallel": 2},

@@ -114,6 +114,21 @@ def test_more_mini_batches_than_groups_are_refused() -> None:
         Config.model_validate({**given, "trainer": {"mini_batches": 8}})
 
 
+@pytest.mark.parametrize("loss", ["clip_cov", "m2po"])
+def test_tokens_are_picked_from_their_own_update_alone(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass that looks for them is over the trajectories of its mini-batch."""
+    one = learner(algorithm={"loss": {"type": loss}}, mini_batches=3)
+    seen, evaluate = [], one.evaluate
+
+    def counted(step: TrainingBatch, compute: Any) -> list[np.ndarray]:
+        seen.append(len(step.trajectories))
+        return evaluate(step, compute)
+
+    monkeypatch.setattr(one, "evaluate", counted)
+    one.train(a_step(0))
+    assert seen == [4, 4, 4]
+
+
 PICKING = {
     "clip_cov": ({"cov_low": 0.0, "drop_fraction": 0.1}, "dropped_fraction"),
     "kl_cov": ({"top_fraction": 0.1}, "penalized_fraction"),

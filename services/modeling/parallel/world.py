@@ -239,6 +239,13 @@ class World:
         dist.all_reduce(total)
         return (total / self.shape.together).tolist()
 
+    def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The same by name, of which not every rank needs to have all."""
+        if self.size == 1:
+            return dict(values)
+        names = sorted({name for said in self.gather(wire.pack(list(values))) for name in wire.unpack(said)})
+        return dict(zip(names, self.sum([values.get(name, 0.0) for name in names]), strict=True))
+
     def add(self, total: torch.Tensor) -> torch.Tensor:
         """``total`` of every rank, in place, on every rank."""
         if self.size > 1:
@@ -292,7 +299,9 @@ class World:
 
 def local_device(name: torch.device, key: str) -> torch.device:
     """This rank's own device where ranks share a machine with several GPUs; ``key`` is the section of the learner."""
-    if name.type == "cuda" and name.index is None and "LOCAL_RANK" in os.environ:
+    if name.index is not None:  # ranks would share it, and what cuts a model looks at the current one alone
+        raise SetupError(f"{key}.device={name}: CUDA_VISIBLE_DEVICES says which GPUs it has; set {key}.device=cuda")
+    if name.type == "cuda" and "LOCAL_RANK" in os.environ:
         rank, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if rank >= there:
             raise SetupError(

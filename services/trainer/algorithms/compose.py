@@ -180,13 +180,12 @@ class Algorithm:
         loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, totals.tokens, totals.sequences)
         return loss, metrics
 
-    @staticmethod
-    def finished(metrics: dict[str, float]) -> dict[str, float]:
+    def finished(self, metrics: dict[str, float]) -> dict[str, float]:
         """``metrics`` of a whole step, from the means over its parts: with what is no mean itself."""
         found = dict(metrics)
-        square = found.pop(f"{WEIGHT}square", None)
-        if square is None:
+        if isinstance(self._config.correction, CustomFunction) or f"{WEIGHT}square" not in found:
             return found
+        square = found.pop(f"{WEIGHT}square")
         return found | {f"{WEIGHT}{name}": value for name, value in spread(found[f"{WEIGHT}mean"], square).items()}
 
     def backward(self, loss: torch.Tensor) -> None:
