@@ -156,7 +156,7 @@ class Handlers:
     def _on_bye(self, member: Member, _request: int, bye: m.Bye) -> None:
         self._state.members.leave(member.identity)
         log.info("member left", member=member.name, reason=bye.reason)
-        self._state.lost(member)
+        self._state.left(member)
 
     def _on_credit(self, member: Member, _request: int, credit: m.Credit) -> None:
         if credit.hello == member.hello:

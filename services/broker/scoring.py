@@ -67,11 +67,10 @@ def replay_of(state: BrokerState, purpose: Purpose) -> Replay:
 def complete(state: BrokerState) -> None:
     """Groups of a run that is resumed, and needs fewer columns than it did, may lack nothing but their sums. Those for
     which there are too few answers now are dropped."""
-    for number in list(state.groups.replay.ready()):
-        entry = state.groups.replay.entries[number]
+    for number, entry in list(state.groups.replay.entries.items()):
         if entry.trajectories < state.settings.sampling.trajectories:
             state.drop(number, f"{entry.trajectories} answers were made, and more are asked for now", "too_old")
-            continue
+    for number in list(state.groups.replay.ready()):
         for total in state.settings.columns.sums:
             if number in state.groups.replay.entries and not state.payloads.has(("train", number), total.name):
                 _add_sum(state, "train", number, total, [])

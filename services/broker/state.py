@@ -229,6 +229,13 @@ class BrokerState:
         self.release(member.identity)
         self.receivers_changed = True
 
+    def left(self, member: Member) -> None:
+        """``member`` goes in good order: what it held is no worse for it."""
+        for work in (self.groups.leases, self.evaluation.leases, self.turns):
+            for number in work.holds.of(member.identity):
+                work.give_back(number)
+        self.lost(member)
+
     def release(self, identity: str) -> None:
         """What this actor held is free again."""
         released = [key for holds in self.holds() for key in holds.release(identity)]

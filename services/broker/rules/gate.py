@@ -20,12 +20,14 @@ class Gate:
     0
 
     A run that is resumed with another B has taken ``steps`` steps on ``groups`` groups under the old one; steps are
-    counted on from there.
+    counted on from there. ``ahead``: those of these groups (ascending) that have overtaken one which is not trained yet,
+    under a window that may have been wider.
     """
 
     def __init__(self, batch: int, window: int, max_lag: int, steps: int = 0, groups: int = 0) -> None:
         self.batch, self.window, self.max_lag = batch, window, max_lag
         self.steps, self.groups = steps, groups
+        self.ahead: list[int] = []
         self._dropped: list[int] = []
         self._forgotten = 0
         """Drops below every number that is still asked about."""
@@ -42,6 +44,7 @@ class Gate:
         """No number below ``number`` will be asked about again: drops among them are only counted. Returns them."""
         gone = self._dropped[: bisect_left(self._dropped, number)]
         del self._dropped[: len(gone)]
+        del self.ahead[: bisect_left(self.ahead, number)]
         self._forgotten += len(gone)
         return gone
 
@@ -51,7 +54,9 @@ class Gate:
 
     def last_step(self, number: int) -> int:
         """The step that group ``number`` is trained in at the latest, as things stand."""
-        return self.steps + (self.rank(number) + self.window - 1 - self.groups) // self.batch
+        limit = self.rank(number) + self.window  # from here on nobody overtakes it any more
+        before = self.groups - (len(self.ahead) - bisect_left(self.ahead, limit, key=self.rank))
+        return self.steps + (limit - 1 - before) // self.batch
 
     def required_version(self, number: int) -> int:
         """The oldest version that may generate group ``number`` now."""

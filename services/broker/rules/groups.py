@@ -53,10 +53,10 @@ class GroupTracker:
         self.leases = Leases(journal)
         self.replay = Replay(journal, columns)
         self.ledger = Ledger(journal)
-        self._count_on()
         self._recent_drops = {int(number) for number in journal.rows("dropped")}
         self._forgotten_drops = journal.rows("counters").get("dropped", {"count": 0})["count"]
         gate.remember(self._recent_drops, self._forgotten_drops)
+        self._count_on()
         self.consecutive_drops = self.consecutive_filtered = 0
         self.last_drop = ""
         for entry in list(self.replay.entries.values()):
@@ -69,8 +69,13 @@ class GroupTracker:
         self.consecutive_drops = 0
 
     def _count_on(self) -> None:
-        """Steps are counted on from those taken, which may have had another B."""
+        """Steps are counted on from those taken, which may have had another B and W. One that was taken is trained,
+        however few the run is to have now."""
         self.gate.steps, self.gate.groups = self.ledger.length, self.ledger.groups
+        self.steps = max(self.steps, self.ledger.length)
+        untrained = self.leases.open.keys() | self.replay.entries.keys()
+        between = range(min(untrained, default=self.leases.next_number), self.leases.next_number)
+        self.gate.ahead = [number for number in between if number not in untrained | self._recent_drops]
 
     def _beyond_the_end(self, number: int) -> bool:
         """A group with this number would be trained in no step."""

@@ -58,6 +58,10 @@ class Holds(Generic[Key]):
         hold = self.held.get(key)
         return hold.holder if hold else None
 
+    def of(self, holder: str) -> list[Key]:
+        """What ``holder`` works on."""
+        return list(self._of.get(holder, ()))
+
     def holders(self) -> Set[str]:
         """Everybody who works on something."""
         return self._of.keys()

@@ -93,6 +93,11 @@ class Turns:
         self._last[turn.session] = holder
         turn.attempt += 1
 
+    def give_back(self, id: int) -> None:
+        """Its holder does not go on: it waits, and the grant does not count."""
+        self._open[id].attempt -= 1
+        self.holds.free(id)
+
     def answered(self, id: int) -> Turn | None:
         """It is answered. None where it was already, or is wanted no more."""
         turn = self._open.get(id)
