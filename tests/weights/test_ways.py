@@ -17,14 +17,15 @@ NONCE = "nonce"
         ("", [""], NONCE, "shm"),
         ("", [""], "", "gloo"),
         (f"A@{HERE}", [f"B@{HERE}", f"C@{HERE}"], NONCE, "nccl"),
-        (f"A@{HERE}", [f"A@{HERE}"], NONCE, "cuda_ipc"),
+        (f"A@{HERE}", [f"A@{HERE}"], NONCE, "shm"),
+        (f"A@{HERE}", [f"A@{HERE}"], "", "cuda_ipc"),
         (f"A@{HERE}", [f"B@{THERE}", f"C@{THERE}"], NONCE, "shm"),
         (f"A@{HERE}", [f"B@{THERE}"], "", "nccl"),
         (f"A@{HERE}", [f"A@{THERE}"], "", "gloo"),
         (f"A@{HERE}", [""], NONCE, "shm"),
     ],
-    ids=["CPUs of a host", "CPUs apart", "GPUs of a host", "one GPU", "containers of a host", "GPUs of two hosts",
-         "a GPU that NCCL cannot take twice", "a CPU beside a GPU"],
+    ids=["CPUs of a host", "CPUs apart", "GPUs of a host", "one GPU", "one GPU, memory apart", "containers of a host",
+         "GPUs of two hosts", "a GPU that NCCL cannot take twice", "a CPU beside a GPU"],
 )  # fmt: skip
 def test_the_best_way_is_taken(trainer: str, workers: list[str], nonce: str, wanted: str) -> None:
     """Between containers of a host NCCL has sockets alone, and memory is shared."""

@@ -35,11 +35,12 @@ class Ways:
         apart = any(cuda_ipc.namespace_of(gpu) != cuda_ipc.namespace_of(self._gpu) for gpu in gpus)
         shares_memory = self._nonce is not None and all(place.nonce == self._nonce for place in reach.places)
         possible: list[tuple[Transport, bool]] = [
-            ("cuda_ipc", by_gpu and self._ranks == 1 and all(gpu == self._gpu for gpu in gpus)),
             # Between containers of a host NCCL has sockets alone.
             ("shm", shares_memory and (apart or not any(gpus))),
             ("nccl", by_gpu and all(gpus) and self._are_distinct(reach, nccl)),
             ("shm", shares_memory),
+            # After shared memory, where versions lie anyway: this keeps up to three more of them on the GPU.
+            ("cuda_ipc", by_gpu and self._ranks == 1 and all(gpu == self._gpu for gpu in gpus)),
             ("gloo", True),
         ]
         named = reach.only or (None if self._transport == "auto" else self._transport)
