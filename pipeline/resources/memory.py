@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import Shape, shape_of, tiny_shape
-from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib
+from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib, trainer_parts
 from penstock.services.critic.config import CriticConfig
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig
@@ -20,6 +20,8 @@ VLLM_DEFAULT = 0.9
 """What vLLM takes of a GPU unless it is told."""
 SHARE_STEP = 0.05
 """Shares that are proposed are multiples of it."""
+MAPPED_VERSIONS = 3
+"""That a trainer keeps for engines that map them: the latest, one before it that is still being loaded, the next."""
 
 
 @dataclass
@@ -180,10 +182,16 @@ def _fewer(config: Config, shape: Shape, room: float) -> str:
 def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     trainer, room = config.trainer, config.run.gpu_gib
     need, tokens = trainer_gib(shape, trainer, room), trainer.tokens_per_micro_batch
-    found.lines.append(
-        f"trainer: {trainer.ranks} ranks, about {need:.1f} GiB each with {tokens:,} tokens a micro-batch"
-    )
-    if not room or need <= room:
+    line = f"trainer: {trainer.ranks} ranks, about {need:.1f} GiB each with {tokens:,} tokens a micro-batch"
+    mapped = mapped_gib(config, shape)
+    found.lines.append(line + (f", and {mapped:.1f} GiB of versions that engines map" if mapped else ""))
+    if not room or need + mapped <= room:
+        return
+    if need <= room:
+        found.problems.append(
+            f"weights.transport=cuda_ipc: beside a trainer's {need:.1f} GiB, {MAPPED_VERSIONS} versions that engines "
+            f"map take {mapped:.1f}, together more than a GPU's {room:g}; use auto"
+        )
         return
     fits = _ranks_that_fit(shape, trainer, room)
     hint = f"{fits} ranks with gradient_checkpointing would do" if fits else "take fewer tokens_per_micro_batch"
@@ -237,6 +245,14 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
             f"rollout.engine.vllm.gpu_memory_utilization={share:g}: beside it {beside:.1f} GiB of {room:g} are taken; "
             f"set it to {fits:.2f}"
         )
+
+
+def mapped_gib(config: Config, shape: Shape) -> float:
+    """GiB of the versions that a trainer has on its GPU for engines that map them (`weights.transport`: cuda_ipc),
+    beside the one that is published; 0 where nobody can."""
+    if config.weights.transport != "cuda_ipc" or config.trainer.ranks > 1:
+        return 0.0
+    return MAPPED_VERSIONS * trainer_parts(shape, config.trainer).get("published version", 0.0)
 
 
 def references_each(config: Config, ranks: int) -> int:

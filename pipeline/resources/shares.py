@@ -6,7 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.memory import SHARE_STEP, VLLM_DEFAULT, critic_gib, embedded_gib, reference_gib
+from penstock.pipeline.resources.memory import (
+    SHARE_STEP,
+    VLLM_DEFAULT,
+    critic_gib,
+    embedded_gib,
+    mapped_gib,
+    reference_gib,
+)
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import is_guest
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
@@ -72,7 +79,7 @@ def _share(config: Config, actor: str, size: float) -> float:
     if kind == "rollout" and shape and isinstance(engine, TorchEngineConfig):
         need = embedded_gib(config, shape)
     elif kind == "trainer" and shape:
-        need = trainer_gib(shape, config.trainer, size)
+        need = trainer_gib(shape, config.trainer, size) + mapped_gib(config, shape)
     elif kind == "critic":
         need = critic_gib(config, size)
     elif kind == "reference":

@@ -18,7 +18,7 @@ from penstock.services.modeling import determinism
 from penstock.services.modeling.load import device_of, load_model
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
-from penstock.services.modeling.resting import Resting
+from penstock.services.modeling.resting import Resting, release
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
@@ -83,7 +83,11 @@ class Reference:
         if newest > self._version:
             path = checkpoint.path_of(self._checkpoints, newest)
             health.beat()
-            self._model = load_model(str(path), self._dtype, self._device, "reference.refresh_every").eval()
+            # On the host first: the device has room for one, and what cannot be loaded takes nobody's place.
+            newer = load_model(str(path), self._dtype, torch.device("cpu"), "reference.refresh_every").eval()
+            self._model = None
+            release(self._device)
+            self._model = newer.to(self._device)
             self._version = newest
             log.info("the reference is refreshed", version=newest)
         elif due - max(self._version, self._begun) > every:

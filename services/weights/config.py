@@ -17,9 +17,10 @@ class WeightsConfig(Section):
     """How weights travel from the trainer to the rollouts. See docs/weights.md."""
 
     transport: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc", "snapshot"] = "auto"
-    """``auto`` chooses for each rollout, by where it is: ``cuda_ipc`` on the trainer's own GPU, ``shm`` where both see
-    the same shared memory, ``nccl`` between GPUs, else ``gloo``. ``snapshot``: the rollout asks for the weights over
-    ZeroMQ, for peers that no collective reaches. A rollout that the named one does not reach gets ``snapshot``."""
+    """``auto`` chooses for each rollout, by where it is: ``nccl`` between GPUs, ``shm`` where both see the same shared
+    memory, ``cuda_ipc`` where they do not and share a GPU, else ``gloo``. ``snapshot``: the rollout asks for the
+    weights over ZeroMQ, for peers that no collective reaches. A rollout that the named one does not reach gets
+    ``snapshot``. With ``cuda_ipc`` the trainer keeps up to three versions more on its GPU."""
     host: str = "127.0.0.1"
     """This host's address on the weight network; or that network, e.g. ``10.1.0.0/16``: each host finds
     its own address."""

@@ -17,7 +17,7 @@ from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.memory import embedded_gib, plan, reference_gib
+from penstock.pipeline.resources.memory import embedded_gib, mapped_gib, plan, reference_gib
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
@@ -252,6 +252,21 @@ def test_what_the_embedded_engine_keeps_is_counted() -> None:
     assert "max_sequences=64: GPU 0" in too_much(few, {"rollout-0": "0", "reference-0": "0"}, {"0": 80.0})[0]
     beside = plan(few.model_copy(update={"run": few.run.model_copy(update={"placement": "colocated"})})).problems
     assert "max_sequences=64: beside an engine's" in " ".join(beside)
+
+
+def test_versions_that_engines_map_are_counted_where_that_is_asked_for() -> None:
+    """Three on the GPU of a trainer of one rank, beside the one that is published."""
+    path, named, room = Path("configs/grpo-3b.yaml"), "weights.transport=cuda_ipc", "run.gpu_gib=70"
+    config = load(path, [named, room])
+    shape = shape_of(config)
+    assert shape and mapped_gib(config, shape) == pytest.approx(3 * 2 * 3.09e9 / 2**30, rel=0.01)
+    (problem,) = plan(config).problems
+    assert problem.startswith(f"{named}: ") and problem.endswith("use auto")
+    for fits in ([room], [named, room, "trainer.ranks=2"], [named, room, "trainer.lora={rank: 32, publish: adapter}"]):
+        assert not plan(load(path, fits)).problems
+    share = "rollout.engine.vllm.gpu_memory_utilization=0.82"
+    small = [load(Path("configs/grpo-0.5b.yaml"), [share, *more]) for more in ([], [named])]
+    assert [len(too_much(each, {"trainer": "0", "rollout-0": "0"}, {"0": 80.0})) for each in small] == [0, 1]
 
 
 def test_adapters_are_counted_by_the_ends_of_full_names() -> None:

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from penstock.pipeline.bench.fake_memory import ROUND, Memory
 from penstock.protocols.experience import Sampling
 from penstock.services.modeling.load import attention_of
 from penstock.services.rollout.config import TorchEngineConfig
@@ -28,6 +29,7 @@ from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.native import NativeModel
 from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
+from penstock.services.weights.layout import make_layout, view_weights
 from tests.conftest import TINY
 
 LLAMA3_ROPE = {
@@ -126,6 +128,22 @@ def test_native_logits_are_within_1e_4_of_transformers(family: str) -> None:
         wanted = model(tokens).logits
     torch.testing.assert_close(first, wanted[:, -2], atol=1e-4, rtol=0)
     torch.testing.assert_close(second, wanted[:, -1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_version_is_on_the_device_once_while_it_is_prepared(family: str) -> None:
+    """Another dtype stands for a GPU: there, too, each tensor is copied out of the staging buffer."""
+    model = make(family)
+    layout = make_layout({name: tuple(p.shape) for name, p in model.named_parameters()}, "float32")
+    staged = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    named = view_weights(layout, staged)
+    native = NativeModel(model.config, 1, 16, torch.bfloat16, torch.device("cpu"))
+    with Memory() as memory:
+        staged.view(-1)  # it is seen, so that views of it count as nothing
+        before = memory.now
+        prepared = native.prepare(named)
+    assert len(prepared.layers) == model.config.num_hidden_layers
+    assert memory.peak - before <= sum(-(-2 * p.numel() // ROUND) * ROUND for p in model.parameters())
 
 
 def test_greedy_is_transformers_greedy() -> None:

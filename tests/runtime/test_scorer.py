@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.pipeline.harness.answering import AnsweringBroker
@@ -15,6 +17,7 @@ from penstock.protocols import messages as m
 from penstock.protocols.columns import REFERENCE
 from penstock.protocols.experience import Group, summarize
 from penstock.protocols.packed_groups import pack_group
+from penstock.services.modeling.load import ModelError
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reference.service import Reference
 from penstock.services.reward.config import RewardConfig
@@ -125,6 +128,30 @@ def test_a_function_that_cannot_be_called_any_more_ends_its_process(
     with Broker(_groups(4), column, last=4) as broker, pytest.raises(ProgramError, match=said):
         _scorer(broker, reward, tmp_path).run()
     assert {score.number for message in broker.scores for score in message.scores} <= {0}, "the others lose nothing"
+
+
+def test_a_reference_that_is_refreshed_is_on_its_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's meta device stands for a GPU."""
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    for folder in ("start", "step-000002", "step-000004"):
+        model.save_pretrained(tmp_path / folder)
+    config = ReferenceConfig(device="meta", refresh_every=2)
+    reference = Reference(config, str(tmp_path / "start"), "float32", 1.0, False, tmp_path)
+    first, moved, to = weakref.ref(reference._model), [], Qwen3ForCausalLM.to
+
+    def move(newer: Qwen3ForCausalLM, device: torch.device) -> Qwen3ForCausalLM:
+        moved.append((device.type, first() is None))
+        return to(newer, device)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "to", move)
+    reference._refresh(2)
+    assert moved == [("cpu", False), ("meta", True)]
+    assert reference.gauges() == {"reference_version": 2.0} and reference._model.device.type == "meta"
+    serves = reference._model
+    (tmp_path / "step-000004" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"reference\.refresh_every: cannot load the model in .*step-000004"):
+        reference._refresh(4)
+    assert reference._model is serves and reference.gauges() == {"reference_version": 2.0}
 
 
 @pytest.mark.parametrize("alone", [False, True])

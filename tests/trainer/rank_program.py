@@ -29,6 +29,7 @@ from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.publisher import Publisher
 from penstock.services.weights.sender.rank_sender import RankSender
 from penstock.services.weights.sender.shard_exporter import ShardExporter
+from penstock.services.weights.transports import cuda_ipc
 from tests.conftest import TINY
 from tests.trainer.steps import Tokenizer, a_step
 
@@ -81,8 +82,12 @@ def main(address: str, folder: Path, shape: str) -> None:
 
     learner, plain = learn(start, world), learn(start, World(CPU))
     source = ShardExporter(learner.published, "float32", 4096, world, Gmac.of_run("test"))
-    publisher, follower = None, RankSender(source, "127.0.0.1")
-    if world.rank == 0:
+    # For whoever chooses a transport: each rank has a GPU of its own.
+    cuda_ipc.gpu_of = lambda device: f"GPU-{world.rank}@here"
+    publisher = follower = None
+    if world.rank:
+        follower = RankSender(source, "127.0.0.1")
+    else:
         box = Mailbox(address, "trainer#1")
         weights = WeightsConfig.model_validate({"deadline_s": 20, "stall_s": 10, "bucket_mb": 0.00390625})
         publisher = Publisher(weights, source, "test-ranks", box)
@@ -100,7 +105,7 @@ def main(address: str, folder: Path, shape: str) -> None:
         if publisher:
             np.save(folder / f"logits-{version}.npy", logits.numpy())
             publisher.publish(Publication(version)).committed.result(60)
-        else:
+        elif follower:
             follower.follow(mark_current(CPU), lambda: None)
         world.share(b"next")
     saver = checkpoint.Saver(learner, Tokenizer(), folder / "checkpoints", keep=1)

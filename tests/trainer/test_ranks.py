@@ -18,6 +18,7 @@ from penstock.protocols.cut import rows_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.weights.config import WeightsConfig
+from penstock.services.weights.transports import cuda_ipc
 from tests.e2e.runs import ROOT, SHORT, Run, check_promises
 from tests.trainer.rank_program import SHAPES, VERSIONS, a_model, tokens
 from tests.weights.channel import Rollout, until
@@ -27,7 +28,11 @@ from tests.weights.channel import Rollout, until
 @pytest.mark.parametrize(
     "shape", [pytest.param(s, marks=pytest.mark.chaos) if s in ("together", "tensor", "dora") else s for s in SHAPES]
 )
-def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path, shape: str) -> None:
+def test_two_ranks_train_as_one_and_publish_to_three_rollouts(
+    tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rollout is on the second rank's GPU, as both say."""
+    monkeypatch.setattr(cuda_ipc, "gpu_of", lambda device: "GPU-1@here")
     a_model().save_pretrained(tmp_path / "start")
     broker = FakeBroker()
     rollouts: list[Rollout] = []
@@ -60,6 +65,7 @@ def test_two_ranks_train_as_one_and_publish_to_three_rollouts(tmp_path: Path, sh
     finally:
         process.kill()
     assert process.returncode == 0, output[-4000:]
+    assert rollouts[0].loaded[VERSIONS].transport == "shm", "NCCL takes a GPU once"
     for rollout in rollouts:
         for place, version in enumerate(sorted(rollout.served), 1):
             wanted = np.load(tmp_path / f"logits-{version}.npy")

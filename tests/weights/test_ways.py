@@ -17,17 +17,22 @@ NONCE = "nonce"
         ("", [""], NONCE, "shm"),
         ("", [""], "", "gloo"),
         (f"A@{HERE}", [f"B@{HERE}", f"C@{HERE}"], NONCE, "nccl"),
-        (f"A@{HERE}", [f"A@{HERE}"], NONCE, "cuda_ipc"),
+        (f"A@{HERE}", [f"A@{HERE}"], NONCE, "shm"),
+        (f"A@{HERE}", [f"A@{HERE}"], "", "cuda_ipc"),
         (f"A@{HERE}", [f"B@{THERE}", f"C@{THERE}"], NONCE, "shm"),
         (f"A@{HERE}", [f"B@{THERE}"], "", "nccl"),
         (f"A@{HERE}", [f"A@{THERE}"], "", "gloo"),
         (f"A@{HERE}", [""], NONCE, "shm"),
+        (f"A@{HERE} B@{HERE}", [f"C@{HERE}"], NONCE, "nccl"),
+        (f"A@{HERE} B@{HERE}", [f"B@{HERE}"], NONCE, "shm"),
+        (f"A@{HERE} B@{HERE}", [f"B@{HERE}"], "", "gloo"),
     ],
-    ids=["CPUs of a host", "CPUs apart", "GPUs of a host", "one GPU", "containers of a host", "GPUs of two hosts",
-         "a GPU that NCCL cannot take twice", "a CPU beside a GPU"],
+    ids=["CPUs of a host", "CPUs apart", "GPUs of a host", "one GPU", "one GPU, memory apart", "containers of a host",
+         "GPUs of two hosts", "a GPU that NCCL cannot take twice", "a CPU beside a GPU", "two ranks",
+         "beside the second rank", "beside the second rank, memory apart"],
 )  # fmt: skip
 def test_the_best_way_is_taken(trainer: str, workers: list[str], nonce: str, wanted: str) -> None:
     """Between containers of a host NCCL has sockets alone, and memory is shared."""
     places = [m.Place(nonce=nonce, host="h", gpu=gpu) for gpu in workers]
-    ways = Ways("auto", NONCE, trainer, 1)
+    ways = Ways("auto", NONCE, trainer.split(" "))
     assert ways.choose(m.Reach(layout="l", places=places, receiver="rollout-0#1"), []) == wanted

@@ -99,7 +99,8 @@ class Publisher:
         stage = self.ranks.stage if self.ranks else None
         self._gpu_copies = stage and GpuCopies(source.layout.nbytes, source.device, stage.queue)
         nonce = self._probe.nonce if self._probe else None
-        self._ways = Ways(config.transport, nonce, self._gpu, source.cut.ranks, clock is not None)
+        gpus = self.ranks.gpus if self.ranks else [self._gpu]
+        self._ways = Ways(config.transport, nonce, gpus, clock is not None)
         self._buffers = BufferPool(bool(self.ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
         self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.loaded_bytes))

@@ -36,6 +36,7 @@ from penstock.services.weights.parts import packed, runs_of, unpack
 from penstock.services.weights.queues import Event, HostQueue, make_queue, use_device
 from penstock.services.weights.sender.device_stage import DeviceStage
 from penstock.services.weights.sender.shard_exporter import ShardExporter
+from penstock.services.weights.transports import cuda_ipc
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError
 
 log = structlog.get_logger()
@@ -58,11 +59,15 @@ class Outcome:
 
 
 class RankSender:
-    """This rank's side. `send` is rank 0's, `follow` the others': each call is one version, and all ranks make it."""
+    """This rank's side; all ranks make theirs at once. `send` is rank 0's, `follow` the others': each call is one
+    version, and all ranks make it."""
 
     def __init__(self, source: ShardExporter, host: str) -> None:
         self._source, self._world, self._host = source, source.world, host
         self._runs = runs_of(source.layout, source.cut)
+        gpu = cuda_ipc.gpu_of(source.device)
+        self.gpus = [said.decode() for said in self._world.gather(gpu.encode(), self._world.publish_group)]
+        """All ranks', as `cuda_ipc.gpu_of` has them."""
         self._groups: dict[str, BroadcastGroup] = {}
         self.stage: DeviceStage | None = None
         """Where the model is on a GPU."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import structlog
 
@@ -14,12 +14,12 @@ log = structlog.get_logger()
 
 
 class Ways:
-    """Of a trainer whose config names ``transport`` (auto: none), that has left ``nonce`` in shared memory, computes
-    on ``gpu`` (empty: on a CPU) and has ``ranks`` ranks. ``shared``: its GPUs are the rollouts' while it rests, and
-    versions go by the hosts."""
+    """Of a trainer whose config names ``transport`` (auto: none), that has left ``nonce`` in shared memory, and whose
+    ranks compute on ``gpus`` (empty strings: on CPUs). ``shared``: these are the rollouts' while it rests, and versions
+    go by the hosts."""
 
-    def __init__(self, transport: str, nonce: str | None, gpu: str, ranks: int, shared: bool = False) -> None:
-        self._transport, self._nonce, self._gpu, self._ranks, self._shared = transport, nonce, gpu, ranks, shared
+    def __init__(self, transport: str, nonce: str | None, gpus: Sequence[str], shared: bool = False) -> None:
+        self._transport, self._nonce, self._gpus, self._shared = transport, nonce, gpus, shared
         self.places: dict[str, list[m.Place]] = {}
         """Where the processes are that hold a rollout's weights, by rollout."""
 
@@ -31,15 +31,17 @@ class Ways:
         """The best way to all processes that hold a rollout's weights, by where they are and what the configs name;
         ``nccl`` are the rollouts that are served by that."""
         gpus = [place.gpu for place in reach.places]
-        by_gpu = bool(self._gpu) and not self._shared
-        apart = any(cuda_ipc.namespace_of(gpu) != cuda_ipc.namespace_of(self._gpu) for gpu in gpus)
+        first = self._gpus[0]
+        by_gpu = bool(first) and not self._shared
+        apart = any(cuda_ipc.namespace_of(gpu) != cuda_ipc.namespace_of(first) for gpu in gpus)
         shares_memory = self._nonce is not None and all(place.nonce == self._nonce for place in reach.places)
         possible: list[tuple[Transport, bool]] = [
-            ("cuda_ipc", by_gpu and self._ranks == 1 and all(gpu == self._gpu for gpu in gpus)),
             # Between containers of a host NCCL has sockets alone.
             ("shm", shares_memory and (apart or not any(gpus))),
             ("nccl", by_gpu and all(gpus) and self._are_distinct(reach, nccl)),
             ("shm", shares_memory),
+            # After shared memory, where versions lie anyway: this keeps up to three more of them on the GPU.
+            ("cuda_ipc", by_gpu and len(self._gpus) == 1 and all(gpu == first for gpu in gpus)),
             ("gloo", True),
         ]
         named = reach.only or (None if self._transport == "auto" else self._transport)
@@ -51,9 +53,9 @@ class Ways:
         return "snapshot"
 
     def _are_distinct(self, reach: m.Reach, nccl: Collection[str]) -> bool:
-        """NCCL takes a GPU once: no two of the trainer, of ``reach`` and of who is served by NCCL already compute on
-        one."""
-        taken = {cuda_ipc.uuid_of(self._gpu)}
+        """NCCL takes a GPU once: no two of the trainer's ranks, of ``reach`` and of who is served by NCCL already
+        compute on one."""
+        taken = {cuda_ipc.uuid_of(gpu) for gpu in self._gpus}
         for identity in nccl:
             if identity != reach.receiver:
                 taken |= {cuda_ipc.uuid_of(place.gpu) for place in self.places.get(identity, ())}

@@ -71,16 +71,19 @@ class NativeModel:
 
     def prepare(self, named: Mapping[str, torch.Tensor]) -> Weights:
         """Fuses a version's tensors: side by side in memory they are one matrix already, else they are copied."""
-        take = {name: tensor.to(self._device, self._dtype) for name, tensor in named.items()}
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self._device, self._dtype)
 
         def get(name: str) -> torch.Tensor:
-            return take[name]
+            return put(named[name])
 
         def maybe(name: str) -> torch.Tensor | None:
-            return take.get(name)
+            return get(name) if name in named else None
 
         def fuse(names: list[str]) -> torch.Tensor | None:
-            return _joined([take[name] for name in names]) if any(name in take for name in names) else None
+            # Fused before they are put there: the device would have the parts beside the whole, of all layers.
+            return put(_joined([named[name] for name in names])) if any(name in named for name in names) else None
 
         layers = []
         for index in range(self._config.num_hidden_layers):
