@@ -120,7 +120,8 @@ def _pack(value: Any, frames: list[bytes | memoryview] | None) -> bytes:
         if isinstance(item, np.generic):
             item = np.asarray(item)
         if not isinstance(item, np.ndarray):
-            raise WireError(f"{type(item).__name__} cannot cross a process boundary")
+            what = "an integer of more than 64 bits" if isinstance(item, int) else type(item).__name__
+            raise WireError(f"{what} cannot cross a process boundary")
         if item.dtype.name not in DTYPES:
             raise WireError(f"dtype {item.dtype.name} is not one of the wire's: {', '.join(sorted(DTYPES))}")
         item = np.ascontiguousarray(item)

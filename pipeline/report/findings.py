@@ -61,6 +61,11 @@ def _prompts(state: dict[str, Any], drops: Rows) -> Iterator[str]:
         if kinds[kind]:
             last = next(row["reason"] for row in reversed(drops) if row.get("kind") == kind)
             yield f"{kinds[kind]} {what}; the last one: {last}"
+    if left_out := state["totals"].get("eval_left_out"):
+        yield (
+            f"{left_out} evaluations were left out, since the one before was still under way: prompts.eval_every is "
+            "too small for prompts.eval_size"
+        )
     if unusable := state["totals"]["eval_unusable"]:
         yield (
             f"{unusable} evaluation prompts have no reward, and no part in the evaluation; logs/broker.jsonl, and the "

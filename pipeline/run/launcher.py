@@ -48,7 +48,7 @@ BROKER_START_S = 90.0
 STATUS_EVERY_S = 0.5
 BROKER_SILENT_S = 60.0
 DRAIN_S = 120.0
-"""For the step in hand and a checkpoint of it."""
+"""For the work in hand; learners, which may have a large checkpoint to write, have as long as they live."""
 STOP_S = 30.0
 
 
@@ -266,7 +266,7 @@ class _Launch:
         if error and not broker.alive:
             raise RunError(error)
         try:
-            self._drain(broker, "" if outcome == "complete" else error or outcome)
+            self._drain(view, broker, "" if outcome == "complete" else error or outcome)
             status, ledger = self._insist(StatusRequest()), self._insist(LedgerRequest())
             assert isinstance(status, Status) and isinstance(ledger, LedgerReply)
             view.finish(status.state, self._supervisor.restarts)
@@ -279,9 +279,12 @@ class _Launch:
             raise RunError(error)
         return summary
 
-    def _drain(self, broker: Child, reason: str) -> None:
+    def _drain(self, view: View, broker: Child, reason: str) -> None:
         """Waits until all actors have left, after telling the broker to end the run where there is a ``reason`` to."""
         actors = {child.name for child in self._supervisor.children} - {"broker", "redis", "prepare"}
+        learners = {
+            name for spec in registry.started_here(self._config) if spec.learns for name in spec.names(self._config)
+        }
         told, deadline = -1, time.monotonic() + DRAIN_S
         while True:
             if reason and told != broker.restarts:  # one that was started again knows nothing of it
@@ -293,7 +296,11 @@ class _Launch:
                 return
             if time.monotonic() > deadline:
                 log.warning("not drained in time", children=left)
-                return
+                if not learners.intersection(left):
+                    view.note(f"not drained within {DRAIN_S:.0f} s, and ended: {', '.join(left)}")
+                    return
+                view.note(f"waiting for the last checkpoint ({', '.join(left)}); Ctrl-C ends the run without it …")
+                deadline += DRAIN_S
 
     def _insist(self, message: Message, begun: bool = True) -> Message:
         """Asks a broker that may die and be started again meanwhile. Before the run has ``begun`` the first Ctrl-C ends

@@ -12,7 +12,8 @@ from penstock.pipeline.config.passwords import HIDDEN
 from penstock.pipeline.run.summary import check_run, read_lines, read_summary
 
 FIXED = (
-    "model", "prompts", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
+    "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_size",
+    "prompts.eval_sampling", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
     "trainer.lora",
 )  # fmt: skip
 """What a resumed run must have as it began."""
@@ -56,8 +57,27 @@ def complete(folder: Path, config: Config) -> dict[str, Any] | None:
     summary = read_summary(folder)
     if not summary or summary["outcome"] != "complete":
         return None
-    began = load(folder / "config.yaml")  # its prompts may have ended before its steps
+    began = load(folder / "config.yaml")
+    if summary["steps"] < began.trainer.steps and _ends(began) != _ends(config):
+        return None
     return summary if config.trainer.steps <= max(summary["steps"], began.trainer.steps) else None
+
+
+def _ends(config: Config) -> tuple[Any, ...]:
+    """What may end a run before its steps."""
+    return config.prompts.epochs, config.prompts.stop_after, config.prompts.stop_margin
+
+
+def how_to_go_on(config: Config, summary: dict[str, Any]) -> str:
+    """With a run that is complete: which key says that there is more to do."""
+    if summary["steps"] >= config.trainer.steps:
+        return f"give more steps, e.g. trainer.steps={2 * summary['steps']}"
+    keys = []
+    if config.prompts.epochs:
+        keys.append(f"draw the prompts more often, e.g. prompts.epochs={2 * config.prompts.epochs}")
+    if config.prompts.stop_after:
+        keys.append(f"give it longer to get better, e.g. prompts.stop_after={2 * config.prompts.stop_after}")
+    return " or ".join(keys) or "begin a new one: its prompts have ended"
 
 
 def check_left(folder: Path, config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +168,15 @@ def _serve_broker(
     if url is None:
         raise ConfigError("store.url: a broker that runs alone needs a Redis; give its URL")
     broker = Broker(_broker_settings(config, context), url, supervised)
-    on_stop(broker.stop, supervised, registry.actors(config)["broker"].grace_s)
+
+    def leave(reason: str) -> None:
+        """Told alone, a supervised one is started again, as any other process is; else the run ends with it."""
+        if supervised and reason in signal.Signals.__members__:
+            broker.leave()
+        else:
+            broker.stop(reason)
+
+    on_stop(leave, supervised, registry.actors(config)["broker"].grace_s)
     if ready_fd is not None:
         os.write(ready_fd, f"{broker.address}\n".encode())
         os.close(ready_fd)

@@ -22,7 +22,7 @@ from penstock.pipeline.run.folder import begin, make_folder, new_folder
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError
 from penstock.pipeline.run.launcher import run as launch
 from penstock.pipeline.run.lock import held
-from penstock.pipeline.run.resume import committed, complete, resumed
+from penstock.pipeline.run.resume import committed, complete, how_to_go_on, resumed
 
 COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
 """Exit codes. A setup error, something that a better config mends and that is found before anything starts, is raised,
@@ -50,7 +50,7 @@ def start(
     config, origin, changed = laid_out(file, overrides, resume)
     folder = resume or new_folder(config, Path(file or ""))
     if resume and not dry_run and (summary := complete(folder, config)):
-        more = f"to go on, give more steps, e.g. trainer.steps={2 * summary['steps']}"
+        more = f"to go on, {how_to_go_on(config, summary)}"
         console.print(f"the run in {folder} is complete; {more}", highlight=False, markup=False, soft_wrap=True)
         print_summary(console, summary, folder)
         return COMPLETE

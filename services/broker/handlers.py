@@ -178,6 +178,8 @@ class Handlers:
         if said.trajectories != n and not (state.settings.agents and said.trajectories > n):  # sessions may branch
             raise ExperienceError(f"group {number} has {said.trajectories} trajectories, not {n}")
         if finished.purpose == "eval":
+            if state.progress.phase.startswith("evaluating"):
+                state.progress.at = clock.now()
             if state.evaluation.finish(number, said.oldest, said.newest, said.trajectories, said.tokens):
                 state.payloads.begin(key, finished.experience.tobytes())
         elif state.groups.finish(number, said.oldest, said.trajectories, said.tokens):
@@ -298,6 +300,9 @@ class Handlers:
         due = every and done % every == 0 and done < state.groups.steps
         if due and state.evaluation.size and state.evaluation.round is None:
             state.evaluation.start(f"step {done}", done, exact=None)
+        elif due and state.evaluation.size:
+            progress.totals["eval_left_out"] += 1
+            log.warning("an evaluation is left out: the one before is under way", step=done)
 
     def _on_checkpointed(self, member: Member, request: int, checkpoint: m.Checkpointed) -> None:
         progress = self._state.progress

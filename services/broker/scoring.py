@@ -69,7 +69,9 @@ def complete(state: BrokerState) -> None:
     which there are too few answers now are dropped."""
     for number, entry in list(state.groups.replay.entries.items()):
         if entry.trajectories < state.settings.sampling.trajectories:
-            state.drop(number, f"{entry.trajectories} answers were made, and more are asked for now", "too_old")
+            state.payloads.forget(("train", number))
+            reason = f"{entry.trajectories} answers were made, and more are asked for now"
+            state.groups.without_failure(number, reason, "too_old")
     for number in list(state.groups.replay.ready()):
         for total in state.settings.columns.sums:
             if number in state.groups.replay.entries and not state.payloads.has(("train", number), total.name):

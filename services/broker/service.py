@@ -7,7 +7,6 @@ from typing import Any
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.protocols.router_server import TURN_BYTES
 from penstock.services.broker import clock, scoring
 from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.batches import free_covered
@@ -26,7 +25,7 @@ EXPIRE_EVERY_S = 0.2
 LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
 LEAVE_S = 130.0
-"""How long it waits for actors to leave: the trainer may have a checkpoint to write."""
+"""How long it waits for actors to leave; for a learner, which may have a checkpoint to write, as long as it lives."""
 
 
 class Broker:
@@ -46,11 +45,7 @@ class Broker:
         """The evaluation that the broker before this one had begun."""
         self._actors_at = self._stop_at = self._turn_at = self._expire_at = 0.0
         self._written: dict[str, Any] = {}
-        self._unread: list[tuple[str, int, m.Message]] = []
-        """What came while the store was away."""
-        self._unread_from = 0
-        """What had been received before it, in bytes."""
-        self._state.store.idle = self._while_away
+        self._left = False
         self._freeing = False
         """There are steps that a checkpoint covers, and that are not freed yet."""
         self._restore()
@@ -117,6 +112,10 @@ class Broker:
         """Ends the run; safe from a signal handler."""
         self._state.progress.stop(reason)
 
+    def leave(self) -> None:
+        """Ends this process alone: another broker takes the run up. Safe from a signal handler."""
+        self._left = True
+
     @property
     def state(self) -> dict[str, Any]:
         """As observers see it (`protocols.messages.Status`)."""
@@ -132,10 +131,9 @@ class Broker:
         state = self._state
         log.info("listening", address=self.address)
         try:
-            while self._freeing or not self._over():
+            while not self._left and (self._freeing or not self._over()):
                 health.beat()
-                unread, self._unread = self._unread, []
-                for identity, request, message in unread or state.router.receive(0.02):
+                for identity, request, message in state.meanwhile.said() or state.router.receive(0.02):
                     self._handlers.handle(identity, request, message)
                 self._turn()
                 self._remember()
@@ -167,21 +165,6 @@ class Broker:
             now = self._turn_at = clock.now()
             state.members.excuse(waited, now)
             self._extend_deadlines(now)
-
-    def _while_away(self) -> None:
-        """The store may have much to read: others hear meanwhile that this broker lives, as long as what they say has
-        room in a turn."""
-        health.beat()
-        state = self._state
-        if not self._unread:
-            self._unread_from = state.router.received_bytes
-        if state.router.received_bytes - self._unread_from >= TURN_BYTES:
-            return
-        for identity, request, message in state.router.receive(0.0):
-            if isinstance(message, m.Heartbeat) and state.members.get(identity):
-                state.router.send_now(identity, m.HeartbeatAck())
-            else:
-                self._unread.append((identity, request, message))
 
     def _turn(self) -> None:
         state, progress = self._state, self._state.progress
@@ -231,9 +214,9 @@ class Broker:
             holds.extend(now + self._state.settings.broker.lease_s)
 
     def _watch_for_stalls(self, now: float) -> None:
-        """Names the group, the actor and the wait when no step completes."""
+        """Names the group, the actor and the wait when no step completes, and no evaluation before or after them."""
         state, progress = self._state, self._state.progress
-        if progress.phase not in ("starting", "training") or now - progress.at < state.settings.broker.stall_s:
+        if progress.phase in ("stopping", "done") or now - progress.at < state.settings.broker.stall_s:
             progress.stall = None
             return
         reason = stall_reason(state)
@@ -317,9 +300,10 @@ class Broker:
         if self._over_since is None:
             return False
         now = clock.now()
-        if any(member.kind != "observer" for member in self._state.members):
+        here = {member.kind for member in self._state.members} - {"observer"}
+        if here:
             self._alone_since = None
-            return now - self._over_since > LEAVE_S
+            return now - self._over_since > LEAVE_S and here.isdisjoint(self._state.settings.learners)
         # Whoever watches asks for the end once all have left, however long that took.
         self._alone_since = self._alone_since or now
         watched = self._supervised or not self._met or bool(self._state.members.of_kind("observer"))

@@ -28,6 +28,7 @@ from penstock.services.broker.config import (
     TrackerName,
 )
 from penstock.services.broker.latency import Latency
+from penstock.services.broker.meanwhile import Meanwhile
 from penstock.services.broker.membership import Member, Members
 from penstock.services.broker.payloads import Payloads
 from penstock.services.broker.prometheus import Exporter
@@ -124,7 +125,7 @@ class Progress:
     totals: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("leased", "finished", "trained", "generated_tokens", "trained_tokens", "late_answers", "lag_max",
-             "tokens_lagging", "taken_up", "eval_unusable", "prompts_dropped", "steps_skipped",
+             "tokens_lagging", "taken_up", "eval_unusable", "eval_left_out", "prompts_dropped", "steps_skipped",
              "groups_without_variance"), 0
         )
     )  # fmt: skip
@@ -170,8 +171,9 @@ class BrokerState:
         # What can fail stands before the store, which the newest broker has for itself: one that cannot even listen
         # ends none that can.
         self.router = RouterServer(settings.broker.bind, settings.keys)
+        self.meanwhile = Meanwhile(self.router)
         try:
-            self._open(Store(store_url, settings.run, settings.store, settings.store_key))
+            self._open(Store(store_url, settings.run, settings.store, settings.store_key, self.meanwhile))
         except BaseException:
             self.router.close()
             raise
@@ -200,6 +202,7 @@ class BrokerState:
         )
         self.versions = Versions(self.store)
         self.members = Members(self.store)
+        self.meanwhile.knows = lambda identity: self.members.get(identity) is not None
         self.scorers = list(dict.fromkeys(column.scorer for column in columns))
         """Kinds of actors that write columns."""
         self.receivers_changed = False

@@ -38,10 +38,13 @@ class Store:
     """Tables of small rows and one table of payloads, under the run's name.
 
     Writes are queued and leave together at `commit`. Reads see only what was committed. ``key`` is the run's own: a
-    store that has this run's name but another key belongs to another run and is refused.
+    store that has this run's name but another key belongs to another run and is refused. ``idle`` is called now and
+    then while it waits.
     """
 
-    def __init__(self, url: str, run: str, config: StoreConfig, key: str | None = None) -> None:
+    def __init__(
+        self, url: str, run: str, config: StoreConfig, key: str | None = None, idle: Callable[[], None] = lambda: None
+    ) -> None:
         self._prefix = f"penstock:{run}:"
         self._retry_s = config.retry_s
         self._where = _without_secrets(url)
@@ -50,8 +53,7 @@ class Store:
         self._queued: list[tuple[Any, ...]] = []
         self._kept: deque[tuple[int, list[tuple[Any, ...]], int]] = deque()
         self._kept_bytes = 0
-        self.idle: Callable[[], None] | None = None
-        """Called now and then while it waits."""
+        self._idle = idle
         self.waited_s = 0.0
         """How long this process has waited for the store so far."""
         self._persist(self._redis.ping)
@@ -197,8 +199,7 @@ class Store:
                         "server"
                     ) from None
                 log.warning("waiting for the store", store=self._where, error=type(error).__name__)
-                if self.idle:
-                    self.idle()
+                self._idle()
                 time.sleep(wait)
                 wait = min(1.0, wait * 2)
             except redis.RedisError as error:

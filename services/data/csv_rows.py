@@ -10,13 +10,16 @@ from typing import Any
 from penstock.services.data import DataError
 from penstock.services.data.json_rows import texts_of, words_of
 
+FITS = -(2**63), 2**64 - 1
+"""Integers that have a place in a message."""
 INTEGER, NUMBER = re.compile(r"[+-]?\d+"), re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class CsvRows:
     """Rows of ``files``, the first line of each of which names the columns. A cell without anything in it is None, any
-    other is its text, ``NA`` and ``None`` too; in a column where all of them are numbers it is that number. Lies in the
-    cache of ``datasets``. Raises `DataError`, with ``key``, for a file that cannot be read."""
+    other is its text, ``NA`` and ``None`` too; in a column where all of them are numbers (and none an integer of more
+    than 64 bits) it is that number. Lies in the cache of ``datasets``. Raises `DataError`, with ``key``, for a file
+    that cannot be read."""
 
     def __init__(self, files: Sequence[Path], key: str, wanted: Sequence[str] | None = None) -> None:
         """``wanted``: the columns that will be asked for; None: all."""
@@ -51,4 +54,6 @@ class CsvRows:
             whole, empty = whole and bool(INTEGER.fullmatch(text)), False
             if not whole and not NUMBER.fullmatch(text):
                 return None
+        if whole and any(not FITS[0] <= int(text) <= FITS[1] for text in texts_of(self._rows, name)):
+            return None  # as text each is what it was
         return None if empty else int if whole else float

@@ -61,6 +61,10 @@ class JsonRows:
         for column, value in row.items():
             if value is None:
                 continue
+            if type(value) is int and not -(2**63) <= value < 2**64:
+                raise DataError(
+                    f"{key}: {file}, {place}: {column!r} is an integer of more than 64 bits; put it into quotes"
+                )
             kind, other, first = self._kinds.setdefault(column, (kind_of(value), file, place))
             if kind != kind_of(value):
                 where = first if other == file else f"{other}, {first}"

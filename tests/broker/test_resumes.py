@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ from penstock.protocols.mailbox import AddressError, DeadlineError, Mailbox
 from penstock.protocols.router_server import RouterServer
 from penstock.services.broker import archive
 from penstock.services.broker.archive import Archive
-from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig
+from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.service import Broker
 from penstock.services.broker.store import StoreError
+from penstock.services.rollout.config import SamplingConfig
 from tests.broker.machine import COLUMNS, Memory
-from tests.broker.test_broker import REWARDS, B, Peer, Stage, settings
+from tests.broker.test_broker import REWARDS, B, N, Peer, Stage, settings
 from tests.weights.channel import until
 
 OTHER = Column(name="reward/slow", scorer="reward", nullable=True)
@@ -183,6 +186,70 @@ def test_a_lower_bound_drops_what_is_too_old_whenever_it_comes(tmp_path: Path, r
     assert set(groups.replay.entries) == set(range(B)), "those of version 0 that step 0 may take"
     assert groups.drops == 2 * B and not groups.consecutive_drops
     again.close()
+
+
+def test_a_group_without_the_greedy_answer_that_is_asked_for_now_is_dropped_scored_or_not(
+    tmp_path: Path, redis_url: str
+) -> None:
+    stage = Stage(tmp_path, redis_url)
+    rollout = stage.rollout()
+    for lease in rollout.leases(B):
+        rollout.finish(lease)
+    stage.close()
+    greedy = SamplingConfig(n=N, max_new_tokens=8).training(True)
+    broker = Broker(settings(tmp_path, sampling=greedy), redis_url)
+    groups = broker._state.groups
+    assert groups.drops == B and not groups.replay.entries and not groups.consecutive_drops
+    broker._state.router.close()
+
+
+def test_a_rollout_that_leaves_in_good_order_has_failed_at_nothing(tmp_path: Path, redis_url: str) -> None:
+    """However often: a run may be stopped and gone on with a hundred times while a group is being generated."""
+    for life in range(4):
+        stage = Stage(tmp_path, redis_url)
+        leases = stage.rollout(incarnation=str(life)).leases(2 * B)
+        assert [(lease.number, lease.attempt) for lease in leases] == [(number, 1) for number in range(2 * B)]
+        stage.close()
+
+
+def test_members_hear_of_a_broker_that_comes_up_beside_a_store_that_reads_what_it_has(tmp_path: Path) -> None:
+    door, store = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+    door.close()
+
+    def reads(connection: socket.socket) -> None:
+        while connection.recv(65536):
+            connection.sendall(b"-LOADING Redis is loading the dataset in memory\r\n")
+
+    def accepts() -> None:
+        with suppress(OSError):  # until it is closed
+            while True:
+                threading.Thread(target=reads, args=store.accept()[:1], daemon=True).start()
+
+    member = Mailbox(address, "rollout-0#1")
+    member.beat_s, member.beat = 0.1, m.Heartbeat
+    heard = member.heard_at
+    config = settings(tmp_path, broker=BrokerConfig(bind=address), store=StoreConfig(retry_s=0.5))
+    url = f"redis://127.0.0.1:{store.getsockname()[1]}/0"
+    broker = threading.Thread(target=Broker, args=(config, url), daemon=True)
+    threading.Thread(target=accepts, daemon=True).start()
+    broker.start()
+    until(lambda: member.heard_at > heard + 1.0, 10, "an answer, and more")
+    assert broker.is_alive()
+    member.close()
+    store.close()
+
+
+def test_what_keeps_the_last_evaluation_is_named(tmp_path: Path, redis_url: str) -> None:
+    prompts = PromptsConfig.model_validate(
+        {"train": {"type": "sort", "size": 50}, "eval": {"type": "sort", "size": 4}, "eval_size": 2}
+    )
+    stage = Stage(tmp_path, redis_url, prompts=prompts, broker=BrokerConfig(dead_after_s=20, stall_s=1))
+    stage.load(stage.rollout(credit=0), 0)
+    until(lambda: stage.broker.state["stall"], 10, "it to be noticed")
+    said = stage.broker.state["stall"]
+    assert said.startswith("the evaluation 'before' lacks 2 of 2 prompts: it needs a rollout with version 0"), said
+    stage.close()
 
 
 def tracker(journal: Memory, steps: int = 400, max_lag: int = 1) -> GroupTracker:

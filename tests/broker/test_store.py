@@ -110,7 +110,8 @@ def test_a_second_writer_is_noticed(server: Server) -> None:
 
 
 def test_a_store_that_reads_what_it_has_is_waited_for_and_others_hear_of_it(server: Server) -> None:
-    store = Store(server.redis.url, "test", StoreConfig(retry_s=1))
+    heard: list[float] = []
+    store = Store(server.redis.url, "test", StoreConfig(retry_s=1), idle=lambda: heard.append(time.monotonic()))
     for number in range(12_000):
         store.put("rows", number, {"n": number})
     store.commit()
@@ -119,8 +120,6 @@ def test_a_store_that_reads_what_it_has_is_waited_for_and_others_hear_of_it(serv
     often = [] if "v=6." in said else ["--loading-process-events-interval-bytes", "1024"]
     server.start("--key-load-delay", "500", *often)  # for a command that it reads, in microseconds: 6 s
     until(lambda: is_loading(server.redis.url), 5, "it to read")
-    heard: list[float] = []
-    store.idle = lambda: heard.append(time.monotonic())
     store.put("rows", 12_000, {"n": 12_000})
     began = time.monotonic()
     store.commit()

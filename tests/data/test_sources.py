@@ -141,6 +141,18 @@ def test_a_csv_column_has_numbers_where_all_of_its_cells_are_some(tmp_path: Path
     assert last == {"prompt": "q", "text": "NA", "whole": None, "broken": -0.5, "other": "6"}
 
 
+def test_integers_that_no_message_has_room_for_are_text_in_a_csv_file_and_an_error_in_a_json_file(
+    tmp_path: Path,
+) -> None:
+    large = str(98765432109**2 * 3)
+    (tmp_path / "rows.csv").write_text(f"prompt,truth\n3*4=,12\nmuch=,{large}\n")
+    rows = open_source(HubData(path="csv", files=[str(tmp_path / "rows.csv")], truth_key="truth"))
+    assert [rows[i].truth for i in range(2)] == ["12", large]
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "truth": 1}}\n{{"prompt": "b", "truth": {large}}}\n')
+    with pytest.raises(DataError, match="line 2: 'truth' is an integer of more than 64 bits; put it into quotes"):
+        open_source(HubData(path="json", files=[str(tmp_path / "rows.jsonl")], truth_key="truth"))
+
+
 def test_a_key_that_only_other_messages_have_is_not_told() -> None:
     said = [{"role": "user", "content": "hi", "name": None}, {"role": "user", "content": "hi", "name": "b"}]
     assert make_prompt(0, said, "1", True, None).messages == [{"role": "user", "content": "hi"}, said[1]]

@@ -131,13 +131,14 @@ def test_broker_and_store_may_die_while_everybody_leaves(tmp_path: Path) -> None
     assert summary["steps"] == 6 and summary["restarts"] == 2
 
 
-def test_a_broker_that_dies_before_the_run_has_begun_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_broker_that_ends_before_the_run_has_begun_is_started_again(tmp_path: Path, how: signal.Signals) -> None:
     run = Run(tmp_path, SHORT)
     deadline = time.monotonic() + 120
     while not (run.folder / "broker.address").is_file():
         assert time.monotonic() < deadline and run.process.poll() is None, run.output.read_text()
         time.sleep(0.01)
-    run.actors()["broker"].kill()
+    run.actors()["broker"].send_signal(how)
     summary = run.wait()
     check_promises(summary)
     assert summary["steps"] == 6 and summary["restarts"] == 1

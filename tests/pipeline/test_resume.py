@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from penstock.pipeline.config import ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run.folder import begin, named, run_name
 from penstock.pipeline.run.lock import held
-from penstock.pipeline.run.resume import check_fixed, complete, resumed
+from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
 from penstock.services.broker.trackers import run_id
 from penstock.services.runtime.user_folders import FIRST, VARIABLE, find_file
@@ -125,6 +126,20 @@ def test_the_runs_own_file_keeps_where_it_came_from(folder: Path) -> None:
 def test_a_folder_that_is_no_runs_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--resume: .* is not a run's folder: it has no config\.yaml"):
         resumed(tmp_path, None, [])
+
+
+def test_a_run_whose_prompts_have_ended_goes_on_with_more_of_them(folder: Path) -> None:
+    """More steps alone would change nothing."""
+    config = load(folder / "config.yaml", ["trainer.steps=100", "prompts.epochs=1", "prompts.eval_every=5"])
+    (folder / "config.yaml").write_text(dump(config))
+    (folder / "summary.json").write_text(json.dumps({"outcome": "complete", "steps": 40}))
+    summary = complete(folder, config)
+    assert summary and how_to_go_on(config, summary) == "draw the prompts more often, e.g. prompts.epochs=2"
+    assert complete(folder, load(folder / "config.yaml", ["trainer.steps=90"]))
+    more, _, changed = resumed(folder, None, ["prompts.epochs=2", "prompts.eval_every=10"])
+    assert complete(folder, more) is None and len(changed) == 2
+    with pytest.raises(ConfigError, match=r"prompts\.shuffle: .* a resumed run cannot change that"):
+        resumed(folder, None, ["prompts.shuffle=false"])
 
 
 def test_the_password_of_a_store_is_asked_for_again(folder: Path) -> None:

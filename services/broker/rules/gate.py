@@ -20,8 +20,8 @@ class Gate:
     0
 
     A run that is resumed with another B has taken ``steps`` steps on ``groups`` groups under the old one; steps are
-    counted on from there. ``ahead``: those of these groups (ascending) that have overtaken one which is not trained yet,
-    under a window that may have been wider.
+    counted on from there. ``ahead``: those of these groups (ascending) that have overtaken one which is not trained
+    yet, under a window that may have been wider.
     """
 
     def __init__(self, batch: int, window: int, max_lag: int, steps: int = 0, groups: int = 0) -> None:

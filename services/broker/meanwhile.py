@@ -1,0 +1,42 @@
+"""What others hear and say while the broker waits for its store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.protocols import messages as m
+from penstock.protocols.router_server import TURN_BYTES, RouterServer
+from penstock.services.runtime import health
+
+Said = tuple[str, int, m.Message]
+"""Who, by which request, and what."""
+
+
+class Meanwhile:
+    """Called now and then, it answers heartbeats, and keeps all else for the next turn as long as that has room for it:
+    a store may be away, or have much to read, for longer than anybody waits for a silent broker."""
+
+    def __init__(self, router: RouterServer) -> None:
+        self._router = router
+        self.knows: Callable[[str], bool] = lambda identity: True
+        """Who is a member; before the store has said so, everybody may be."""
+        self._said: list[Said] = []
+        self._from = 0
+        """What had been received before it, in bytes."""
+
+    def __call__(self) -> None:
+        health.beat()
+        if not self._said:
+            self._from = self._router.received_bytes
+        if self._router.received_bytes - self._from >= TURN_BYTES:
+            return
+        for identity, request, message in self._router.receive(0.0):
+            if isinstance(message, m.Heartbeat) and self.knows(identity):
+                self._router.send_now(identity, m.HeartbeatAck())
+            else:
+                self._said.append((identity, request, message))
+
+    def said(self) -> list[Said]:
+        """What came, and is to be handled now."""
+        found, self._said = self._said, []
+        return found
