@@ -268,8 +268,11 @@ class Desk:
             raise AgentError(422, "invalid_request", f"reward: {reward} is no finite number")
         if reward is None and self._needs_reward:
             raise AgentError(422, "no_reward", "reward: this run has no other reward than what agents say; give one")
-        await self._settle(held, {"reward": reward or 0.0, "metrics": checked(metrics or {})})
-        self._ended.add(held.id, held.owner)
+        how = {"reward": reward or 0.0, "metrics": checked(metrics or {})}
+        async with held.ending:
+            if id not in self._ended:
+                await self._settle(await self.find(id), how)
+                self._ended.add(held.id, held.owner)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -309,13 +312,16 @@ class Desk:
             raise self._refused(held.work.key, error) from error
 
     async def abandon(self, held: Held, reason: str) -> None:
-        """The agent gives up, or is gone: another gets it, or it has failed."""
-        if held.life + 1 >= self.config.attempts:
-            await self._settle(held, {"reward": 0.0, "failure": f"given out {held.life + 1} times: {reason}"})
-            return
-        log.info("a session begins anew", session=held.id, reason=reason)
-        held.session.begin_anew()
-        await self._set_free(held)
+        """The agent gives up, or is gone: another gets it, or it has failed. One that has ended meanwhile stays so."""
+        async with held.ending:
+            if self._held.get(held.id) is not held:
+                return
+            if held.life + 1 >= self.config.attempts:
+                await self._settle(held, {"reward": 0.0, "failure": f"given out {held.life + 1} times: {reason}"})
+                return
+            log.info("a session begins anew", session=held.id, reason=reason)
+            held.session.begin_anew()
+            await self._set_free(held)
 
     async def _set_free(self, held: Held) -> None:
         """Another may have the session, also where the broker cannot be told of it now."""
@@ -336,7 +342,10 @@ class Desk:
         unheard = sorted({*range(session.next_turn)} - heard)  # those among it that a rollout is still at
         ended = {"life": session.life, "opened": True, "owner": held.owner, "ended": True, "unheard": unheard}
         how = {"failure": "", "metrics": {}} | how | ended
-        await self._note(work, f"session.{session.place}", how)
+        try:
+            await self._note(work, f"session.{session.place}", how)
+        finally:
+            held.touched = time.monotonic()  # its agent has waited for this
         session.ended, session.reward, session.failure = True, how["reward"], how["failure"]
         session.metrics = how["metrics"]
         self._held.pop(held.id, None)
@@ -346,19 +355,11 @@ class Desk:
         if not all(session.ended for session in work.sessions) or self._works.get(work.key) is not work:
             return
         del self._works[work.key]
-        lease = work.lease
         try:
-            made = [
-                trajectory
-                for session in work.sessions
-                for trajectory in session.trajectories(
-                    lambda ids: self._text.decode([list(ids)])[0], work.prompt, session.place == lease.sampling.n
-                )
-            ]
-            self._deliver(lease, Group(lease.number, lease.prompt, made))
+            self._deliver(work.lease, work.group(lambda ids: self._text.decode([list(ids)])[0]))
         except Exception as error:  # an engine's numbers that break a trajectory's rules, say
-            log.exception("a group cannot be delivered", group=lease.number)
-            self._deliver(lease, f"{type(error).__name__}: {error}")
+            log.exception("a group cannot be delivered", group=work.lease.number)
+            self._deliver(work.lease, f"{type(error).__name__}: {error}")
 
     async def _note(self, work: Work, name: str, what: dict[str, Any]) -> None:
         note = Note(purpose=work.lease.purpose, number=work.lease.number, name=name, data=as_bytes(wire.pack(what)))
