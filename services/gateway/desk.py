@@ -17,16 +17,16 @@ import numpy as np
 import structlog
 
 from penstock.protocols import wire
-from penstock.protocols.experience import FLOAT32_MAX, Group, as_bytes
+from penstock.protocols.experience import Group, as_bytes
 from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import LEAVING, LOST, AgentError, refused
-from penstock.services.gateway.measured import checked
+from penstock.services.gateway.measured import checked, checked_reward
 from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.questions import ONCE, Ask, Asking
-from penstock.services.gateway.records import restore, session_id
+from penstock.services.gateway.records import ended, restore, session_id
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.gateway.turn_times import TurnTimes
@@ -264,11 +264,7 @@ class Desk:
         if id in self._ended and WHO.get().sees(self._ended.owner(id)):
             return
         held = await self.find(id)
-        if reward is not None and not abs(reward) <= FLOAT32_MAX:
-            raise AgentError(422, "invalid_request", f"reward: {reward} is no finite number")
-        if reward is None and self._needs_reward:
-            raise AgentError(422, "no_reward", "reward: this run has no other reward than what agents say; give one")
-        how = {"reward": reward or 0.0, "metrics": checked(metrics or {})}
+        how = {"reward": checked_reward(reward, self._needs_reward), "metrics": checked(metrics or {})}
         async with held.ending:
             if id not in self._ended:
                 await self._settle(await self.find(id), how)
@@ -290,26 +286,31 @@ class Desk:
         """What is asked again has one answer."""
         digest = asked.digest(about)
         question = held.questions.again(digest) if asked.again or asked.key else None
-        if question is None:
-            if self._waiting >= self.config.waiting:
-                full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
-                raise AgentError(429, "busy", full, BUSY_S)
-            WHO.get().take_turn()
-            question = held.questions.ask(digest, self._times.timed(self._policy.ask(held, digest, *rest)))
-            assert question.task is not None
-            question.task.add_done_callback(held.note)
         try:
+            if question is None:
+                self._check_room()
+                question = held.questions.ask(digest, self._times.timed(self._policy.ask(held, digest, *rest)))
+                assert question.task is not None
+                question.task.add_done_callback(held.note)
             return await question.answer(self.config.turn_s)
         except asyncio.CancelledError:
-            if question.task and question.task.cancelled():
+            if question and question.task and question.task.cancelled():
                 self._check_over()
                 raise AgentError(410, LOST, "the session has ended") from None
             raise
-        except AgentError as error:
-            held.error = str(error)
-            raise
-        except RefusedError as error:
-            raise self._refused(held.work.key, error) from error
+        except Exception as error:
+            told = self._refused(held.work.key, error) if isinstance(error, RefusedError) else error
+            held.error = str(told)
+            if question is None or question.failed:
+                held.questions.refused[digest] += 1
+            raise told from None
+
+    def _check_room(self) -> None:
+        """For one more turn. Raises `AgentError`."""
+        if self._waiting >= self.config.waiting:
+            full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
+            raise AgentError(429, "busy", full, BUSY_S)
+        WHO.get().take_turn()
 
     async def abandon(self, held: Held, reason: str) -> None:
         """The agent gives up, or is gone: another gets it, or it has failed. One that has ended meanwhile stays so."""
@@ -338,10 +339,7 @@ class Desk:
         """The session has ended, durably."""
         work, session = held.work, held.session
         held.questions.cancel()
-        heard = {turn.number for turn in session.turns.values() if turn.wanted}
-        unheard = sorted({*range(session.next_turn)} - heard)  # those among it that a rollout is still at
-        ended = {"life": session.life, "opened": True, "owner": held.owner, "ended": True, "unheard": unheard}
-        how = {"failure": "", "metrics": {}} | how | ended
+        how = {"failure": "", "metrics": {}} | how | ended(session, held.owner)
         try:
             await self._note(work, f"session.{session.place}", how)
         finally:

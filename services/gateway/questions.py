@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,6 +47,12 @@ class Question:
     heard: bool = False
     """Somebody has had the answer."""
 
+    @property
+    def failed(self) -> bool:
+        """It has no answer, and never will."""
+        task = self.task
+        return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+
     async def answer(self, within_s: float) -> Turn:
         """For one more who waits. Raises what the task raises, and `AgentError` where there is no answer in time: who
         asks again waits for the same."""
@@ -70,6 +77,8 @@ class Questions:
 
     pending: int = 0
     """How many have no answer yet."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Requests that have left no question behind, and were not asked again since."""
     _asked: dict[str, list[Question]] = field(default_factory=dict)
 
     def remember(self, turn: Turn) -> None:
@@ -78,9 +87,13 @@ class Questions:
 
     def again(self, digest: str) -> Question | None:
         """The one that was most probably meant by who asks again: whose answer nobody has had and for which the fewest
-        wait; of several, the latest."""
+        wait; of several, the latest. None where what was asked is to be asked anew: it was refused."""
         several = self._asked.get(digest, [])
-        return min(reversed(several), key=lambda question: (question.heard, question.waiting), default=None)
+        best = min(reversed(several), key=lambda question: (question.heard, question.waiting), default=None)
+        if self.refused[digest] and (best is None or best.heard or best.waiting):
+            self.refused[digest] -= 1
+            return None
+        return best
 
     def ask(self, digest: str, answer: Coroutine[Any, Any, Turn]) -> Question:
         """A new one. What nobody waits for any more when it is answered is not trained on, unless it is asked for
@@ -93,7 +106,7 @@ class Questions:
 
         def done(task: asyncio.Task[Turn]) -> None:
             self.pending -= 1
-            if task.cancelled() or task.exception():
+            if question.failed:
                 several.remove(question)
             else:
                 question.turn = task.result()

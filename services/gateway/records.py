@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from penstock.protocols import wire
 from penstock.protocols.messages import Lease, TurnKey
@@ -23,6 +24,13 @@ NOBODY = -1
 def session_id(lease: Lease, session: Session) -> str:
     """What agents call it. Another life has another name."""
     return f"{lease.purpose}-{lease.number}-{session.place}-{session.life}"
+
+
+def ended(session: Session, owner: str) -> dict[str, Any]:
+    """What is kept of one that has ended, beside how good it was."""
+    heard = {turn.number for turn in session.turns.values() if turn.wanted}
+    unheard = sorted({*range(session.next_turn)} - heard)  # those among it that a rollout is still at
+    return {"life": session.life, "opened": True, "owner": owner, "ended": True, "unheard": unheard}
 
 
 def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None:

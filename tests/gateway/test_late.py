@@ -15,10 +15,12 @@ import pytest
 from penstock.protocols import messages as m
 from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
 from penstock.protocols.experience import as_bytes
-from penstock.protocols.mailbox import DeadlineError
+from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.rules.turns import Turns
+from penstock.services.gateway.access import WHO, NamedKey, Visitor
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.zmq_door import ZmqDoor
 from tests.gateway.house import House
 from tests.gateway.test_doors import NO_KEYS, SAY, opened, served
@@ -72,6 +74,65 @@ def test_openais_client_and_ours_ask_again_by_themselves(house: House) -> None:
     house.open().start(house.lease(1))
     by_zeromq(house, by_us)
     assert len(house.asked) == 2
+
+
+def test_who_was_refused_and_asks_again_gets_an_answer_of_its_own(tokenizers: dict[bool, Path], model: Any) -> None:
+    """In a loop that asks the same several times."""
+    house = House(tokenizers[True], model, tool_calls="none", waiting=1)
+    house.desk.start(house.lease(0))
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            base = (await opened(url, http))["base_url"]
+
+        async def turn(text: str) -> int:
+            told = await client.chat.completions.create(model="p", messages=[{"role": "user", "content": text}])
+            return told.model_extra["penstock"]["turns"][0]  # type: ignore[index]
+
+        async with openai.AsyncOpenAI(base_url=base, api_key="none") as client:
+            assert [await turn("ab"), await turn("ab")] == [0, 1]
+            slow = late(house)
+            other = asyncio.ensure_future(turn("b"))
+            await asyncio.sleep(0.2)
+            refused = asyncio.ensure_future(turn("ab"))
+            await asyncio.sleep(0.3)
+            assert "gateway.waiting=1" in house.desk.rows()[0]["error"]
+            slow.set()
+            assert [await other, await refused] == [2, 3]
+            await house.desk.finish("train-0-0-0", 1.0)
+
+    served(house, agent)
+    assert len(house.asked) == 4
+
+
+@pytest.mark.parametrize("lost", ["quota", "no_answer", "broker_away"])
+def test_what_was_refused_is_asked_anew_and_once(house: House, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    alice = Visitor("alice", NamedKey(sha256="0" * 64, turns_per_minute=1 if lost == "quota" else 9))
+
+    def say(message: Any, deadline_s: float) -> Future[m.Message]:
+        told: Future[m.Message] = Future()
+        if lost == "no_answer":
+            told.set_result(m.TurnAnswer(answer=as_bytes(b""), error=m.UNANSWERED))
+        else:
+            told.set_exception(RefusedError(m.Refused(code="failed", reason="no")))
+        return told
+
+    async def play() -> list[int]:
+        WHO.set(alice)
+        held = await house.desk.open(1)
+        found = [(await house.desk.chat(held, SAY, None)).number]
+        with monkeypatch.context() as patched:
+            patched.setattr(house.desk._policy, "_say", say)
+            with pytest.raises(AgentError) as told:
+                await house.desk.chat(held, SAY, None)
+        assert told.value.code == lost and told.value.retry_s
+        alice._asked.clear()
+        for _ in range(2):
+            found.append((await house.desk.chat(held, SAY, None, asked=Asking(again=True))).number)
+        return found
+
+    first, second, third = house.run(play)
+    assert first < second == third and len(house.asked) == 2
 
 
 def test_the_plain_client_asks_again_too_until_its_time_is_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
