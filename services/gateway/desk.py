@@ -292,7 +292,7 @@ class Desk:
                 question = held.questions.ask(digest, self._times.timed(self._policy.ask(held, digest, *rest)))
                 assert question.task is not None
                 question.task.add_done_callback(held.note)
-            return await question.answer(self.config.turn_s)
+            return await question.answer(self.config.turn_s, asked.together)
         except asyncio.CancelledError:
             if question and question.task and question.task.cancelled():
                 self._check_over()

@@ -25,6 +25,8 @@ class Asking(NamedTuple):
     """Its own name, the same whenever it is made."""
     which: int = 0
     """Of several answers to it."""
+    together: asyncio.Barrier | None = None
+    """Where all of several are waited for: none of them is heard before."""
 
     def digest(self, about: str) -> str:
         """Of what it asks, ``about``, and of what else tells it from others."""
@@ -53,9 +55,9 @@ class Question:
         task = self.task
         return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
 
-    async def answer(self, within_s: float) -> Turn:
-        """For one more who waits. Raises what the task raises, and `AgentError` where there is no answer in time: who
-        asks again waits for the same."""
+    async def answer(self, within_s: float, together: asyncio.Barrier | None = None) -> Turn:
+        """For one more who waits, and has it when all are there that are waited for ``together``. Raises what the task
+        raises, and `AgentError` where there is no answer in time: who asks again waits for the same."""
         self.waiting += 1
         try:
             turn = self.turn
@@ -65,6 +67,8 @@ class Question:
                     late = f"no answer within gateway.turn_s={within_s:g} s; ask again"
                     raise AgentError(504, "turn_late", late, LATE_S)
                 turn = self.task.result()
+            if together:
+                await together.wait()
             self.heard = turn.wanted = True
             return turn
         finally:
@@ -96,8 +100,7 @@ class Questions:
         return best
 
     def ask(self, digest: str, answer: Coroutine[Any, Any, Turn]) -> Question:
-        """A new one. What nobody waits for any more when it is answered is not trained on, unless it is asked for
-        again."""
+        """A new one. An answer that nobody stays to hear is not trained on, unless it is asked for again."""
         question = Question(asyncio.ensure_future(answer))
         assert question.task is not None
         several = self._asked.setdefault(digest, [])
@@ -110,7 +113,7 @@ class Questions:
                 several.remove(question)
             else:
                 question.turn = task.result()
-                question.turn.wanted = question.heard or question.waiting > 0  # one may have had it before this call
+                question.turn.wanted = question.heard  # one may have had it before this call
 
         question.task.add_done_callback(done)
         return question

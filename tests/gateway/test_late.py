@@ -23,7 +23,7 @@ from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.zmq_door import ZmqDoor
 from tests.gateway.house import House
-from tests.gateway.test_doors import NO_KEYS, SAY, opened, served
+from tests.gateway.test_doors import NO_KEYS, SAY, group, opened, served
 from tests.gateway.test_requests import by_zeromq
 from tests.gateway.test_takeovers import late
 
@@ -133,6 +133,47 @@ def test_what_was_refused_is_asked_anew_and_once(house: House, monkeypatch: pyte
 
     first, second, third = house.run(play)
     assert first < second == third and len(house.asked) == 2
+
+
+@pytest.mark.parametrize("ended", ["gone", "refused"])
+def test_of_several_answers_none_is_trained_on_before_their_agent_has_had_all(
+    tokenizers: dict[bool, Path], model: Any, ended: str
+) -> None:
+    house = House(tokenizers[True], model, tool_calls="none")
+    house.desk.start(house.lease(0))
+
+    async def agent(url: str) -> None:
+        said, turns = house.desk._policy._say, 0
+
+        def all_but_one(message: Any, deadline_s: float) -> Future[Any]:
+            nonlocal turns
+            turns += 1
+            if turns < 4:
+                return said(message, deadline_s)
+            never: Future[Any] = Future()
+            if ended == "refused":
+                told = m.TurnAnswer(answer=as_bytes(b""), error=m.UNANSWERED)
+                asyncio.get_running_loop().call_later(1.0, never.set_result, told)
+            return never
+
+        async with httpx.AsyncClient() as http:
+            session = await opened(url, http)
+            path, several = f"{session['base_url']}/chat/completions", {"messages": SAY, "n": 4}
+            house.desk._policy._say = all_but_one
+            try:
+                assert (await http.post(path, json=several, timeout=1.5)).status_code == 503
+            except httpx.ReadTimeout:
+                assert ended == "gone"
+            house.desk._policy._say = said
+            await asyncio.sleep(1)
+            assert len(house.engines_own) == 3
+            if ended == "refused":
+                again = await http.post(path, json=several, headers={"x-stainless-retry-count": "1"})
+                assert again.json()["penstock"]["turns"] == [0, 1, 2, 4]
+            await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})
+
+    served(house, agent)
+    assert sum(t.sampled > 0 for t in group(house).trajectories) == (4 if ended == "refused" else 0)
 
 
 def test_the_plain_client_asks_again_too_until_its_time_is_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
