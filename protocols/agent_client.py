@@ -97,6 +97,11 @@ class _Line:
     def ask(self, message: m.Message, deadline_s: float) -> Future[m.Message]:
         return self._mailbox.ask_later(message, deadline_s)
 
+    def take(self, session: str) -> None:
+        """Says that it is open here, at once and with every heartbeat."""
+        self.sessions.add(session)
+        self._mailbox.tell(m.AgentBeat(sessions=[session]))
+
     def request(self) -> str:
         """A name for a request, which no other has."""
         return f"{self._name}-{next(self._numbers)}"
@@ -203,7 +208,7 @@ class _Asked:
         self.base_url = opened.base_url
         """For what speaks OpenAI's or Anthropic's API: `OpenAI(base_url=session.base_url, api_key="any")`."""
         self.ended = False
-        line.sessions.add(self.id)
+        line.take(self.id)
 
     def forget(self) -> None:
         """It is not said any more that somebody has this session: for one that the gateway knows no more."""

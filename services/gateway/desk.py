@@ -133,7 +133,7 @@ class Desk:
         """The client that has these is alive."""
         for id in sessions:
             if (held := self._held.get(id)) and WHO.get().sees(held.owner):
-                held.heard = time.monotonic()
+                held.heard, held.taken = time.monotonic(), True
 
     def rows(self) -> list[dict[str, Any]]:
         """Live sessions, for people."""
@@ -163,11 +163,10 @@ class Desk:
                 if self._works.get(work.key) is not work:
                     continue
                 held = Held(session_id(work.lease, session), work, session, session.life, who.name)
-                held.heard = time.monotonic() if beats else None
-                opened = {"life": session.life, "opened": True, "beats": beats, "owner": who.name}
+                held.heard, held.taken = time.monotonic() if beats else None, not beats
                 self._opening[who.name] += 1
                 try:
-                    await self._note(work, f"session.{session.place}", opened)
+                    await self._note(work, session, {"opened": True, "beats": beats, "owner": who.name})
                 except AgentError as error:
                     if error.code == LOST:  # with its group
                         continue
@@ -201,7 +200,7 @@ class Desk:
         if held is None or not WHO.get().sees(held.owner):
             self._check_over()
             raise AgentError(404, "unknown_session", f"there is no session {id!r} here: it has ended, or was given on")
-        held.touched = time.monotonic()
+        held.touched, held.taken = time.monotonic(), True
         return held
 
     async def chat(
@@ -317,11 +316,12 @@ class Desk:
         async with held.ending:
             if self._held.get(held.id) is not held:
                 return
-            if held.life + 1 >= self.config.attempts:
-                await self._settle(held, {"reward": 0.0, "failure": f"given out {held.life + 1} times: {reason}"})
+            given_out = held.life + 1 - held.session.spared
+            if held.taken and given_out >= self.config.attempts:
+                await self._settle(held, {"reward": 0.0, "failure": f"given out {given_out} times: {reason}"})
                 return
             log.info("a session begins anew", session=held.id, reason=reason)
-            held.session.begin_anew()
+            held.session.begin_anew(held.taken)
             await self._set_free(held)
 
     async def _set_free(self, held: Held) -> None:
@@ -330,7 +330,7 @@ class Desk:
         work, session = held.work, held.session
         session.opened = False
         try:
-            await self._note(work, f"session.{session.place}", {"life": session.life, "opened": False})
+            await self._note(work, session, {"opened": False})
         finally:
             self._free.append((work, session))
             self._more.set()
@@ -341,7 +341,7 @@ class Desk:
         held.questions.cancel()
         how = {"failure": "", "metrics": {}} | how | ended(session, held.owner)
         try:
-            await self._note(work, f"session.{session.place}", how)
+            await self._note(work, session, how)
         finally:
             held.touched = time.monotonic()  # its agent has waited for this
         session.ended, session.reward, session.failure = True, how["reward"], how["failure"]
@@ -359,8 +359,10 @@ class Desk:
             log.exception("a group cannot be delivered", group=work.lease.number)
             self._deliver(work.lease, f"{type(error).__name__}: {error}")
 
-    async def _note(self, work: Work, name: str, what: dict[str, Any]) -> None:
-        note = Note(purpose=work.lease.purpose, number=work.lease.number, name=name, data=as_bytes(wire.pack(what)))
+    async def _note(self, work: Work, session: Session, what: dict[str, Any]) -> None:
+        data = as_bytes(wire.pack({"life": session.life, "spared": session.spared} | what))
+        purpose, number = work.key
+        note = Note(purpose=purpose, number=number, name=f"session.{session.place}", data=data)
         try:
             await asyncio.wrap_future(self._ask(note, NOTE_S))
         except DeadlineError:

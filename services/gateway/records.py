@@ -1,6 +1,6 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
-session.PLACE           {life, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard} too
+session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard}
 note.PLACE.TURN         {asked, life, parent, given, added, told, stop}: what was asked, as far as its parent has not
 answer.PLACE.TURN       what the policy said to it
 """
@@ -30,7 +30,7 @@ def ended(session: Session, owner: str) -> dict[str, Any]:
     """What is kept of one that has ended, beside how good it was."""
     heard = {turn.number for turn in session.turns.values() if turn.wanted}
     unheard = sorted({*range(session.next_turn)} - heard)  # those among it that a rollout is still at
-    return {"life": session.life, "opened": True, "owner": owner, "ended": True, "unheard": unheard}
+    return {"opened": True, "owner": owner, "ended": True, "unheard": unheard}
 
 
 def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None:
@@ -43,6 +43,7 @@ def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None
         state = wire.unpack(kept.tobytes())
         session.life, session.opened, session.ended = state["life"], state["opened"], state.get("ended", False)
         session.beats, session.owner = state.get("beats", False), state.get("owner", "")
+        session.spared = state.get("spared", 0)  # of older code
         session.reward, session.failure = state.get("reward", 0.0), state.get("failure", "")
         session.metrics = state.get("metrics", {})
         session.unheard = set(state.get("unheard", ()))

@@ -89,6 +89,8 @@ class Session:
     place: int
     life: int = 0
     """How often it was begun anew."""
+    spared: int = 0
+    """How often of these no agent had heard of it."""
     opened: bool = False
     """An agent has it."""
     owner: str = ""
@@ -107,9 +109,10 @@ class Session:
     metrics: dict[str, float] = field(default_factory=dict)
     """What its agent has measured."""
 
-    def begin_anew(self) -> None:
-        """Another agent takes it, from the start."""
+    def begin_anew(self, taken: bool) -> None:
+        """Another agent takes it, from the start; ``taken``: the one before had heard of it."""
         self.life, self.opened, self.turns = self.life + 1, False, {}
+        self.spared += not taken
 
     def parent_of(self, said: Said, tools: str) -> Turn | None:
         """The turn with the longest conversation that ``said`` begins with, told of the same ``tools``."""

@@ -60,6 +60,8 @@ class Held:
     """When its agent last asked for something; and when the client that has it was last heard, None where nobody has
     said that he would be."""
     heard: float | None = None
+    taken: bool = True
+    """Its agent may know of it. A client that says that it is alive says so of each session that it has."""
     questions: Questions = field(default_factory=Questions)
     ending: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of whoever ends the session, or has another begin it anew: what was said first is done first."""

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
+from penstock.services.gateway import zmq_door
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.doors import Doors
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.runtime.actor import ActorContext
 from tests.gateway.house import House
-from tests.gateway.test_doors import NO_KEYS, SAY, TOOL, opened, owners, served
+from tests.gateway.test_doors import NO_KEYS, SAY, TOOL, group, opened, owners, served
 
 
 @pytest.fixture
@@ -41,6 +42,33 @@ def by_zeromq(house: House, agent: Callable[[AsyncAgentClient], Awaitable[Any]])
             await asyncio.to_thread(door.close)
 
     return house.run(main)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_whoever_asked_for_a_session_and_went_loses_it_no_attempt(
+    tokenizers: dict[bool, Path], model: Any, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    """Also where that does not show yet when there is one."""
+    monkeypatch.setattr(zmq_door, "SILENT_S", 0.2 if silent else 60)
+    house = House(tokenizers[True], model, tool_calls="none", attempts=1, lost_s=0.3)
+
+    async def agent(client: AsyncAgentClient) -> None:
+        async with AsyncAgentClient(client._line._mailbox.address) as gone:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(gone.session(), 0.2)
+        await asyncio.sleep(0.5)
+        house.desk.start(house.lease(0))
+        await asyncio.sleep(0.4)
+        house.desk.expire()
+        async with await client.session() as session:
+            assert session.id == ("train-0-0-0" if silent else "train-0-0-1")
+            await asyncio.sleep(0.1)
+            assert house.desk._held[session.id].taken
+            await session.chat(SAY)
+            await session.finish(1.0)
+
+    by_zeromq(house, agent)
+    assert float(group(house).trajectories[0].rewards.sum()) == 1.0
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], ["a"] * 17])

@@ -288,6 +288,32 @@ def test_a_client_that_says_that_it_is_alive_may_take_its_time(tokenizers: dict[
     house.run(play)
 
 
+def test_a_session_that_no_agent_has_heard_of_costs_no_attempt(tokenizers: dict[bool, Path], model: Any) -> None:
+    house = House(tokenizers[False], model, attempts=2)
+
+    async def lost(held: Held) -> None:
+        held.heard = float("-inf")
+        house.desk.expire()
+        await asyncio.sleep(0.05)
+        assert not house.desk.rows()
+
+    async def play() -> list[str]:
+        house.desk.start(house.lease(0))
+        names = []
+        for taken in (False, False, True, False, True):
+            held = await house.desk.open(1, beats=True)
+            names.append(held.id)
+            if taken:
+                house.desk.heard([held.id])
+            await lost(held)
+            if not house.delivered:
+                house.open().start(house.lease(0))
+        return names
+
+    assert house.run(play) == [f"train-0-0-{life}" for life in range(5)], "what one agent may speak of no other has"
+    assert "given out 2 times" in group(house).trajectories[0].failure
+
+
 def test_gauges_may_be_read_while_sessions_come_and_go(house: House) -> None:
     async def play() -> None:
         house.desk.start(house.lease(0))
