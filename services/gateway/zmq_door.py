@@ -14,7 +14,7 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from penstock.protocols import messages as m
-from penstock.protocols.agent_client import BEAT_S
+from penstock.protocols.agent_line import BEAT_S
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
