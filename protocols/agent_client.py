@@ -105,6 +105,15 @@ class _Asked:
         given = as_bytes(np.asarray(tokens, np.int32).tobytes())
         return m.AgentGenerate(session=self.id, request=self._line.request(), tokens=given, max_tokens=max_tokens)
 
+    def _left_by(self, error: BaseException | None) -> str:
+        """Why it is to be given to another agent, where its block was left so; empty: it is not, or nobody is there
+        who could be told."""
+        if isinstance(error, DeadlineError) or (isinstance(error, AgentRefusedError) and error.lost):
+            self.forget()
+        if self.ended:
+            return ""
+        return f"{type(error).__name__}: {error}" if error else "left without finish()"
+
     def _finish(self, reward: float | None, metrics: Mapping[str, float] | None) -> m.AgentFinish:
         return m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {}))
 
@@ -144,10 +153,8 @@ class AgentSession(_Asked):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, AgentRefusedError | DeadlineError):
-            self.forget()
-        elif not self.ended:
-            self.abandon(f"{type(error).__name__}: {error}" if error else "left without finish()")
+        if reason := self._left_by(error):
+            self.abandon(reason)
 
 
 class AgentClient:
@@ -232,10 +239,8 @@ class AsyncAgentSession(_Asked):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, AgentRefusedError | DeadlineError):
-            self.forget()
-        elif not self.ended:
-            await self.abandon(f"{type(error).__name__}: {error}" if error else "left without finish()")
+        if reason := self._left_by(error):
+            await self.abandon(reason)
 
 
 class AsyncAgentClient:

@@ -31,6 +31,11 @@ class AgentRefusedError(RuntimeError):
         super().__init__(refusal.reason)
         self.status, self.code, self.retry_s = refusal.status, refusal.code, refusal.retry_s
 
+    @property
+    def lost(self) -> bool:
+        """The session that was spoken of is nobody's here any more, so that it cannot be given back."""
+        return self.code in ("session_lost", "unknown_session", "run_over")
+
 
 class RunOver(AgentRefusedError):
     """The run has ended: there is nothing left to do."""

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
+from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
 from penstock.services.gateway import zmq_door
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.doors import Doors
@@ -150,6 +150,35 @@ def test_the_zeromq_door_looks_at_messages_as_the_http_door_does(house: House) -
     told = house.text.decode([np.frombuffer(request.prompt.tobytes(), np.int32).tolist()])[0]
     wanted = house.text.encode_chat([{"role": "system", "content": "b"}, {"role": "user", "content": "sort ba="}])
     assert not none and told == house.text.decode([wanted.tolist()])[0]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_block_that_is_left_by_a_refusal_gives_its_session_back_where_there_is_one(house: House, lost: bool) -> None:
+    async def agent(client: AsyncAgentClient) -> None:
+        with pytest.raises(AgentRefusedError) as refused:
+            async with await client.session() as session:
+                if lost:
+                    await house.desk.finish(session.id, 1.0)
+                    house.desk._settled_at = 0.0
+                await session.chat([{"role": "user", "content": "a" * 100}])
+        assert refused.value.code == ("unknown_session" if lost else "context_length_exceeded")
+        assert session.ended and not house.desk.rows()
+        if not lost:
+            assert (await client.session(wait_s=0.5)).id == "train-0-0-1"
+
+    by_zeromq(house, agent)
+
+    def plain(address: str) -> None:
+        with AgentClient(address) as client, client.session() as session:
+            session.chat([{"role": "user", "content": "a" * 100}])
+
+    async def again(client: AsyncAgentClient) -> None:
+        with pytest.raises(AgentRefusedError):
+            await asyncio.to_thread(plain, client._line._mailbox.address)
+        assert not house.desk.rows()
+
+    house.open().start(house.lease(1))
+    by_zeromq(house, again)
 
 
 def test_a_body_is_read_of_those_alone_who_show_a_key(house: House, tmp_path: Path) -> None:
