@@ -31,6 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 TURN_S = 600.0
+"""For the policy's answer, or as long as the gateway gives it where that is longer."""
 SAY_S = 120.0
 OPEN_S = 20.0
 GRACE_S = 10.0
@@ -88,6 +89,7 @@ class _Asked:
         self.base_url = opened.base_url
         """For what speaks OpenAI's or Anthropic's API: `OpenAI(base_url=session.base_url, api_key="any")`."""
         self.ended = False
+        self._turn_s = max(TURN_S, opened.turn_s + GRACE_S)
         line.take(self.id)
 
     def forget(self) -> None:
@@ -130,11 +132,11 @@ class AgentSession(_Asked):
     ) -> Reply:
         """The policy's answer to a conversation. Raises `AgentRefusedError` or `DeadlineError`."""
         asked = self._chat(messages, tools, max_tokens, stop)
-        return _reply(self._line.say(asked, TURN_S))
+        return _reply(self._line.say(asked, self._turn_s))
 
     def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
         """The policy's answer to token ids."""
-        return _reply(self._line.say(self._generate(tokens, max_tokens), TURN_S))
+        return _reply(self._line.say(self._generate(tokens, max_tokens), self._turn_s))
 
     def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Done. Without a ``reward`` the run's reward functions say how good it was. The mean of each of ``metrics``
@@ -217,11 +219,12 @@ class AsyncAgentSession(_Asked):
         stop: Sequence[str] = (),
     ) -> Reply:
         """See `AgentSession.chat`."""
-        return _reply(await self._line.say_async(self._chat(messages, tools, max_tokens, stop), TURN_S))
+        asked = self._chat(messages, tools, max_tokens, stop)
+        return _reply(await self._line.say_async(asked, self._turn_s))
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
         """See `AgentSession.generate`."""
-        return _reply(await self._line.say_async(self._generate(tokens, max_tokens), TURN_S))
+        return _reply(await self._line.say_async(self._generate(tokens, max_tokens), self._turn_s))
 
     async def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """See `AgentSession.finish`."""

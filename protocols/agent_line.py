@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.protocols import messages as m
 from penstock.protocols.keys import ClientKeys, load_client
-from penstock.protocols.mailbox import Mailbox, incarnation_of
+from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
 
 BEAT_S = 3.0
 LOOK_S = 2.0
@@ -73,24 +73,27 @@ class Line:
 
     def say(self, message: m.Message, deadline_s: float) -> Any:
         """What is answered. Where the gateway says that it may be asked again, it is, as long as there is time."""
-        deadline = time.monotonic() + deadline_s
+        deadline, said = time.monotonic() + deadline_s, None
         while True:
             asked = self.ask(message, deadline - time.monotonic())
             while not wait([asked], LOOK_S).done:
                 self.check_over()
-            if (pause := _pause(asked.result(), deadline)) is None:
-                return checked(asked.result())
+            said = _said(asked, said)
+            if (pause := _pause(said, deadline)) is None:
+                return checked(said)
             time.sleep(pause)
 
     async def say_async(self, message: m.Message, deadline_s: float) -> Any:
         """The same, for asyncio."""
-        deadline = time.monotonic() + deadline_s
+        deadline, said = time.monotonic() + deadline_s, None
         while True:
-            asked = _for_asyncio(self.ask(message, deadline - time.monotonic()))
-            while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+            asked = self.ask(message, deadline - time.monotonic())
+            waited = _for_asyncio(asked)
+            while not (await asyncio.wait([waited], timeout=LOOK_S))[0]:
                 self.check_over()
-            if (pause := _pause(asked.result(), deadline)) is None:
-                return checked(asked.result())
+            said = _said(asked, said)
+            if (pause := _pause(said, deadline)) is None:
+                return checked(said)
             await asyncio.sleep(pause)
 
     def close(self) -> None:
@@ -136,6 +139,17 @@ def _has_ended(folder: Path) -> bool:
 
 def _over(folder: Path) -> RunOver:
     return RunOver(m.AgentRefused(status=410, code="run_over", reason=f"the run in {folder} has ended"))
+
+
+def _said(asked: Future[m.Message], before: m.Message | None) -> m.Message:
+    """The answer. Where none comes in time, what was said ``before``, if anything was: it says why. Raises
+    `DeadlineError`."""
+    try:
+        return asked.result()
+    except DeadlineError:
+        if before is None:
+            raise
+        return before
 
 
 def _pause(message: m.Message, deadline: float) -> float | None:

@@ -341,9 +341,7 @@ class Mailbox:
         for request_id, request in list(waiting.items()):
             if now >= request.deadline:
                 del waiting[request_id]
-                request.future.set_exception(
-                    DeadlineError(f"{request.what}: no answer from the broker at {self.address} in time")
-                )
+                request.future.set_exception(DeadlineError(f"{request.what}: no answer from {self.address} in time"))
             elif now >= request.resend_at:
                 request.pause_s = min(2 * request.pause_s, request.most_pause_s)
                 request.resend_at = now + request.pause_s

@@ -165,8 +165,8 @@ class ZmqDoor:
         if self._heard_at.get(identity, float("-inf")) < time.monotonic() - SILENT_S:
             await self._desk.untaken(held)
             raise AgentError(503, "no_session", "nothing was heard of who asked for a session; ask again", 1.0)
-        lease, url = held.work.lease, f"{self._base_url}/s/{held.id}/v1"
-        return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt)
+        lease, url, turn_s = held.work.lease, f"{self._base_url}/s/{held.id}/v1", self._desk.config.turn_s
+        return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt, turn_s=turn_s)
 
 
 def _read(kind: type[Asked], said: dict[str, Any]) -> Asked:

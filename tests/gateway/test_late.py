@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,7 @@ def test_of_several_answers_none_is_trained_on_before_their_agent_has_had_all(
 
 def test_the_plain_client_asks_again_too_until_its_time_is_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.protocols.agent_client.TURN_S", 2.0)
+    monkeypatch.setattr("penstock.protocols.agent_client.GRACE_S", 0.5)
 
     def play(address: str) -> int:
         with AgentClient(address) as client, client.session() as session:
@@ -190,13 +192,43 @@ def test_the_plain_client_asks_again_too_until_its_time_is_up(house: House, monk
             slow = late(house)
             with pytest.raises(AgentRefusedError, match="no answer within"):
                 await asyncio.to_thread(play, door.address)
-            house.desk.start(house.lease(1))
             asyncio.get_running_loop().call_later(0.6, slow.set)
-            assert await asyncio.to_thread(play, door.address) == 0
+            assert await asyncio.to_thread(play, door.address) == 1, "in the session that was given back"
         finally:
             await asyncio.to_thread(door.close)
 
     house.run(main)
+
+
+@pytest.mark.parametrize("turn_s", [0.3, 1.2])
+def test_an_agent_waits_as_long_as_the_gateway_lets_a_turn_take_and_hears_what_it_says(
+    tokenizers: dict[bool, Path], model: Any, monkeypatch: pytest.MonkeyPatch, turn_s: float
+) -> None:
+    """Also where its time is up while it asks again."""
+    monkeypatch.setattr("penstock.protocols.agent_client.TURN_S", 0.5)
+    monkeypatch.setattr("penstock.protocols.agent_client.GRACE_S", 0.5)
+    monkeypatch.setattr("penstock.services.gateway.questions.LATE_S", 0.1)
+    house = House(tokenizers[True], model, tool_calls="none", turn_s=turn_s)
+    house.desk.start(house.lease(0))
+
+    def plain(address: str) -> None:
+        with AgentClient(address) as client, client.session() as session:
+            session.chat(SAY)
+
+    async def agent(client: AsyncAgentClient) -> None:
+        for asked in (late_for(client), asyncio.to_thread(plain, client._line._mailbox.address)):
+            began = time.monotonic()
+            with pytest.raises(AgentRefusedError, match=f"no answer within gateway.turn_s={turn_s:g} s"):
+                await asked
+            assert turn_s + 0.2 < time.monotonic() - began < turn_s + 2
+
+    async def late_for(client: AsyncAgentClient) -> None:
+        async with await client.session() as session:
+            await session.chat(SAY)
+
+    late(house)
+    by_zeromq(house, agent)
+    assert len(house.asked) == 2
 
 
 def test_the_broker_is_asked_for_the_same_turn_again(house: House) -> None:
