@@ -67,6 +67,6 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
         said = [*(parent.said if parent else ()), *json.loads(note["added"])]
     turn = Turn(number, parent.number if parent else None, note["given"], answer, [*said, canonical(message)], told)
     turn.message, turn.stopped_by = message, stopped_by
-    turn.asked, turn.prompt_tokens = note["asked"], len(session.tokens_before(turn))
+    turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)
     turn.wanted = number not in session.unheard
     session.turns[number] = turn
