@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,30 @@ def test_a_gateway_has_so_many_connections_and_no_more(house: House, tmp_path: P
         return found
 
     assert house.run(agent) == [503, 200]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_gateway_listens_at_addresses_of_both_kinds(house: House, tmp_path: Path, host: str) -> None:
+    try:
+        socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        pytest.skip("this machine has no such addresses")
+    config = GatewayConfig(http=f"{host}:0", bind=f"tcp://{host}:0")
+    doors = Doors(config, ActorContext("gateway-0", "run", tmp_path, ""), house.desk, "policy")
+
+    async def agent() -> None:
+        doors.open(asyncio.get_running_loop())
+        serving = asyncio.ensure_future(doors.serve())
+        async with AsyncAgentClient(tmp_path) as client, httpx.AsyncClient() as http:
+            session = await client.session()
+            said = await http.post(f"{session.base_url}/chat/completions", json={"messages": SAY})
+            assert said.status_code == 200 and f"//{host}:" in session.base_url
+            assert client._line._mailbox.address.startswith(f"tcp://{host}:")
+            await session.finish(1.0)
+        await asyncio.to_thread(doors.close)
+        await serving
+
+    house.run(agent)
 
 
 def test_a_request_for_several_answers_is_made_tokens_of_once_and_what_cannot_fit_never(
