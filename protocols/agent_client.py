@@ -9,13 +9,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import random
-import secrets
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,33 +21,23 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols import messages as m
+from penstock.protocols.agent_line import AgentRefusedError, Line, RunOver, answered, checked, loaded, reached
 from penstock.protocols.experience import Finish, Prompt, Purpose, as_bytes
-from penstock.protocols.keys import ClientKeys, load_client
-from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
+from penstock.protocols.keys import ClientKeys
+from penstock.protocols.mailbox import DeadlineError
+
+__all__ = [
+    "AgentClient", "AgentRefusedError", "AgentSession", "AsyncAgentClient", "AsyncAgentSession", "Reply", "RunOver",
+]  # fmt: skip
 
 TURN_S = 600.0
+"""For the policy's answer, or as long as the gateway gives it where that is longer."""
 SAY_S = 120.0
-BEAT_S = 3.0
 OPEN_S = 20.0
 GRACE_S = 10.0
 """What an answer may be late by, beyond what the gateway was told to wait."""
-LOOK_S = 2.0
-"""Between two looks at whether the run is over, while an answer is waited for."""
-START_S, START_LOOK_S = 120.0, 0.2
-"""How long a client waits for a run to be under way, and between two looks."""
-
-
-class AgentRefusedError(RuntimeError):
-    """What the gateway says no to. ``code`` is for programs: ``no_session``, ``unknown_session``, ``session_lost``,
-    ``run_over``, …; docs/agents.md has all."""
-
-    def __init__(self, refusal: m.AgentRefused) -> None:
-        super().__init__(refusal.reason)
-        self.status, self.code, self.retry_s = refusal.status, refusal.code, refusal.retry_s
-
-
-class RunOver(AgentRefusedError):
-    """The run has ended: there is nothing left to do."""
+START_LOOK_S = 0.2
+"""Between two looks at whether a run is under way."""
 
 
 @dataclass(frozen=True)
@@ -82,107 +69,6 @@ class Reply:
         return [(function["name"], json.loads(function["arguments"]), id) for function, id in found]
 
 
-class _Line:
-    """A connection to one gateway, with its answers as futures."""
-
-    def __init__(self, gateway: str | Path, address: str, keys: ClientKeys | None) -> None:
-        self.folder = _folder(gateway)
-        self._mailbox = Mailbox(address, incarnation_of(f"agent-{secrets.token_hex(4)}"), keys)
-        self._mailbox.beat_s, self._mailbox.beat = BEAT_S, lambda: m.AgentBeat(sessions=list(self.sessions))
-        self.sessions: set[str] = set()
-        """Those that are open: said with every heartbeat."""
-        self._numbers = itertools.count()
-        self._name = secrets.token_hex(8)
-
-    def ask(self, message: m.Message, deadline_s: float) -> Future[m.Message]:
-        return self._mailbox.ask_later(message, deadline_s)
-
-    def request(self) -> str:
-        """A name for a request, which no other has."""
-        return f"{self._name}-{next(self._numbers)}"
-
-    def check_over(self) -> None:
-        """Raises `RunOver` where the run's folder says that it has ended: nobody is left to answer."""
-        if self.folder and (self.folder / "summary.json").exists() and not list(self.folder.glob("gateways/*.json")):
-            raise _over(self.folder)
-
-    def say(self, message: m.Message, deadline_s: float) -> Any:
-        """What is answered. Where the gateway says that it may be asked again, it is, as long as there is time."""
-        deadline = time.monotonic() + deadline_s
-        while True:
-            asked = self.ask(message, deadline - time.monotonic())
-            while not wait([asked], LOOK_S).done:
-                self.check_over()
-            if (pause := _pause(asked.result(), deadline)) is None:
-                return _checked(asked.result())
-            time.sleep(pause)
-
-    async def say_async(self, message: m.Message, deadline_s: float) -> Any:
-        """The same, for asyncio."""
-        deadline = time.monotonic() + deadline_s
-        while True:
-            asked = _for_asyncio(self.ask(message, deadline - time.monotonic()))
-            while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
-                self.check_over()
-            if (pause := _pause(asked.result(), deadline)) is None:
-                return _checked(asked.result())
-            await asyncio.sleep(pause)
-
-    def close(self) -> None:
-        self._mailbox.close()
-
-
-def _folder(gateway: str | Path) -> Path | None:
-    return None if "://" in str(gateway) else Path(gateway)
-
-
-def _loaded(keys: ClientKeys | str | Path | None) -> ClientKeys | None:
-    return load_client(Path(keys)) if isinstance(keys, str | Path) else keys
-
-
-def _reached(gateway: str | Path, keys: ClientKeys | None, deadline: float) -> _Line | None:
-    """To one of the gateways of a run, which the run's folder names once it is under way, or to the one at an address;
-    None where there is none yet. Raises `RunOver`, or `FileNotFoundError` after ``deadline``."""
-    if (folder := _folder(gateway)) is None:
-        return _Line(gateway, str(gateway), keys)
-    if files := sorted((folder / "gateways").glob("*.json")):
-        own = folder / "keys" / "client.json"
-        keys = keys or (load_client(own).to_reach() if own.is_file() else None)
-        return _Line(gateway, json.loads(random.choice(files).read_text())["zmq"], keys)
-    if _has_ended(folder):
-        raise _over(folder)
-    if time.monotonic() > deadline:
-        raise FileNotFoundError(
-            f"{gateway}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above 0, "
-            "under way?"
-        )
-    return None
-
-
-def _has_ended(folder: Path) -> bool:
-    """Not where it was interrupted: it may go on."""
-    try:
-        return json.loads((folder / "summary.json").read_text()).get("outcome") != "interrupted"
-    except FileNotFoundError:
-        return False
-
-
-def _over(folder: Path) -> RunOver:
-    return RunOver(m.AgentRefused(status=410, code="run_over", reason=f"the run in {folder} has ended"))
-
-
-def _pause(message: m.Message, deadline: float) -> float | None:
-    """Seconds after which the same may be asked again; None where ``message`` is the answer, or time is up."""
-    again_s = message.retry_s if isinstance(message, m.AgentRefused) else 0.0
-    return again_s if again_s and time.monotonic() + again_s < deadline else None
-
-
-def _checked(message: m.Message) -> Any:
-    if isinstance(message, m.AgentRefused):
-        raise (RunOver if message.code == "run_over" else AgentRefusedError)(message)
-    return message
-
-
 def _reply(message: m.AgentReply) -> Reply:
     tokens, logprobs, versions = (
         np.frombuffer(getattr(message, name).tobytes(), kind)
@@ -194,7 +80,7 @@ def _reply(message: m.AgentReply) -> Reply:
 class _Asked:
     """A session's messages, the same for both clients."""
 
-    def __init__(self, line: _Line, opened: m.AgentOpened) -> None:
+    def __init__(self, line: Line, opened: m.AgentOpened) -> None:
         self._line, self.id = line, opened.session
         self.task: Prompt = opened.task
         """What the run asks."""
@@ -203,7 +89,8 @@ class _Asked:
         self.base_url = opened.base_url
         """For what speaks OpenAI's or Anthropic's API: `OpenAI(base_url=session.base_url, api_key="any")`."""
         self.ended = False
-        line.sessions.add(self.id)
+        self._turn_s = max(TURN_S, opened.turn_s + GRACE_S)
+        line.take(self.id)
 
     def forget(self) -> None:
         """It is not said any more that somebody has this session: for one that the gateway knows no more."""
@@ -219,6 +106,15 @@ class _Asked:
     def _generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None) -> m.AgentGenerate:
         given = as_bytes(np.asarray(tokens, np.int32).tobytes())
         return m.AgentGenerate(session=self.id, request=self._line.request(), tokens=given, max_tokens=max_tokens)
+
+    def _left_by(self, error: BaseException | None) -> str:
+        """Why it is to be given to another agent, where its block was left so; empty: it is not, or nobody is there
+        who could be told."""
+        if isinstance(error, DeadlineError) or (isinstance(error, AgentRefusedError) and error.lost):
+            self.forget()
+        if self.ended:
+            return ""
+        return f"{type(error).__name__}: {error}" if error else "left without finish()"
 
     def _finish(self, reward: float | None, metrics: Mapping[str, float] | None) -> m.AgentFinish:
         return m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {}))
@@ -236,11 +132,11 @@ class AgentSession(_Asked):
     ) -> Reply:
         """The policy's answer to a conversation. Raises `AgentRefusedError` or `DeadlineError`."""
         asked = self._chat(messages, tools, max_tokens, stop)
-        return _reply(self._line.say(asked, TURN_S))
+        return _reply(self._line.say(asked, self._turn_s))
 
     def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
         """The policy's answer to token ids."""
-        return _reply(self._line.say(self._generate(tokens, max_tokens), TURN_S))
+        return _reply(self._line.say(self._generate(tokens, max_tokens), self._turn_s))
 
     def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Done. Without a ``reward`` the run's reward functions say how good it was. The mean of each of ``metrics``
@@ -259,10 +155,8 @@ class AgentSession(_Asked):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, AgentRefusedError | DeadlineError):
-            self.forget()
-        elif not self.ended:
-            self.abandon(f"{type(error).__name__}: {error}" if error else "left without finish()")
+        if reason := self._left_by(error):
+            self.abandon(reason)
 
 
 class AgentClient:
@@ -271,8 +165,8 @@ class AgentClient:
     run has ended."""
 
     def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None = None) -> None:
-        own, deadline = _loaded(keys), time.monotonic() + START_S
-        while (line := _reached(gateway, own, deadline)) is None:
+        own, since = loaded(keys), time.monotonic()
+        while (line := reached(gateway, own, since)) is None:
             time.sleep(START_LOOK_S)
         self._line = line
 
@@ -294,13 +188,13 @@ class AgentClient:
         self.close()
 
 
-def _open(line: _Line, deadline: float) -> Future[m.Message]:
+def _open(line: Line, deadline: float) -> Future[m.Message]:
     """Asks for a session. The gateway waits for one, but not longer than a line should be silent."""
     wait_s = min(max(0.0, deadline - time.monotonic()), OPEN_S)
     return line.ask(m.AgentOpen(wait_s=wait_s), wait_s + GRACE_S)
 
 
-def _opened(line: _Line, asked: Future[m.Message], deadline: float) -> m.AgentOpened | None:
+def _opened(line: Line, asked: Future[m.Message], deadline: float) -> m.AgentOpened | None:
     """The session; None where it is to be asked for again."""
     try:
         found = asked.result()
@@ -311,25 +205,7 @@ def _opened(line: _Line, asked: Future[m.Message], deadline: float) -> m.AgentOp
         raise
     if isinstance(found, m.AgentRefused) and found.code == "no_session" and time.monotonic() < deadline:
         return None
-    return _checked(found)
-
-
-async def _answered(asked: Future[m.Message]) -> Future[m.Message]:
-    """``asked``, once it has its answer or never will."""
-    await asyncio.wait([_for_asyncio(asked)])
-    return asked
-
-
-def _for_asyncio(asked: Future[m.Message]) -> asyncio.Future[m.Message]:
-    waited = asyncio.wrap_future(asked)
-    waited.add_done_callback(_heeded)
-    return waited
-
-
-def _heeded(done: asyncio.Future[Any]) -> None:
-    """What comes when nobody waits any more, at the end of a client, is nobody's error."""
-    if not done.cancelled():
-        done.exception()
+    return checked(found)
 
 
 class AsyncAgentSession(_Asked):
@@ -343,11 +219,12 @@ class AsyncAgentSession(_Asked):
         stop: Sequence[str] = (),
     ) -> Reply:
         """See `AgentSession.chat`."""
-        return _reply(await self._line.say_async(self._chat(messages, tools, max_tokens, stop), TURN_S))
+        asked = self._chat(messages, tools, max_tokens, stop)
+        return _reply(await self._line.say_async(asked, self._turn_s))
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
         """See `AgentSession.generate`."""
-        return _reply(await self._line.say_async(self._generate(tokens, max_tokens), TURN_S))
+        return _reply(await self._line.say_async(self._generate(tokens, max_tokens), self._turn_s))
 
     async def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """See `AgentSession.finish`."""
@@ -365,28 +242,26 @@ class AsyncAgentSession(_Asked):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, AgentRefusedError | DeadlineError):
-            self.forget()
-        elif not self.ended:
-            await self.abandon(f"{type(error).__name__}: {error}" if error else "left without finish()")
+        if reason := self._left_by(error):
+            await self.abandon(reason)
 
 
 class AsyncAgentClient:
     """As `AgentClient`, for asyncio; the run is looked for where it is entered: ``async with``."""
 
     def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None = None) -> None:
-        self._gateway, self._keys = gateway, _loaded(keys)
+        self._gateway, self._keys = gateway, loaded(keys)
 
     async def session(self, wait_s: float = 60.0) -> AsyncAgentSession:
         """See `AgentClient.session`."""
         deadline = time.monotonic() + wait_s
-        while (opened := _opened(self._line, await _answered(_open(self._line, deadline)), deadline)) is None:
+        while (opened := _opened(self._line, await answered(_open(self._line, deadline)), deadline)) is None:
             pass
         return AsyncAgentSession(self._line, opened)
 
     async def __aenter__(self) -> AsyncAgentClient:
-        deadline = time.monotonic() + START_S
-        while (line := _reached(self._gateway, self._keys, deadline)) is None:
+        since = time.monotonic()
+        while (line := reached(self._gateway, self._keys, since)) is None:
             await asyncio.sleep(START_LOOK_S)
         self._line = line
         return self

@@ -87,12 +87,14 @@ class _Request:
     """Each pause is twice the one before, up to this."""
 
 
-def set_limits(sock: zmq.Socket) -> None:
-    """Nothing is dropped for want of room, and no frame is larger than the wire allows. A connection on which nobody
-    says anything for long is not forgotten by what lies between, or is made anew."""
+def set_up(sock: zmq.Socket, address: str) -> None:
+    """For what is bound, or connected, to ``address``. Nothing is dropped for want of room, and no frame is larger than
+    the wire allows. A connection on which nobody says anything for long is not forgotten by what lies between, or is
+    made anew."""
     options = {zmq.LINGER: 2000, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES}
     options |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
     options |= {zmq.HEARTBEAT_IVL: 30_000, zmq.HEARTBEAT_TIMEOUT: 600_000}  # in ms; behind a large frame it waits
+    options |= {zmq.IPV6: int("[" in address)}  # with it, one of IPv4 would be written as one of IPv6
     for option, value in options.items():
         sock.setsockopt(option, value)
 
@@ -252,7 +254,7 @@ class Mailbox:
     def _connect(self, context: zmq.Context, identity: str) -> zmq.Socket:
         sock = context.socket(zmq.DEALER)
         sock.setsockopt(zmq.IDENTITY, identity.encode())
-        set_limits(sock)
+        set_up(sock, self.address)
         sock.setsockopt(zmq.RECONNECT_IVL, 100)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._keys:
@@ -341,9 +343,7 @@ class Mailbox:
         for request_id, request in list(waiting.items()):
             if now >= request.deadline:
                 del waiting[request_id]
-                request.future.set_exception(
-                    DeadlineError(f"{request.what}: no answer from the broker at {self.address} in time")
-                )
+                request.future.set_exception(DeadlineError(f"{request.what}: no answer from {self.address} in time"))
             elif now >= request.resend_at:
                 request.pause_s = min(2 * request.pause_s, request.most_pause_s)
                 request.resend_at = now + request.pause_s

@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from penstock.protocols import wire
 from penstock.protocols.keys import BrokerKeys, Door, is_loopback
-from penstock.protocols.mailbox import BESIDE, AddressError, set_limits
+from penstock.protocols.mailbox import BESIDE, AddressError, set_up
 from penstock.protocols.messages import HeartbeatAck, Message, Refused, from_envelope, to_envelope
 
 log = structlog.get_logger()
@@ -40,7 +40,7 @@ class RouterServer:
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        set_limits(self._socket)
+        set_up(self._socket, bind)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys:

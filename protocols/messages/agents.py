@@ -118,6 +118,8 @@ class AgentOpened(Message):
     """Where it is reached by what speaks OpenAI's or Anthropic's API."""
     purpose: Purpose
     task: Prompt
+    turn_s: float
+    """How long a turn may take before its agent is told to ask again."""
 
 
 class AgentChat(Message):

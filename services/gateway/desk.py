@@ -17,16 +17,16 @@ import numpy as np
 import structlog
 
 from penstock.protocols import wire
-from penstock.protocols.experience import FLOAT32_MAX, Group, as_bytes
+from penstock.protocols.experience import Group, as_bytes
 from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import LEAVING, LOST, AgentError, refused
-from penstock.services.gateway.measured import checked
+from penstock.services.gateway.measured import checked, checked_reward
 from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.questions import ONCE, Ask, Asking
-from penstock.services.gateway.records import restore, session_id
+from penstock.services.gateway.records import ended, restore, session_id
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.gateway.turn_times import TurnTimes
@@ -133,7 +133,7 @@ class Desk:
         """The client that has these is alive."""
         for id in sessions:
             if (held := self._held.get(id)) and WHO.get().sees(held.owner):
-                held.heard = time.monotonic()
+                held.heard, held.taken = time.monotonic(), True
 
     def rows(self) -> list[dict[str, Any]]:
         """Live sessions, for people."""
@@ -163,11 +163,10 @@ class Desk:
                 if self._works.get(work.key) is not work:
                     continue
                 held = Held(session_id(work.lease, session), work, session, session.life, who.name)
-                held.heard = time.monotonic() if beats else None
-                opened = {"life": session.life, "opened": True, "beats": beats, "owner": who.name}
+                held.heard, held.taken = time.monotonic() if beats else None, not beats
                 self._opening[who.name] += 1
                 try:
-                    await self._note(work, f"session.{session.place}", opened)
+                    await self._note(work, session, {"opened": True, "beats": beats, "owner": who.name})
                 except AgentError as error:
                     if error.code == LOST:  # with its group
                         continue
@@ -201,7 +200,7 @@ class Desk:
         if held is None or not WHO.get().sees(held.owner):
             self._check_over()
             raise AgentError(404, "unknown_session", f"there is no session {id!r} here: it has ended, or was given on")
-        held.touched = time.monotonic()
+        held.touched, held.taken = time.monotonic(), True
         return held
 
     async def chat(
@@ -264,12 +263,11 @@ class Desk:
         if id in self._ended and WHO.get().sees(self._ended.owner(id)):
             return
         held = await self.find(id)
-        if reward is not None and not abs(reward) <= FLOAT32_MAX:
-            raise AgentError(422, "invalid_request", f"reward: {reward} is no finite number")
-        if reward is None and self._needs_reward:
-            raise AgentError(422, "no_reward", "reward: this run has no other reward than what agents say; give one")
-        await self._settle(held, {"reward": reward or 0.0, "metrics": checked(metrics or {})})
-        self._ended.add(held.id, held.owner)
+        how = {"reward": checked_reward(reward, self._needs_reward), "metrics": checked(metrics or {})}
+        async with held.ending:
+            if id not in self._ended:
+                await self._settle(await self.find(id), how)
+                self._ended.add(held.id, held.owner)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -287,35 +285,44 @@ class Desk:
         """What is asked again has one answer."""
         digest = asked.digest(about)
         question = held.questions.again(digest) if asked.again or asked.key else None
-        if question is None:
-            if self._waiting >= self.config.waiting:
-                full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
-                raise AgentError(429, "busy", full, BUSY_S)
-            WHO.get().take_turn()
-            question = held.questions.ask(digest, self._times.timed(self._policy.ask(held, digest, *rest)))
-            assert question.task is not None
-            question.task.add_done_callback(held.note)
         try:
-            return await question.answer(self.config.turn_s)
+            if question is None:
+                self._check_room()
+                question = held.questions.ask(digest, self._times.timed(self._policy.ask(held, digest, *rest)))
+                assert question.task is not None
+                question.task.add_done_callback(held.note)
+            return await question.answer(self.config.turn_s, asked.together)
         except asyncio.CancelledError:
-            if question.task and question.task.cancelled():
+            if question and question.task and question.task.cancelled():
                 self._check_over()
                 raise AgentError(410, LOST, "the session has ended") from None
             raise
-        except AgentError as error:
-            held.error = str(error)
-            raise
-        except RefusedError as error:
-            raise self._refused(held.work.key, error) from error
+        except Exception as error:
+            told = self._refused(held.work.key, error) if isinstance(error, RefusedError) else error
+            held.error = str(told)
+            if question is None or question.failed:
+                held.questions.refused[digest] += 1
+            raise told from None
+
+    def _check_room(self) -> None:
+        """For one more turn. Raises `AgentError`."""
+        if self._waiting >= self.config.waiting:
+            full = f"gateway.waiting={self.config.waiting} turns are waiting for the policy; ask again"
+            raise AgentError(429, "busy", full, BUSY_S)
+        WHO.get().take_turn()
 
     async def abandon(self, held: Held, reason: str) -> None:
-        """The agent gives up, or is gone: another gets it, or it has failed."""
-        if held.life + 1 >= self.config.attempts:
-            await self._settle(held, {"reward": 0.0, "failure": f"given out {held.life + 1} times: {reason}"})
-            return
-        log.info("a session begins anew", session=held.id, reason=reason)
-        held.session.begin_anew()
-        await self._set_free(held)
+        """The agent gives up, or is gone: another gets it, or it has failed. One that has ended meanwhile stays so."""
+        async with held.ending:
+            if self._held.get(held.id) is not held:
+                return
+            given_out = held.life + 1 - held.session.spared
+            if held.taken and given_out >= self.config.attempts:
+                await self._settle(held, {"reward": 0.0, "failure": f"given out {given_out} times: {reason}"})
+                return
+            log.info("a session begins anew", session=held.id, reason=reason)
+            held.session.begin_anew(held.taken)
+            await self._set_free(held)
 
     async def _set_free(self, held: Held) -> None:
         """Another may have the session, also where the broker cannot be told of it now."""
@@ -323,7 +330,7 @@ class Desk:
         work, session = held.work, held.session
         session.opened = False
         try:
-            await self._note(work, f"session.{session.place}", {"life": session.life, "opened": False})
+            await self._note(work, session, {"opened": False})
         finally:
             self._free.append((work, session))
             self._more.set()
@@ -332,11 +339,11 @@ class Desk:
         """The session has ended, durably."""
         work, session = held.work, held.session
         held.questions.cancel()
-        heard = {turn.number for turn in session.turns.values() if turn.wanted}
-        unheard = sorted({*range(session.next_turn)} - heard)  # those among it that a rollout is still at
-        ended = {"life": session.life, "opened": True, "owner": held.owner, "ended": True, "unheard": unheard}
-        how = {"failure": "", "metrics": {}} | how | ended
-        await self._note(work, f"session.{session.place}", how)
+        how = {"failure": "", "metrics": {}} | how | ended(session, held.owner)
+        try:
+            await self._note(work, session, how)
+        finally:
+            held.touched = time.monotonic()  # its agent has waited for this
         session.ended, session.reward, session.failure = True, how["reward"], how["failure"]
         session.metrics = how["metrics"]
         self._held.pop(held.id, None)
@@ -346,22 +353,16 @@ class Desk:
         if not all(session.ended for session in work.sessions) or self._works.get(work.key) is not work:
             return
         del self._works[work.key]
-        lease = work.lease
         try:
-            made = [
-                trajectory
-                for session in work.sessions
-                for trajectory in session.trajectories(
-                    lambda ids: self._text.decode([list(ids)])[0], work.prompt, session.place == lease.sampling.n
-                )
-            ]
-            self._deliver(lease, Group(lease.number, lease.prompt, made))
+            self._deliver(work.lease, work.group(lambda ids: self._text.decode([list(ids)])[0]))
         except Exception as error:  # an engine's numbers that break a trajectory's rules, say
-            log.exception("a group cannot be delivered", group=lease.number)
-            self._deliver(lease, f"{type(error).__name__}: {error}")
+            log.exception("a group cannot be delivered", group=work.lease.number)
+            self._deliver(work.lease, f"{type(error).__name__}: {error}")
 
-    async def _note(self, work: Work, name: str, what: dict[str, Any]) -> None:
-        note = Note(purpose=work.lease.purpose, number=work.lease.number, name=name, data=as_bytes(wire.pack(what)))
+    async def _note(self, work: Work, session: Session, what: dict[str, Any]) -> None:
+        data = as_bytes(wire.pack({"life": session.life, "spared": session.spared} | what))
+        purpose, number = work.key
+        note = Note(purpose=purpose, number=number, name=f"session.{session.place}", data=data)
         try:
             await asyncio.wrap_future(self._ask(note, NOTE_S))
         except DeadlineError:

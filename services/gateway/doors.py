@@ -37,9 +37,9 @@ class Doors:
         host, port = ports.http_at(config, index)
         self._http = ports.listen("gateway.http", host, port)
         zmq_host, zmq_port = ports.bind_at(config, index)
-        access = Access(context.folder, required=not is_loopback(f"tcp://{host}:1"))
+        access = Access(context.folder, required=not is_loopback(f"tcp://{ports.address(host, 1)}"))
         keys = context.keys.to_serve() if context.keys else None
-        self._zmq = ZmqDoor(f"tcp://{zmq_host}:{zmq_port or '*'}", desk, keys, access)
+        self._zmq = ZmqDoor(f"tcp://{ports.address(zmq_host, zmq_port or '*')}", desk, keys, access)
         app = make_app(desk, model, access)
         settings = uvicorn.Config(
             app, http=ImpatientProtocol, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off",
@@ -52,8 +52,8 @@ class Doors:
         host, port = self._http.getsockname()[:2]
         zmq = urlsplit(self._zmq.address)
         where = {
-            "http": self._advertise or f"http://{ports.reached_at(host)}:{port}",
-            "zmq": f"tcp://{ports.reached_at(zmq.hostname or '')}:{zmq.port}",
+            "http": self._advertise or f"http://{ports.address(ports.reached_at(host), port)}",
+            "zmq": f"tcp://{ports.address(ports.reached_at(zmq.hostname or ''), zmq.port or 0)}",
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._file, json.dumps(where) + "\n")

@@ -89,7 +89,9 @@ def openai_routes(desk: Desk, model: str) -> APIRouter:
 
 
 async def _several(count: int, ask: Ask, asked: Asking) -> list[Turn]:
-    tasks = [asyncio.ensure_future(ask(asked._replace(which=which))) for which in range(count)]
+    together = asyncio.Barrier(count)
+    each = [asked._replace(which=which, together=together) for which in range(count)]
+    tasks = [asyncio.ensure_future(ask(one)) for one in each]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -12,9 +12,9 @@ EACH = 2
 
 
 def http_at(config: GatewayConfig, index: int) -> tuple[str, int]:
-    """Host and port of the gateway with this number; port 0: any free one."""
+    """Host, without an IPv6 address's brackets, and port of the gateway with this number; port 0: any free one."""
     host, _, port = config.http.rpartition(":")
-    return host, _shifted(int(port), index)
+    return host.strip("[]"), _shifted(int(port), index)
 
 
 def bind_at(config: GatewayConfig, index: int) -> tuple[str, int]:
@@ -25,12 +25,19 @@ def bind_at(config: GatewayConfig, index: int) -> tuple[str, int]:
 
 def listen(key: str, host: str, port: int) -> socket.socket:
     """A listening socket. ``key`` is the config's, for errors. Raises `AddressError`."""
+    v6 = ":" in host
+    family = socket.AF_INET6 if v6 else socket.AF_INET
     try:
-        return socket.create_server((host, port))
+        return socket.create_server((host, port), family=family, dualstack_ipv6=v6 and socket.has_dualstack_ipv6())
     except OSError as error:
         raise AddressError(
-            f"{key}: cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+            f"{key}: cannot listen on {address(host, port)}: {error.strerror}; choose another port, or 0 for a free one"
         ) from None
+
+
+def address(host: str, port: int | str) -> str:
+    """Both, as they stand in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def reached_at(host: str) -> str:

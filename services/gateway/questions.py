@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ class Asking(NamedTuple):
     """Its own name, the same whenever it is made."""
     which: int = 0
     """Of several answers to it."""
+    together: asyncio.Barrier | None = None
+    """Where all of several are waited for: none of them is heard before."""
 
     def digest(self, about: str) -> str:
         """Of what it asks, ``about``, and of what else tells it from others."""
@@ -46,9 +49,15 @@ class Question:
     heard: bool = False
     """Somebody has had the answer."""
 
-    async def answer(self, within_s: float) -> Turn:
-        """For one more who waits. Raises what the task raises, and `AgentError` where there is no answer in time: who
-        asks again waits for the same."""
+    @property
+    def failed(self) -> bool:
+        """It has no answer, and never will."""
+        task = self.task
+        return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+
+    async def answer(self, within_s: float, together: asyncio.Barrier | None = None) -> Turn:
+        """For one more who waits, and has it when all are there that are waited for ``together``. Raises what the task
+        raises, and `AgentError` where there is no answer in time: who asks again waits for the same."""
         self.waiting += 1
         try:
             turn = self.turn
@@ -58,6 +67,8 @@ class Question:
                     late = f"no answer within gateway.turn_s={within_s:g} s; ask again"
                     raise AgentError(504, "turn_late", late, LATE_S)
                 turn = self.task.result()
+            if together:
+                await together.wait()
             self.heard = turn.wanted = True
             return turn
         finally:
@@ -70,6 +81,8 @@ class Questions:
 
     pending: int = 0
     """How many have no answer yet."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Requests that have left no question behind, and were not asked again since."""
     _asked: dict[str, list[Question]] = field(default_factory=dict)
 
     def remember(self, turn: Turn) -> None:
@@ -78,13 +91,16 @@ class Questions:
 
     def again(self, digest: str) -> Question | None:
         """The one that was most probably meant by who asks again: whose answer nobody has had and for which the fewest
-        wait; of several, the latest."""
+        wait; of several, the latest. None where what was asked is to be asked anew: it was refused."""
         several = self._asked.get(digest, [])
-        return min(reversed(several), key=lambda question: (question.heard, question.waiting), default=None)
+        best = min(reversed(several), key=lambda question: (question.heard, question.waiting), default=None)
+        if self.refused[digest] and (best is None or best.heard or best.waiting):
+            self.refused[digest] -= 1
+            return None
+        return best
 
     def ask(self, digest: str, answer: Coroutine[Any, Any, Turn]) -> Question:
-        """A new one. What nobody waits for any more when it is answered is not trained on, unless it is asked for
-        again."""
+        """A new one. An answer that nobody stays to hear is not trained on, unless it is asked for again."""
         question = Question(asyncio.ensure_future(answer))
         assert question.task is not None
         several = self._asked.setdefault(digest, [])
@@ -93,11 +109,11 @@ class Questions:
 
         def done(task: asyncio.Task[Turn]) -> None:
             self.pending -= 1
-            if task.cancelled() or task.exception():
+            if question.failed:
                 several.remove(question)
             else:
                 question.turn = task.result()
-                question.turn.wanted = question.heard or question.waiting > 0  # one may have had it before this call
+                question.turn.wanted = question.heard  # one may have had it before this call
 
         question.task.add_done_callback(done)
         return question

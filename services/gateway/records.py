@@ -1,6 +1,6 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
-session.PLACE           {life, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard} too
+session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard}
 note.PLACE.TURN         {asked, life, parent, given, added, told, stop}: what was asked, as far as its parent has not
 answer.PLACE.TURN       what the policy said to it
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from penstock.protocols import wire
 from penstock.protocols.messages import Lease, TurnKey
@@ -25,6 +26,13 @@ def session_id(lease: Lease, session: Session) -> str:
     return f"{lease.purpose}-{lease.number}-{session.place}-{session.life}"
 
 
+def ended(session: Session, owner: str) -> dict[str, Any]:
+    """What is kept of one that has ended, beside how good it was."""
+    heard = {turn.number for turn in session.turns.values() if turn.wanted}
+    unheard = sorted({*range(session.next_turn)} - heard)  # those among it that a rollout is still at
+    return {"opened": True, "owner": owner, "ended": True, "unheard": unheard}
+
+
 def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None:
     """Takes up what a gateway before this one had kept."""
     by_place = {session.place: session for session in sessions}
@@ -35,6 +43,7 @@ def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None
         state = wire.unpack(kept.tobytes())
         session.life, session.opened, session.ended = state["life"], state["opened"], state.get("ended", False)
         session.beats, session.owner = state.get("beats", False), state.get("owner", "")
+        session.spared = state.get("spared", 0)  # of older code
         session.reward, session.failure = state.get("reward", 0.0), state.get("failure", "")
         session.metrics = state.get("metrics", {})
         session.unheard = set(state.get("unheard", ()))
@@ -58,6 +67,6 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
         said = [*(parent.said if parent else ()), *json.loads(note["added"])]
     turn = Turn(number, parent.number if parent else None, note["given"], answer, [*said, canonical(message)], told)
     turn.message, turn.stopped_by = message, stopped_by
-    turn.asked, turn.prompt_tokens = note["asked"], len(session.tokens_before(turn))
+    turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)
     turn.wanted = number not in session.unheard
     session.turns[number] = turn

@@ -51,10 +51,15 @@ class Replies:
 
     def logprobs(self, answer: Answer) -> list[dict[str, Any]]:
         """Of each token, as chat completions tell them."""
-        texts = self._text.decode([[token] for token in answer.tokens.tolist()])
+        spelled = self._text.spelled(answer.tokens.tolist())
         return [
-            {"token": text, "logprob": float(value), "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, answer.logprobs, strict=True)
+            {
+                "token": text,
+                "logprob": float(value),
+                "bytes": None if added is None else list(added),
+                "top_logprobs": [],
+            }
+            for (text, added), value in zip(spelled, answer.logprobs, strict=True)
         ]
 
 

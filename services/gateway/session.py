@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,16 @@ class Turn:
     """Its agent has had it. One that nobody was left to hear is not trained on, unless a turn goes on from it."""
 
     @property
+    def size(self) -> int:
+        """Tokens of the conversation, up to the end of this answer."""
+        return self.prompt_tokens + len(self.answer.tokens)
+
+    @cached_property
+    def characters(self) -> int:
+        """Of `text`."""
+        return len(self.text)
+
+    @property
     def text(self) -> str:
         """The text that was gone on from, and what was answered; empty where there was a chat, or tokens."""
         if "text" not in self.said[0] or any("tokens" in each for each in self.said):
@@ -89,6 +100,8 @@ class Session:
     place: int
     life: int = 0
     """How often it was begun anew."""
+    spared: int = 0
+    """How often of these no agent had heard of it."""
     opened: bool = False
     """An agent has it."""
     owner: str = ""
@@ -107,38 +120,42 @@ class Session:
     metrics: dict[str, float] = field(default_factory=dict)
     """What its agent has measured."""
 
-    def begin_anew(self) -> None:
-        """Another agent takes it, from the start."""
+    def begin_anew(self, taken: bool) -> None:
+        """Another agent takes it, from the start; ``taken``: the one before had heard of it."""
         self.life, self.opened, self.turns = self.life + 1, False, {}
+        self.spared += not taken
 
     def parent_of(self, said: Said, tools: str) -> Turn | None:
         """The turn with the longest conversation that ``said`` begins with, told of the same ``tools``."""
-        best: Turn | None = None
-        for turn in self._known():
+        for turn in self._longest_first(lambda turn: len(turn.said)):
             size = len(turn.said)
-            if turn.tools != tools or size >= len(said) or (best and len(best.said) >= size):
+            if turn.tools != tools or size >= len(said) or said[size - 1] != turn.said[-1]:  # where most differ
                 continue
             if said[:size] == turn.said:
-                best = turn
-        return best
+                return turn
+        return None
 
     def parent_by_tokens(self, tokens: np.ndarray) -> tuple[Turn | None, np.ndarray]:
         """As `parent_of`, of an agent that speaks in tokens; and what it has added."""
-        best, size = None, 0
-        for turn in self._known():
-            before = self.tokens(turn)
-            if size < len(before) < len(tokens) and np.array_equal(tokens[: len(before)], before):
-                best, size = turn, len(before)
-        return best, tokens[size:]
+        for turn in self._longest_first(lambda turn: turn.size):
+            own = slice(turn.prompt_tokens, turn.size)
+            if turn.size >= len(tokens) or not np.array_equal(tokens[own], turn.answer.tokens):
+                continue
+            if np.array_equal(tokens[: turn.size], self.tokens(turn)):
+                return turn, tokens[turn.size :]
+        return None, tokens
 
     def parent_by_text(self, text: str) -> Turn | None:
         """As `parent_of`, of an agent that speaks in text, with no chat around it."""
-        fitting = [turn for turn in self._known() if turn.text and text.startswith(turn.text)]
-        return max(fitting, key=lambda turn: len(turn.text), default=None)
+        for turn in self._longest_first(lambda turn: turn.characters):
+            if 0 < turn.characters <= len(text) and text.startswith(turn.text):
+                return turn
+        return None
 
-    def _known(self) -> list[Turn]:
-        """Those first that agents have had: of two answers that read the same, they speak of these."""
-        return sorted(self.turns.values(), key=lambda turn: not turn.wanted)
+    def _longest_first(self, size: Callable[[Turn], int]) -> list[Turn]:
+        """Of two that are as long, the one first that its agent has had: where they read the same, it speaks of that
+        one."""
+        return sorted(self.turns.values(), key=lambda turn: (-size(turn), not turn.wanted))
 
     def path(self, turn: Turn | None) -> list[Turn]:
         """From the first turn of its conversation to this one."""
@@ -152,11 +169,6 @@ class Session:
         """int32: all of a conversation, up to the end of this answer."""
         parts = [part for each in self.path(turn) for part in (each.given, each.answer.tokens)]
         return np.concatenate([np.zeros(0, np.int32), *parts])
-
-    def tokens_before(self, turn: Turn) -> np.ndarray:
-        """int32: all that comes before this answer."""
-        before = None if turn.parent is None else self.turns[turn.parent]
-        return np.concatenate([self.tokens(before), turn.given])
 
     def trajectories(
         self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray, greedy: bool
@@ -186,5 +198,10 @@ class Session:
 
     def _leaves(self) -> list[Turn]:
         wanted = [turn for turn in self.turns.values() if turn.wanted]
-        inner = {before.number for turn in wanted for before in self.path(turn)[:-1]}
+        inner = set[int]()
+        for turn in wanted:
+            before = turn.parent
+            while before is not None and before not in inner:
+                inner.add(before)
+                before = self.turns[before].parent
         return [turn for turn in wanted if turn.number not in inner]

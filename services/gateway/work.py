@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from penstock.protocols.experience import Purpose
+from penstock.protocols.experience import Group, Purpose
 from penstock.protocols.messages import Lease
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.questions import Questions
@@ -35,6 +36,15 @@ class Work:
         """Purpose and number."""
         return self.lease.purpose, self.lease.number
 
+    def group(self, decode: Callable[[Sequence[int]], str]) -> Group:
+        """What its sessions have come to, all of which have ended. Raises `ValueError` where an engine's numbers break
+        a trajectory's rules."""
+        n = self.lease.sampling.n
+        made = [
+            each for session in self.sessions for each in session.trajectories(decode, self.prompt, session.place == n)
+        ]
+        return Group(self.lease.number, self.lease.prompt, made)
+
 
 @dataclass(eq=False)
 class Held:
@@ -50,7 +60,11 @@ class Held:
     """When its agent last asked for something; and when the client that has it was last heard, None where nobody has
     said that he would be."""
     heard: float | None = None
+    taken: bool = True
+    """Its agent may know of it. A client that says that it is alive says so of each session that it has."""
     questions: Questions = field(default_factory=Questions)
+    ending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Of whoever ends the session, or has another begin it anew: what was said first is done first."""
     error: str = ""
     """The last thing that went wrong."""
 
@@ -64,6 +78,8 @@ class Held:
         """Why another is to have it; empty: it is in good hands. A client that says that it is alive may be silent
         else, as long as its tools take."""
         now = time.monotonic()
+        if self.ending.locked():
+            return ""
         if self.heard is not None:
             silent = f"nothing was heard of its client for gateway.lost_s={config.lost_s:g} s"
             return silent if self.heard < now - config.lost_s else ""

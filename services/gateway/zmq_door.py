@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import OrderedDict
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from penstock.protocols import messages as m
+from penstock.protocols.agent_line import BEAT_S
 from penstock.protocols.experience import as_bytes
 from penstock.protocols.keys import BrokerKeys
 from penstock.protocols.router_server import RouterServer
@@ -27,6 +29,8 @@ from penstock.services.gateway.session import Turn
 log = structlog.get_logger()
 
 POLL_S = 0.005
+SILENT_S = 3 * BEAT_S
+"""A client of which nothing was heard for so long is given no session: it has gone, most probably."""
 REMEMBERED = 4096
 """Answers that are kept for who asks again."""
 Request = tuple[str, int, str]
@@ -43,6 +47,8 @@ class ZmqDoor:
         self.address = self._router.address
         self._answers: queue.SimpleQueue[tuple[Request, m.Message]] = queue.SimpleQueue()
         self._known: OrderedDict[Request, m.Message | None] = OrderedDict()
+        self._heard_at: OrderedDict[str, float] = OrderedDict()
+        """By identity: clients that have said something, and when, the last of them last."""
         self._closing = threading.Event()
         self._base_url = ""
         self._thread: threading.Thread | None = None
@@ -67,6 +73,7 @@ class ZmqDoor:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._closing.is_set():
             for identity, number, message in self._router.receive(POLL_S):
+                self._note_heard(identity)
                 guest = self._router.guests.get(identity, "")
                 request = identity, number, guest
                 if isinstance(message, m.AgentBeat):
@@ -83,6 +90,13 @@ class ZmqDoor:
                 self._send(request, answer)
             self._router.flush()
         self._router.close()
+
+    def _note_heard(self, identity: str) -> None:
+        now = time.monotonic()
+        self._heard_at[identity] = now
+        self._heard_at.move_to_end(identity)
+        while next(iter(self._heard_at.values())) < now - SILENT_S:
+            self._heard_at.popitem(last=False)
 
     def _send(self, request: Request, answer: m.Message) -> None:
         identity, number, _ = request
@@ -111,7 +125,7 @@ class ZmqDoor:
     async def _answer(self, request: Request, message: m.Message) -> None:
         try:
             WHO.set(self._who(request[2]))
-            answer = await self._do(message)
+            answer = await self._do(message, request[0])
         except AgentError as error:
             if error.code == LEAVING:  # not heard, it is asked of the next one
                 return
@@ -123,13 +137,10 @@ class ZmqDoor:
             answer = m.AgentRefused(status=500, code="failed", reason=f"{type(error).__name__}: {error}")
         self._answers.put((request, answer))
 
-    async def _do(self, message: m.Message) -> m.Message:
+    async def _do(self, message: m.Message, identity: str) -> m.Message:
         desk = self._desk
         if isinstance(message, m.AgentOpen):
-            held = await desk.open(min(message.wait_s, 300.0), beats=True)
-            lease = held.work.lease
-            url = f"{self._base_url}/s/{held.id}/v1"
-            return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt)
+            return await self._open(message.wait_s, identity)
         if isinstance(message, m.AgentChat):
             said = message.model_dump(include={"messages", "tools", "max_tokens", "stop"})
             chat = _read(ChatRequest, said)
@@ -148,6 +159,14 @@ class ZmqDoor:
             await desk.abandon(await desk.find(message.session), message.reason)
             return m.Ack()
         raise AgentError(400, "unexpected", f"{type(message).__name__} is not for an agent to say")
+
+    async def _open(self, wait_s: float, identity: str) -> m.AgentOpened:
+        held = await self._desk.open(min(wait_s, 300.0), beats=True)
+        if self._heard_at.get(identity, float("-inf")) < time.monotonic() - SILENT_S:
+            await self._desk.untaken(held)
+            raise AgentError(503, "no_session", "nothing was heard of who asked for a session; ask again", 1.0)
+        lease, url, turn_s = held.work.lease, f"{self._base_url}/s/{held.id}/v1", self._desk.config.turn_s
+        return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt, turn_s=turn_s)
 
 
 def _read(kind: type[Asked], said: dict[str, Any]) -> Asked:

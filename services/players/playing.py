@@ -18,8 +18,6 @@ log = structlog.get_logger()
 
 WAIT_S = 300.0
 """For a session; then it is asked for again."""
-LOST = {"session_lost", "unknown_session"}
-"""What is said of a session that this player has no more."""
 PAUSE_S = 1.0
 """After a session that could not be played."""
 
@@ -96,7 +94,7 @@ async def _play(session: AsyncAgentSession, player: Player, score: Score) -> Non
     except DeadlineError:  # the gateway is away: abandoning would only wait again
         raise
     except AgentRefusedError as refused:
-        if isinstance(refused, RunOver) or refused.code in LOST:
+        if refused.lost:
             session.forget()
             raise
         await session.abandon(str(refused))

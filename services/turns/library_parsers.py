@@ -40,21 +40,30 @@ def of_vllm(name: str, text: Tokenizer, key: str) -> Parser:
         raise SetupError(f"{key}: vllm:{name}: vLLM is not installed where the gateway runs: {error}") from None
     if name not in parsers.list_registered():
         raise SetupError(f"{key}: vLLM has no parser {name!r}; it has {', '.join(parsers.list_registered())}")
-    made = parsers.get_tool_parser(name)
+    made, plain = parsers.get_tool_parser(name), _cached(text.plain)
     try:
-        made(text.plain)
+        made(plain)
     except Exception as error:
         raise SetupError(f"{key}: vLLM's parser {name!r} does not fit the model's tokenizer: {error}") from error
 
     def parse(said: Said) -> tuple[str, list[Call]]:
         tools = json.loads(said.tools) if said.tools else []
         request = protocol.ChatCompletionRequest(messages=[], model="", tools=tools or None)
-        found = made(text.plain, request.tools).extract_tool_calls(said.marked, request)
+        found = made(plain, request.tools).extract_tool_calls(said.marked, request)
         if not found.tools_called:
             return said.text, []
         return found.content or "", [_call(each.function.name, each.function.arguments) for each in found.tool_calls]
 
     return parse
+
+
+def _cached(tokenizer: Any) -> Any:
+    """As vLLM has it: its parsers, of which each answer needs a new one, read the whole vocabulary."""
+    try:
+        wrap = importlib.import_module("vllm.tokenizers.hf").get_cached_tokenizer
+    except (ImportError, AttributeError):  # elsewhere in other versions; without it all is slower
+        return tokenizer
+    return wrap(tokenizer)
 
 
 def _call(name: Any, arguments: Any) -> Call:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,23 @@ class Tokenizer:
             return backend.decode_batch([list(row) for row in rows], skip_special_tokens=True)
         return [self._tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
+    def spelled(self, row: Sequence[int]) -> list[tuple[str, bytes | None]]:
+        """Each token's own text, and the UTF-8 bytes that it adds to the text of the row: none of a special one, of
+        others maybe a part of a character. None where the tokenizer does not tell."""
+        marks, texts = self._tokenizer.convert_ids_to_tokens(list(row)), self.decode([[token] for token in row])
+        found: list[tuple[str, bytes | None]] = []
+        begun = False
+        for token, mark, text in zip(row, marks, texts, strict=True):
+            if token in self._special:
+                found.append((self._special[token], b""))
+                continue
+            spaced = (mark or "").replace("▁", " ")
+            if begun and spaced == f" {text}":  # which is left out where a text begins
+                text = spaced
+            found.append((text, _bytes_of(mark) if "\ufffd" in text else text.encode()))
+            begun = True
+        return found
+
     def decode_marked(self, row: Sequence[int]) -> str:
         """The text of a turn with its special tokens, but for the one that ends it."""
         ended = bool(row) and row[-1] in self._tokenizer.all_special_ids
@@ -180,6 +197,23 @@ def too_long(size: int, max_length: int | None) -> str:
         f"the conversation adds {size} characters: too many for the {max_length} tokens that rollout.engine and the "
         "model take"
     )
+
+
+def _bytes_of(mark: str) -> bytes | None:
+    """What a token stands for that is no whole text: a byte by its number, or a letter for each byte, as GPT-2's
+    tokenizer and its like have them."""
+    if number := re.fullmatch(r"<0x([0-9A-F]{2})>", mark):
+        return bytes.fromhex(number[1])
+    letters = _letters()
+    return bytes(letters[letter] for letter in mark) if letters.keys() >= set(mark) else None
+
+
+@cache
+def _letters() -> dict[str, int]:
+    """The byte that each of GPT-2's letters stands for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes a second to import
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def _contents(messages: Sequence[Message]) -> str:

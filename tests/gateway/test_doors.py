@@ -19,7 +19,7 @@ import uvicorn
 from typer.testing import CliRunner
 
 from penstock.pipeline import cli
-from penstock.protocols import agent_client
+from penstock.protocols import agent_line
 from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient, RunOver
 from penstock.protocols.experience import Group
 from penstock.services.gateway import bodies
@@ -430,7 +430,7 @@ def test_sessions_are_listed_beside_a_gateway_that_is_silent_and_through_no_prox
 def test_who_comes_after_the_runs_end_is_told_so_and_who_comes_early_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_client, "START_S", 2.0)
+    monkeypatch.setattr(agent_line, "START_S", 2.0)
     over, stopped = tmp_path / "over", tmp_path / "stopped"
     for folder, outcome in ((over, "failed"), (stopped, "interrupted")):
         folder.mkdir()

@@ -146,6 +146,21 @@ def test_vllms_parsers_find_calls(parsed: Callable[[str, str], tuple[str, list[C
         parsed("vllm:nonsense", "")
 
 
+@pytest.mark.vllm
+def test_vllms_parsers_read_the_vocabulary_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    make_tokenizer(set(ALPHABET)).save_pretrained(tmp_path)
+    text, read = Tokenizer(str(tmp_path)), list[int]()
+    own = type(text.plain).get_vocab
+    monkeypatch.setattr(type(text.plain), "get_vocab", lambda self: (read.append(1), own(self))[1])
+    replies = Replies(text, "vllm:qwen3_xml")
+    assert read
+    read.clear()
+    for _ in range(3):
+        assert replies._parser(Said("Well.", "Well.", TOOLS)) == ("Well.", [])
+    assert not read
+
+
 def test_a_tokenizer_without_a_template_says_so(tokenizers: dict[bool, Path]) -> None:
     with pytest.raises(SetupError, match=r"gateway.tool_calls: template: .* no response_template"):
         Replies(Tokenizer(str(tokenizers[True])), "template")

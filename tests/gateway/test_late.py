@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,15 @@ import pytest
 from penstock.protocols import messages as m
 from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
 from penstock.protocols.experience import as_bytes
-from penstock.protocols.mailbox import DeadlineError
+from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.rules.turns import Turns
+from penstock.services.gateway.access import WHO, NamedKey, Visitor
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.zmq_door import ZmqDoor
 from tests.gateway.house import House
-from tests.gateway.test_doors import NO_KEYS, SAY, opened, served
+from tests.gateway.test_doors import NO_KEYS, SAY, group, opened, served
 from tests.gateway.test_requests import by_zeromq
 from tests.gateway.test_takeovers import late
 
@@ -74,8 +77,109 @@ def test_openais_client_and_ours_ask_again_by_themselves(house: House) -> None:
     assert len(house.asked) == 2
 
 
+def test_who_was_refused_and_asks_again_gets_an_answer_of_its_own(tokenizers: dict[bool, Path], model: Any) -> None:
+    """In a loop that asks the same several times."""
+    house = House(tokenizers[True], model, tool_calls="none", waiting=1)
+    house.desk.start(house.lease(0))
+
+    async def agent(url: str) -> None:
+        async with httpx.AsyncClient() as http:
+            base = (await opened(url, http))["base_url"]
+
+        async def turn(text: str) -> int:
+            told = await client.chat.completions.create(model="p", messages=[{"role": "user", "content": text}])
+            return told.model_extra["penstock"]["turns"][0]  # type: ignore[index]
+
+        async with openai.AsyncOpenAI(base_url=base, api_key="none") as client:
+            assert [await turn("ab"), await turn("ab")] == [0, 1]
+            slow = late(house)
+            other = asyncio.ensure_future(turn("b"))
+            await asyncio.sleep(0.2)
+            refused = asyncio.ensure_future(turn("ab"))
+            await asyncio.sleep(0.3)
+            assert "gateway.waiting=1" in house.desk.rows()[0]["error"]
+            slow.set()
+            assert [await other, await refused] == [2, 3]
+            await house.desk.finish("train-0-0-0", 1.0)
+
+    served(house, agent)
+    assert len(house.asked) == 4
+
+
+@pytest.mark.parametrize("lost", ["quota", "no_answer", "broker_away"])
+def test_what_was_refused_is_asked_anew_and_once(house: House, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    alice = Visitor("alice", NamedKey(sha256="0" * 64, turns_per_minute=1 if lost == "quota" else 9))
+
+    def say(message: Any, deadline_s: float) -> Future[m.Message]:
+        told: Future[m.Message] = Future()
+        if lost == "no_answer":
+            told.set_result(m.TurnAnswer(answer=as_bytes(b""), error=m.UNANSWERED))
+        else:
+            told.set_exception(RefusedError(m.Refused(code="failed", reason="no")))
+        return told
+
+    async def play() -> list[int]:
+        WHO.set(alice)
+        held = await house.desk.open(1)
+        found = [(await house.desk.chat(held, SAY, None)).number]
+        with monkeypatch.context() as patched:
+            patched.setattr(house.desk._policy, "_say", say)
+            with pytest.raises(AgentError) as told:
+                await house.desk.chat(held, SAY, None)
+        assert told.value.code == lost and told.value.retry_s
+        alice._asked.clear()
+        for _ in range(2):
+            found.append((await house.desk.chat(held, SAY, None, asked=Asking(again=True))).number)
+        return found
+
+    first, second, third = house.run(play)
+    assert first < second == third and len(house.asked) == 2
+
+
+@pytest.mark.parametrize("ended", ["gone", "refused"])
+def test_of_several_answers_none_is_trained_on_before_their_agent_has_had_all(
+    tokenizers: dict[bool, Path], model: Any, ended: str
+) -> None:
+    house = House(tokenizers[True], model, tool_calls="none")
+    house.desk.start(house.lease(0))
+
+    async def agent(url: str) -> None:
+        said, turns = house.desk._policy._say, 0
+
+        def all_but_one(message: Any, deadline_s: float) -> Future[Any]:
+            nonlocal turns
+            turns += 1
+            if turns < 4:
+                return said(message, deadline_s)
+            never: Future[Any] = Future()
+            if ended == "refused":
+                told = m.TurnAnswer(answer=as_bytes(b""), error=m.UNANSWERED)
+                asyncio.get_running_loop().call_later(1.0, never.set_result, told)
+            return never
+
+        async with httpx.AsyncClient() as http:
+            session = await opened(url, http)
+            path, several = f"{session['base_url']}/chat/completions", {"messages": SAY, "n": 4}
+            house.desk._policy._say = all_but_one
+            try:
+                assert (await http.post(path, json=several, timeout=1.5)).status_code == 503
+            except httpx.ReadTimeout:
+                assert ended == "gone"
+            house.desk._policy._say = said
+            await asyncio.sleep(1)
+            assert len(house.engines_own) == 3
+            if ended == "refused":
+                again = await http.post(path, json=several, headers={"x-stainless-retry-count": "1"})
+                assert again.json()["penstock"]["turns"] == [0, 1, 2, 4]
+            await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})
+
+    served(house, agent)
+    assert sum(t.sampled > 0 for t in group(house).trajectories) == (4 if ended == "refused" else 0)
+
+
 def test_the_plain_client_asks_again_too_until_its_time_is_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.protocols.agent_client.TURN_S", 2.0)
+    monkeypatch.setattr("penstock.protocols.agent_client.GRACE_S", 0.5)
 
     def play(address: str) -> int:
         with AgentClient(address) as client, client.session() as session:
@@ -88,13 +192,43 @@ def test_the_plain_client_asks_again_too_until_its_time_is_up(house: House, monk
             slow = late(house)
             with pytest.raises(AgentRefusedError, match="no answer within"):
                 await asyncio.to_thread(play, door.address)
-            house.desk.start(house.lease(1))
             asyncio.get_running_loop().call_later(0.6, slow.set)
-            assert await asyncio.to_thread(play, door.address) == 0
+            assert await asyncio.to_thread(play, door.address) == 1, "in the session that was given back"
         finally:
             await asyncio.to_thread(door.close)
 
     house.run(main)
+
+
+@pytest.mark.parametrize("turn_s", [0.3, 1.2])
+def test_an_agent_waits_as_long_as_the_gateway_lets_a_turn_take_and_hears_what_it_says(
+    tokenizers: dict[bool, Path], model: Any, monkeypatch: pytest.MonkeyPatch, turn_s: float
+) -> None:
+    """Also where its time is up while it asks again."""
+    monkeypatch.setattr("penstock.protocols.agent_client.TURN_S", 0.5)
+    monkeypatch.setattr("penstock.protocols.agent_client.GRACE_S", 0.5)
+    monkeypatch.setattr("penstock.services.gateway.questions.LATE_S", 0.1)
+    house = House(tokenizers[True], model, tool_calls="none", turn_s=turn_s)
+    house.desk.start(house.lease(0))
+
+    def plain(address: str) -> None:
+        with AgentClient(address) as client, client.session() as session:
+            session.chat(SAY)
+
+    async def agent(client: AsyncAgentClient) -> None:
+        for asked in (late_for(client), asyncio.to_thread(plain, client._line._mailbox.address)):
+            began = time.monotonic()
+            with pytest.raises(AgentRefusedError, match=f"no answer within gateway.turn_s={turn_s:g} s"):
+                await asked
+            assert turn_s + 0.2 < time.monotonic() - began < turn_s + 2
+
+    async def late_for(client: AsyncAgentClient) -> None:
+        async with await client.session() as session:
+            await session.chat(SAY)
+
+    late(house)
+    by_zeromq(house, agent)
+    assert len(house.asked) == 2
 
 
 def test_the_broker_is_asked_for_the_same_turn_again(house: House) -> None:

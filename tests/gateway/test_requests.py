@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
+from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
+from penstock.services.gateway import zmq_door
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.doors import Doors
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.runtime.actor import ActorContext
 from tests.gateway.house import House
-from tests.gateway.test_doors import NO_KEYS, SAY, TOOL, opened, owners, served
+from tests.gateway.test_doors import NO_KEYS, SAY, TOOL, group, opened, owners, served
 
 
 @pytest.fixture
@@ -41,6 +43,33 @@ def by_zeromq(house: House, agent: Callable[[AsyncAgentClient], Awaitable[Any]])
             await asyncio.to_thread(door.close)
 
     return house.run(main)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_whoever_asked_for_a_session_and_went_loses_it_no_attempt(
+    tokenizers: dict[bool, Path], model: Any, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    """Also where that does not show yet when there is one."""
+    monkeypatch.setattr(zmq_door, "SILENT_S", 0.2 if silent else 60)
+    house = House(tokenizers[True], model, tool_calls="none", attempts=1, lost_s=0.3)
+
+    async def agent(client: AsyncAgentClient) -> None:
+        async with AsyncAgentClient(client._line._mailbox.address) as gone:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(gone.session(), 0.2)
+        await asyncio.sleep(0.5)
+        house.desk.start(house.lease(0))
+        await asyncio.sleep(0.4)
+        house.desk.expire()
+        async with await client.session() as session:
+            assert session.id == ("train-0-0-0" if silent else "train-0-0-1")
+            await asyncio.sleep(0.1)
+            assert house.desk._held[session.id].taken
+            await session.chat(SAY)
+            await session.finish(1.0)
+
+    by_zeromq(house, agent)
+    assert float(group(house).trajectories[0].rewards.sum()) == 1.0
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], ["a"] * 17])
@@ -124,6 +153,35 @@ def test_the_zeromq_door_looks_at_messages_as_the_http_door_does(house: House) -
     assert not none and told == house.text.decode([wanted.tolist()])[0]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_block_that_is_left_by_a_refusal_gives_its_session_back_where_there_is_one(house: House, lost: bool) -> None:
+    async def agent(client: AsyncAgentClient) -> None:
+        with pytest.raises(AgentRefusedError) as refused:
+            async with await client.session() as session:
+                if lost:
+                    await house.desk.finish(session.id, 1.0)
+                    house.desk._settled_at = 0.0
+                await session.chat([{"role": "user", "content": "a" * 100}])
+        assert refused.value.code == ("unknown_session" if lost else "context_length_exceeded")
+        assert session.ended and not house.desk.rows()
+        if not lost:
+            assert (await client.session(wait_s=0.5)).id == "train-0-0-1"
+
+    by_zeromq(house, agent)
+
+    def plain(address: str) -> None:
+        with AgentClient(address) as client, client.session() as session:
+            session.chat([{"role": "user", "content": "a" * 100}])
+
+    async def again(client: AsyncAgentClient) -> None:
+        with pytest.raises(AgentRefusedError):
+            await asyncio.to_thread(plain, client._line._mailbox.address)
+        assert not house.desk.rows()
+
+    house.open().start(house.lease(1))
+    by_zeromq(house, again)
+
+
 def test_a_body_is_read_of_those_alone_who_show_a_key(house: House, tmp_path: Path) -> None:
     head = b"POST /v1/sessions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n"
     body = b'{"wait_s": 1}' + b" " * (9000 - 13)
@@ -167,6 +225,30 @@ def test_a_gateway_has_so_many_connections_and_no_more(house: House, tmp_path: P
         return found
 
     assert house.run(agent) == [503, 200]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_gateway_listens_at_addresses_of_both_kinds(house: House, tmp_path: Path, host: str) -> None:
+    try:
+        socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        pytest.skip("this machine has no such addresses")
+    config = GatewayConfig(http=f"{host}:0", bind=f"tcp://{host}:0")
+    doors = Doors(config, ActorContext("gateway-0", "run", tmp_path, ""), house.desk, "policy")
+
+    async def agent() -> None:
+        doors.open(asyncio.get_running_loop())
+        serving = asyncio.ensure_future(doors.serve())
+        async with AsyncAgentClient(tmp_path) as client, httpx.AsyncClient() as http:
+            session = await client.session()
+            said = await http.post(f"{session.base_url}/chat/completions", json={"messages": SAY})
+            assert said.status_code == 200 and f"//{host}:" in session.base_url
+            assert client._line._mailbox.address.startswith(f"tcp://{host}:")
+            await session.finish(1.0)
+        await asyncio.to_thread(doors.close)
+        await serving
+
+    house.run(agent)
 
 
 def test_a_request_for_several_answers_is_made_tokens_of_once_and_what_cannot_fit_never(

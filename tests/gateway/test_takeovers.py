@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from penstock.protocols import wire
 from penstock.protocols.experience import Group, as_bytes
+from penstock.protocols.mailbox import DeadlineError
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.questions import ONCE
@@ -166,6 +167,79 @@ def test_who_waits_for_an_answer_is_told_that_the_session_has_ended(house: House
     assert (told.status, told.code, str(told)) == (410, "session_lost", "the session has ended")
 
 
+class Away:
+    """A broker that answers `Note`s when it is back, in the order in which they were said."""
+
+    def __init__(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ask, self._waiting = house.desk._ask, list[tuple[Any, Future[Any]]]()
+        monkeypatch.setattr(house.desk, "_ask", self._say)
+
+    def _say(self, message: Any, deadline_s: float) -> Future[Any]:
+        self._waiting.append((message, Future()))
+        return self._waiting[-1][1]
+
+    def back(self, error: Exception | None = None) -> None:
+        """It answers all that waits, with this ``error`` where there is one."""
+        while self._waiting:
+            message, future = self._waiting.pop(0)
+            if error:
+                future.set_exception(error)
+            else:
+                future.set_result(self._ask(message, 1).result())
+
+
+@pytest.mark.parametrize("other", ["abandon", "expire", "finish"])
+def test_a_session_that_is_being_finished_stays_finished(
+    house: House, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    async def play() -> None:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1, beats=True)
+        await house.desk.chat(held, SAY, None)
+        away = Away(house, monkeypatch)
+        finishing = [asyncio.ensure_future(house.desk.finish(held.id, 0.5))]
+        await asyncio.sleep(0.05)
+        if other == "abandon":
+            finishing.append(asyncio.ensure_future(house.desk.abandon(held, "no answer")))
+        elif other == "finish":
+            finishing.append(asyncio.ensure_future(house.desk.finish(held.id, 0.25)))
+        else:
+            held.heard = float("-inf")
+            house.desk.expire()
+        await asyncio.sleep(0.05)
+        away.back()
+        await asyncio.wait_for(asyncio.gather(*finishing), 5)
+
+    house.run(play)
+    (made,) = group(house).trajectories
+    assert made.sampled == len(house.engines_own[0].tokens) and float(made.rewards.sum()) == 0.5
+    kept = wire.unpack(house.records["train", 0]["session.0"].tobytes())
+    assert kept["ended"] and kept["reward"] == 0.5
+
+
+def test_a_session_that_could_not_be_finished_is_its_agents_for_as_long_as_before(
+    tokenizers: dict[bool, Path], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(tokenizers[False], model, idle_s=0.3)
+
+    async def play() -> None:
+        house.desk.start(house.lease(0))
+        held = await house.desk.open(1)
+        await house.desk.chat(held, SAY, None)
+        with monkeypatch.context() as patched:
+            away = Away(house, patched)
+            finishing = asyncio.ensure_future(house.desk.finish(held.id, 1.0))
+            await asyncio.sleep(0.4)
+            away.back(DeadlineError("no answer"))
+            with pytest.raises(AgentError, match="the broker does not answer"):
+                await finishing
+            house.desk.expire()
+        await house.desk.finish(held.id, 1.0)
+
+    house.run(play)
+    assert float(group(house).trajectories[0].rewards.sum()) == 1.0
+
+
 def test_a_session_that_its_agent_did_not_take_is_free_at_the_next_gateway(house: House) -> None:
     async def play() -> None:
         house.desk.start(house.lease(0))
@@ -212,6 +286,32 @@ def test_a_client_that_says_that_it_is_alive_may_take_its_time(tokenizers: dict[
         assert not house.desk.rows()
 
     house.run(play)
+
+
+def test_a_session_that_no_agent_has_heard_of_costs_no_attempt(tokenizers: dict[bool, Path], model: Any) -> None:
+    house = House(tokenizers[False], model, attempts=2)
+
+    async def lost(held: Held) -> None:
+        held.heard = float("-inf")
+        house.desk.expire()
+        await asyncio.sleep(0.05)
+        assert not house.desk.rows()
+
+    async def play() -> list[str]:
+        house.desk.start(house.lease(0))
+        names = []
+        for taken in (False, False, True, False, True):
+            held = await house.desk.open(1, beats=True)
+            names.append(held.id)
+            if taken:
+                house.desk.heard([held.id])
+            await lost(held)
+            if not house.delivered:
+                house.open().start(house.lease(0))
+        return names
+
+    assert house.run(play) == [f"train-0-0-{life}" for life in range(5)], "what one agent may speak of no other has"
+    assert "given out 2 times" in group(house).trajectories[0].failure
 
 
 def test_gauges_may_be_read_while_sessions_come_and_go(house: House) -> None:

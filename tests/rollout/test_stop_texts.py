@@ -52,11 +52,11 @@ def likely(tokenizer: Tokenizer) -> list[int]:
     words = ["a", "b", "ab", "▁a", "▁", "Ġ", "\n", "Ċ", "▁é", "Observation:", SPECIAL]
     found = [tokenizer.token_to_id(word) for word in words]
     for byte in "你好é".encode():
-        found += [tokenizer.token_to_id(f"<0x{byte:02X}>"), tokenizer.token_to_id(_letter(byte))]
+        found += [tokenizer.token_to_id(f"<0x{byte:02X}>"), tokenizer.token_to_id(letter(byte))]
     return [id for id in found if id is not None] + [tokenizer.get_vocab_size() + 5]
 
 
-def _letter(byte: int) -> str:
+def letter(byte: int) -> str:
     """What stands for a byte in `bytewise`."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [each for each in range(256) if each not in printed]
@@ -67,7 +67,7 @@ def test_a_stop_is_found_where_the_whole_text_first_has_it(tokenizer: Tokenizer)
     decode, random, ended = decoder(tokenizer), np.random.default_rng(0), 0
     stops, some = Stops(decode), likely(tokenizer)
     stops.add(Request(1, 0, np.ones(1, np.int32), Sampling(stop=STOPS)))
-    chinese = [tokenizer.token_to_id(name) for byte in "你好".encode() for name in (f"<0x{byte:02X}>", _letter(byte))]
+    chinese = [tokenizer.token_to_id(name) for byte in "你好".encode() for name in (f"<0x{byte:02X}>", letter(byte))]
     word = [id for id in chinese if id is not None]
     for _ in range(400):
         answer = random.choice(some, 40).astype(np.int32)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
@@ -12,6 +16,7 @@ from penstock.pipeline.preflight.model import _encode
 from penstock.pipeline.preflight.report import Report
 from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.tokenizer import Tokenizer
+from tests.rollout.test_stop_texts import SPECIAL, bytewise, letter, with_bytes_to_fall_back_on
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -42,3 +47,32 @@ def test_a_name_that_the_template_does_not_look_at_is_refused_before_the_run(fol
     config = Config.model_validate({"model": model, "prompts": {"train": {"type": "sort"}}})
     with pytest.raises(SetupError, match="model.chat_template_kwargs.thinking: the chat template of .* does not look"):
         _encode(config, Report())
+
+
+def numbered(text: str) -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in text.encode()]
+
+
+WORDS = "ab 你ab é\ufffd"
+MARKS = {
+    bytewise: [letter(byte) for byte in WORDS.encode()],
+    with_bytes_to_fall_back_on: ["▁a", "b", "▁", *numbered("你"), "ab", "▁é", *numbered("\ufffd")],
+}
+
+
+@pytest.mark.parametrize("made", MARKS)
+def test_the_bytes_of_tokens_are_those_of_their_text(tmp_path: Path, made: Callable[[], Backend]) -> None:
+    """Also of those that are a part of a character."""
+    PreTrainedTokenizerFast(tokenizer_object=made(), eos_token=SPECIAL).save_pretrained(tmp_path)
+    tokenizer = Tokenizer(str(tmp_path))
+    ids = tokenizer.plain.convert_tokens_to_ids(MARKS[made])
+    (*spelled, ended) = tokenizer.spelled([*ids, tokenizer.plain.eos_token_id])
+    assert b"".join(added or b"" for _, added in spelled).decode() == tokenizer.decode([ids])[0] == WORDS
+    assert all(text == (added or b"").decode(errors="replace") for text, added in spelled)
+    assert ended == (SPECIAL, b""), "it is named, and adds nothing"
+
+
+def test_bytes_that_a_tokenizer_does_not_tell_are_none(tmp_path: Path) -> None:
+    broken = Backend(models.WordLevel({"ab": 0, "\ufffd": 1}, "ab"))
+    PreTrainedTokenizerFast(tokenizer_object=broken).save_pretrained(tmp_path)
+    assert Tokenizer(str(tmp_path)).spelled([0, 1, 99]) == [("ab", b"ab"), ("\ufffd", None), ("", b"")]

@@ -1,0 +1,183 @@
+"""An agent's line to a gateway: where one is, what is asked again, and what it refuses. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import secrets
+import time
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from penstock.protocols import messages as m
+from penstock.protocols.keys import ClientKeys, load_client
+from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
+
+BEAT_S = 3.0
+LOOK_S = 2.0
+"""Between two looks at whether the run is over, while an answer is waited for."""
+START_S = 120.0
+"""How long a client waits for a run to be under way."""
+
+
+class AgentRefusedError(RuntimeError):
+    """What the gateway says no to. ``code`` is for programs: ``no_session``, ``unknown_session``, ``session_lost``,
+    ``run_over``, …; docs/agents.md has all."""
+
+    def __init__(self, refusal: m.AgentRefused) -> None:
+        super().__init__(refusal.reason)
+        self.status, self.code, self.retry_s = refusal.status, refusal.code, refusal.retry_s
+
+    @property
+    def lost(self) -> bool:
+        """The session that was spoken of is nobody's here any more, so that it cannot be given back."""
+        return self.code in ("session_lost", "unknown_session", "run_over")
+
+
+class RunOver(AgentRefusedError):
+    """The run has ended: there is nothing left to do."""
+
+
+class Line:
+    """A connection to one gateway, with its answers as futures."""
+
+    def __init__(self, gateway: str | Path, address: str, keys: ClientKeys | None) -> None:
+        self.folder = _folder(gateway)
+        self._mailbox = Mailbox(address, incarnation_of(f"agent-{secrets.token_hex(4)}"), keys)
+        self._mailbox.beat_s, self._mailbox.beat = BEAT_S, lambda: m.AgentBeat(sessions=list(self.sessions))
+        self.sessions: set[str] = set()
+        """Those that are open: said with every heartbeat."""
+        self._numbers = itertools.count()
+        self._name = secrets.token_hex(8)
+
+    def ask(self, message: m.Message, deadline_s: float) -> Future[m.Message]:
+        """What is answered, as a future."""
+        return self._mailbox.ask_later(message, deadline_s)
+
+    def take(self, session: str) -> None:
+        """Says that it is open here, at once and with every heartbeat."""
+        self.sessions.add(session)
+        self._mailbox.tell(m.AgentBeat(sessions=[session]))
+
+    def request(self) -> str:
+        """A name for a request, which no other has."""
+        return f"{self._name}-{next(self._numbers)}"
+
+    def check_over(self) -> None:
+        """Raises `RunOver` where the run's folder says that it has ended: nobody is left to answer."""
+        if self.folder and (self.folder / "summary.json").exists() and not list(self.folder.glob("gateways/*.json")):
+            raise _over(self.folder)
+
+    def say(self, message: m.Message, deadline_s: float) -> Any:
+        """What is answered. Where the gateway says that it may be asked again, it is, as long as there is time."""
+        deadline, said = time.monotonic() + deadline_s, None
+        while True:
+            asked = self.ask(message, deadline - time.monotonic())
+            while not wait([asked], LOOK_S).done:
+                self.check_over()
+            said = _said(asked, said)
+            if (pause := _pause(said, deadline)) is None:
+                return checked(said)
+            time.sleep(pause)
+
+    async def say_async(self, message: m.Message, deadline_s: float) -> Any:
+        """The same, for asyncio."""
+        deadline, said = time.monotonic() + deadline_s, None
+        while True:
+            asked = self.ask(message, deadline - time.monotonic())
+            waited = _for_asyncio(asked)
+            while not (await asyncio.wait([waited], timeout=LOOK_S))[0]:
+                self.check_over()
+            said = _said(asked, said)
+            if (pause := _pause(said, deadline)) is None:
+                return checked(said)
+            await asyncio.sleep(pause)
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._mailbox.close()
+
+
+def _folder(gateway: str | Path) -> Path | None:
+    return None if "://" in str(gateway) else Path(gateway)
+
+
+def loaded(keys: ClientKeys | str | Path | None) -> ClientKeys | None:
+    """Those that a client was given, or the file that has them. Raises `KeysError`."""
+    return load_client(Path(keys)) if isinstance(keys, str | Path) else keys
+
+
+def reached(gateway: str | Path, keys: ClientKeys | None, since: float) -> Line | None:
+    """To one of the gateways of a run, which the run's folder names once it is under way, or to the one at an address;
+    None where there is none yet. Raises `RunOver`, or `FileNotFoundError` `START_S` after it was first looked for."""
+    if (folder := _folder(gateway)) is None:
+        return Line(gateway, str(gateway), keys)
+    if files := sorted((folder / "gateways").glob("*.json")):
+        own = folder / "keys" / "client.json"
+        keys = keys or (load_client(own).to_reach() if own.is_file() else None)
+        return Line(gateway, json.loads(random.choice(files).read_text())["zmq"], keys)
+    if _has_ended(folder):
+        raise _over(folder)
+    if time.monotonic() > since + START_S:
+        raise FileNotFoundError(
+            f"{gateway}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above 0, "
+            "under way?"
+        )
+    return None
+
+
+def _has_ended(folder: Path) -> bool:
+    """Not where it was interrupted: it may go on."""
+    try:
+        return json.loads((folder / "summary.json").read_text()).get("outcome") != "interrupted"
+    except FileNotFoundError:
+        return False
+
+
+def _over(folder: Path) -> RunOver:
+    return RunOver(m.AgentRefused(status=410, code="run_over", reason=f"the run in {folder} has ended"))
+
+
+def _said(asked: Future[m.Message], before: m.Message | None) -> m.Message:
+    """The answer. Where none comes in time, what was said ``before``, if anything was: it says why. Raises
+    `DeadlineError`."""
+    try:
+        return asked.result()
+    except DeadlineError:
+        if before is None:
+            raise
+        return before
+
+
+def _pause(message: m.Message, deadline: float) -> float | None:
+    """Seconds after which the same may be asked again; None where ``message`` is the answer, or time is up."""
+    again_s = message.retry_s if isinstance(message, m.AgentRefused) else 0.0
+    return again_s if again_s and time.monotonic() + again_s < deadline else None
+
+
+def checked(message: m.Message) -> Any:
+    """The answer. Raises `AgentRefusedError` where it is none."""
+    if isinstance(message, m.AgentRefused):
+        raise (RunOver if message.code == "run_over" else AgentRefusedError)(message)
+    return message
+
+
+async def answered(asked: Future[m.Message]) -> Future[m.Message]:
+    """``asked``, once it has its answer or never will."""
+    await asyncio.wait([_for_asyncio(asked)])
+    return asked
+
+
+def _for_asyncio(asked: Future[m.Message]) -> asyncio.Future[m.Message]:
+    waited = asyncio.wrap_future(asked)
+    waited.add_done_callback(_heeded)
+    return waited
+
+
+def _heeded(done: asyncio.Future[Any]) -> None:
+    """What comes when nobody waits any more, at the end of a client, is nobody's error."""
+    if not done.cancelled():
+        done.exception()
