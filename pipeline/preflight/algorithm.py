@@ -10,6 +10,7 @@ from penstock.protocols.columns import GREEDY, LAGS, PICKED, POLICY, SAMPLED, SQ
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithm_config import CustomFunction
+from penstock.services.trainer.presets import contradicted
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ GROUPS, LENGTH = 2, 5
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found; built-in choices are not called."""
     algorithm = config.trainer.algorithm
+    if algorithm.preset and (said := contradicted(algorithm.preset, algorithm.model_dump())):
+        report.problems.append(f"trainer.algorithm: {said}")
     own = [c for c in ("advantage", "loss", "correction") if isinstance(getattr(algorithm, c), CustomFunction)]
     if not own:
         return

@@ -14,10 +14,10 @@ from penstock.pipeline.preflight import (
     environment,
     gateway,
     gpus,
+    learners,
     lora,
     machine,
     model,
-    optimizer,
     rewards,
     scorers,
 )
@@ -34,7 +34,7 @@ def look(config: Config, folder: Path) -> Report:
     report = Report()
     with without_hub(config, report):
         machine.look(config, folder, report)
-        for part in (gpus, data, model, lora, optimizer, rewards, environment, gateway, algorithm, scorers):
+        for part in (gpus, data, model, lora, learners, rewards, environment, gateway, algorithm, scorers):
             part.look(config, report)
     needs = plan(config)
     here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"

@@ -63,7 +63,8 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
         ends, layers, sums = 0 if lora else 8 * shape.head, 0.0, 0.0  # the head's gradient, and a chunk's
     turned = sum(math.prod(size) for name, size in shape.matrices.items() if name in ("o_proj", "down_proj"))
     kept, inner = activations(shape, trainer, in_flight)
-    acts, logits = inner if trainer.offload_activations else kept + inner, LOGITS_GIB * GIB * shape.ends_here
+    moved = trainer.offload_activations and trainer.gradient_checkpointing is True  # else it stays, or weights go too
+    acts, logits = inner if moved else kept + inner, LOGITS_GIB * GIB * shape.ends_here
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
     version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.parameters / trainer.ranks

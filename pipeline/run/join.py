@@ -18,7 +18,7 @@ from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.folder import address_file, keys_folder, run_key
 from penstock.pipeline.run.forking import fork_server
-from penstock.pipeline.run.launcher import BROKER_SILENT_S, DRAIN_S, STATUS_EVERY_S, RunError, ends
+from penstock.pipeline.run.launcher import BROKER_SILENT_S, CHECKPOINT_S, DRAIN_S, STATUS_EVERY_S, RunError, ends
 from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.summary import check_run, read_summary
 from penstock.pipeline.run.supervisor import Supervisor
@@ -157,7 +157,7 @@ class _Join:
                     self._start(supervisor, each, config, name, gpus, address)
             self._say(f"joined the run at {address}: {', '.join(child.name for child in supervisor.children)}")
             # One that waits for another machine's ranks is not heard of; ranks that hang give up by themselves.
-            self._watch(supervisor, mailbox, spec.kind if spec.nodes(config) > 1 else "")
+            self._watch(supervisor, mailbox, spec.kind if spec.nodes(config) > 1 else "", spec.learns)
         finally:
             supervisor.stop(spec.grace_s, lambda: len(self._interrupted) > 1)
             if spec.kind == "trainer":
@@ -181,8 +181,9 @@ class _Join:
         placed = seated(config, gpus, wanted)
         return [(specs[kind], {name: placed[name] for name in mine}) for kind, mine in names.items()]
 
-    def _watch(self, supervisor: Supervisor, mailbox: Mailbox, waits: str) -> None:
-        """``waits``: which of the processes is not heard of as long as it waits for other machines."""
+    def _watch(self, supervisor: Supervisor, mailbox: Mailbox, waits: str, learns: bool) -> None:
+        """``waits``: which of the processes is not heard of as long as it waits for other machines. ``learns``: one of
+        them is a learner."""
         heard, restarts = time.monotonic(), 0
         while not self._interrupted:
             if error := supervisor.poll():
@@ -201,9 +202,16 @@ class _Join:
                 if name != waits:
                     supervisor.end_wedged(name, silent_s)
             if state["phase"] in OVER:
-                supervisor.wait({child.name for child in supervisor.children}, DRAIN_S)
+                self._drain(supervisor, learns)
                 return
             time.sleep(STATUS_EVERY_S)
+
+    def _drain(self, supervisor: Supervisor, learns: bool) -> None:
+        """Until all have left; a learner may have a large checkpoint to write."""
+        deadline = time.monotonic() + (CHECKPOINT_S if learns else DRAIN_S)
+        while supervisor.wait({child.name for child in supervisor.children}, STATUS_EVERY_S):
+            if self._interrupted or time.monotonic() > deadline:
+                return
 
     def _names(self, spec: ActorSpec, placed: list[str]) -> dict[str, str]:
         """The GPUs of each process, by its name."""

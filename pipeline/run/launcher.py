@@ -47,8 +47,8 @@ log = structlog.get_logger()
 BROKER_START_S = 90.0
 STATUS_EVERY_S = 0.5
 BROKER_SILENT_S = 60.0
-DRAIN_S = 120.0
-"""For the work in hand; learners, which may have a large checkpoint to write, have as long as they live."""
+DRAIN_S, CHECKPOINT_S = 120.0, 3600.0
+"""For the work in hand; for learners, which may have a large checkpoint to write."""
 STOP_S = 30.0
 
 
@@ -280,27 +280,45 @@ class _Launch:
         return summary
 
     def _drain(self, view: View, broker: Child, reason: str) -> None:
-        """Waits until all actors have left, after telling the broker to end the run where there is a ``reason`` to."""
+        """Waits until all actors have left, after telling the broker to end the run where there is a ``reason`` to.
+        Learners may have a large checkpoint to write, for which whoever has sent SIGTERM, a scheduler say, does not
+        wait."""
         actors = {child.name for child in self._supervisor.children} - {"broker", "redis", "prepare"}
-        learners = {
-            name for spec in registry.started_here(self._config) if spec.learns for name in spec.names(self._config)
-        }
-        told, deadline = -1, time.monotonic() + DRAIN_S
+        patience_s = DRAIN_S if signal.SIGTERM in self._interrupted else CHECKPOINT_S
+        told, began, noted_s = -1, time.monotonic(), DRAIN_S
         while True:
             if reason and told != broker.restarts:  # one that was started again knows nothing of it
                 self._insist(StopRun(reason=reason))
                 told = broker.restarts
             left = self._supervisor.wait(actors, STATUS_EVERY_S)
             self._keep_books()
-            if not left:
+            learners = self._learners(left)
+            if not left and not learners:
                 return
-            if time.monotonic() > deadline:
-                log.warning("not drained in time", children=left)
-                if not learners.intersection(left):
-                    view.note(f"not drained within {DRAIN_S:.0f} s, and ended: {', '.join(left)}")
-                    return
-                view.note(f"waiting for the last checkpoint ({', '.join(left)}); Ctrl-C ends the run without it …")
-                deadline += DRAIN_S
+            waited_s = time.monotonic() - began
+            if waited_s > (patience_s if learners else DRAIN_S):
+                names = ", ".join(sorted({*left, *learners}))
+                log.warning("not drained in time", children=left, learners=learners)
+                view.note(f"not drained within {waited_s:.0f} s, and ended: {names}")
+                return
+            if waited_s > noted_s:
+                view.note(f"waiting for the last checkpoint ({', '.join(learners)}) …")
+                noted_s += DRAIN_S
+
+    def _learners(self, left: list[str]) -> list[str]:
+        """Learners that have not left: of the processes ``left`` here, and on other machines. What the broker has lost
+        is ended."""
+        assert self._mailbox
+        specs = [spec for spec in registry.actors(self._config).values() if spec.learns]
+        found = {name for spec in specs for name in spec.names(self._config)}.intersection(left)
+        try:
+            state = client.state(self._mailbox)
+        except DeadlineError:
+            return sorted(found)
+        for name, silent_s in state["lost"].items():
+            self._supervisor.end_wedged(name, silent_s)
+        kinds = {spec.kind for spec in specs}
+        return sorted(found | {name for name, member in state["members"].items() if member["kind"] in kinds})
 
     def _insist(self, message: Message, begun: bool = True) -> Message:
         """Asks a broker that may die and be started again meanwhile. Before the run has ``begun`` the first Ctrl-C ends

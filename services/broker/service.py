@@ -24,8 +24,8 @@ AWAY_S = 3.0
 EXPIRE_EVERY_S = 0.2
 LINGER_S = 10.0
 """How long the broker stays for observers once the run is over."""
-LEAVE_S = 130.0
-"""How long it waits for actors to leave; for a learner, which may have a checkpoint to write, as long as it lives."""
+LEAVE_S, LEARNER_LEAVE_S = 130.0, 3700.0
+"""How long it waits for actors to leave; for a learner, which may have a large checkpoint to write."""
 
 
 class Broker:
@@ -113,8 +113,9 @@ class Broker:
         self._state.progress.stop(reason)
 
     def leave(self) -> None:
-        """Ends this process alone: another broker takes the run up. Safe from a signal handler."""
-        self._left = True
+        """Ends this process alone: another broker takes the run up, unless that is at its end. Safe from a signal
+        handler."""
+        self._left = self._state.progress.phase not in ("stopping", "done")
 
     @property
     def state(self) -> dict[str, Any]:
@@ -303,7 +304,8 @@ class Broker:
         here = {member.kind for member in self._state.members} - {"observer"}
         if here:
             self._alone_since = None
-            return now - self._over_since > LEAVE_S and here.isdisjoint(self._state.settings.learners)
+            learning = not here.isdisjoint(self._state.settings.learners)
+            return now - self._over_since > (LEARNER_LEAVE_S if learning else LEAVE_S)
         # Whoever watches asks for the end once all have left, however long that took.
         self._alone_since = self._alone_since or now
         watched = self._supervised or not self._met or bool(self._state.members.of_kind("observer"))

@@ -130,7 +130,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "early": state.progress.early,
         "best": best._asdict() if (best := state.best()) else None,
         "step": state.groups.ledger.committed,
-        "steps": state.settings.steps,
+        "steps": max(state.settings.steps, state.groups.ledger.length),
         "version": state.versions.latest,
         "max_lag": state.settings.gate.max_lag,
         "evaluations": dict(state.evaluation.results),

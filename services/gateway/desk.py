@@ -301,7 +301,7 @@ class Desk:
             told = self._refused(held.work.key, error) if isinstance(error, RefusedError) else error
             held.error = str(told)
             if question is None or question.failed:
-                held.questions.refused[digest] += 1
+                held.questions.refuse(digest)
             raise told from None
 
     def _check_room(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from penstock.services.gateway.session import Turn
 
 LATE_S = 1.0
 """Before who was told that his turn is late asks again."""
+AGAIN_S = 60.0
+"""Who was refused and asks again, as clients do by themselves, has done so by then."""
 
 
 class Asking(NamedTuple):
@@ -81,8 +83,8 @@ class Questions:
 
     pending: int = 0
     """How many have no answer yet."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """Requests that have left no question behind, and were not asked again since."""
+    _refused: dict[str, list[float]] = field(default_factory=dict)
+    """When requests have left no question behind that were not asked again since."""
     _asked: dict[str, list[Question]] = field(default_factory=dict)
 
     def remember(self, turn: Turn) -> None:
@@ -94,10 +96,15 @@ class Questions:
         wait; of several, the latest. None where what was asked is to be asked anew: it was refused."""
         several = self._asked.get(digest, [])
         best = min(reversed(several), key=lambda question: (question.heard, question.waiting), default=None)
-        if self.refused[digest] and (best is None or best.heard or best.waiting):
-            self.refused[digest] -= 1
-            return None
-        return best
+        lately = [at for at in self._refused.pop(digest, []) if at > time.monotonic() - AGAIN_S]
+        anew = bool(lately) and (best is None or best.heard or best.waiting > 0)
+        if left := lately[1:] if anew else lately:
+            self._refused[digest] = left
+        return None if anew else best
+
+    def refuse(self, digest: str) -> None:
+        """A request has left no question behind: if it is asked again, that is no other's answer."""
+        self._refused.setdefault(digest, []).append(time.monotonic())
 
     def ask(self, digest: str, answer: Coroutine[Any, Any, Turn]) -> Question:
         """A new one. An answer that nobody stays to hear is not trained on, unless it is asked for again."""

@@ -130,11 +130,6 @@ class LearnerConfig(Section):
                 f"{'offload' if self.offload else 'offload_activations'}: what ranks of tensor_parallel share must lie "
                 "where they compute; set one of the two to its default"
             )
-        if self.offload_activations and self.gradient_checkpointing is not True:
-            raise ValueError(
-                "offload_activations: it moves what gradient_checkpointing=true keeps (without it all weights would be "
-                "moved as well, and what selective keeps is not seen); set gradient_checkpointing=true"
-            )
         parts = self.replicas * self.sequence_parallel * self.tensor_parallel * self.pipeline_parallel
         if self.ranks % parts:
             stages = f" x pipeline_parallel={self.pipeline_parallel}" if self.pipeline_parallel > 1 else ""
@@ -209,10 +204,6 @@ class KLConfig(Section):
             raise ValueError("place: reward takes nothing off at coefficient=0; set a coefficient, e.g. 0.01")
         if self.target is not None and self.place != "reward":
             raise ValueError("target: only a penalty with place=reward has a coefficient that adapts")
-        if self.horizon != type(self).model_fields["horizon"].default and self.target is None:
-            raise ValueError("horizon: only a coefficient with a target adapts; set a target, or leave it out")
-        if self.place == "reward" and self.gradient != "own":
-            raise ValueError(f"gradient={self.gradient}: what is taken off the reward has none; leave it out")
         return self
 
 

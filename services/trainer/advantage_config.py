@@ -6,7 +6,19 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.protocols.columns import GREEDY, POLICY, REFERENCE, SAMPLED, SQUARES, STATES, TAUGHT, VALUES, WEIGHTS
+from penstock.protocols.columns import (
+    GREEDY,
+    POLICY,
+    REFERENCE,
+    SAMPLED,
+    SCORES,
+    SESSIONS,
+    SQUARES,
+    STATES,
+    TAUGHT,
+    VALUES,
+    WEIGHTS,
+)  # fmt: skip
 from penstock.services.trainer.choice import Choice
 
 
@@ -167,7 +179,7 @@ class GigpoAdvantage(Choice):
     paper = "Feng et al. 2025, arXiv:2505.10978"
     least_n = 2
     by_token = True
-    given = (STATES,)
+    given = (STATES, SCORES, SESSIONS)
     type: Literal["gigpo"] = "gigpo"
     gamma: float = Field(0.95, ge=0, le=1)
     """Discount a turn: how much less a reward counts for a turn the more turns before it came, e.g. ``1.0``."""

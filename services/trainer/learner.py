@@ -233,7 +233,7 @@ class Learner(ModelLearner):
             )
         columns[SAMPLED] = step.padded([t.logprobs for t in step.trajectories], rewarded)
         if STATES in self.algorithm.given:
-            columns[STATES] = step.padded([turn_states(t) for t in step.trajectories], rewarded)
+            columns[STATES] = step.padded(turn_states(step.trajectories, step.sessions), rewarded)
         groups, sessions = torch.from_numpy(step.groups[rewarded]), torch.from_numpy(step.sessions[rewarded])
         mask = rewards.mask.bool()
         if self.algorithm.weighs_policy:

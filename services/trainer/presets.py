@@ -9,6 +9,8 @@ PresetName = Literal[
     "opo", "maxrl", "remax", "distillation", "sdpo", "gigpo", "luspo", "m2po", "topr", "vespo",
 ]  # fmt: skip
 
+CHOICES = ("advantage", "loss", "correction")
+"""Sections with a type and options; all else is one value."""
 PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": {"type": "gae"}},
     "grpo": {"aggregation": "seq-mean-token-mean"},
@@ -47,8 +49,7 @@ assert set(PRESETS) == set(get_args(PresetName))
 
 def expand(given: dict[str, Any]) -> dict[str, Any]:
     """``given`` with its preset's choices where it names none itself, and with the preset's options of those that both
-    name. Raises `ValueError` where the two name different ones: nobody should train one method under another's name.
-    Numbers alone may be tuned."""
+    name. Raises `ValueError` where the two name different ones: nobody should train one method under another's name."""
     found, preset = dict(given), given["preset"]
     for key, value in PRESETS[preset].items():
         mine = found.get(key)
@@ -60,20 +61,19 @@ def expand(given: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(
                     f"preset={preset} takes {key}={{type: {value['type']}}}, and {kind} is given; leave out one of them"
                 )
-            for name, its in value.items():
-                if mine.get(name, its) != its and not (type(its) in (int, float) and type(mine[name]) in (int, float)):
-                    raise ValueError(_contradicted(preset, f"{key}.{name}", its, mine[name]))
             found[key] = value | mine
-        elif mine != value:
-            raise ValueError(_contradicted(preset, key, value, mine))
     return found
 
 
-def _contradicted(preset: str, key: str, its: Any, mine: Any) -> str:
-    return (
-        f"preset={preset} takes {key}={its}, and {mine} is given; leave out one of them: without the preset its other "
-        "choices are yours to name (penstock algorithms)"
-    )
+def contradicted(preset: str, chosen: dict[str, Any]) -> str | None:
+    """What of a whole ``chosen`` section is another method than its ``preset``, in words; numbers are tuned. Raised by
+    a look before a run begins, and not by the section itself: what is written of a run that is over can be read."""
+    for key, value in PRESETS[preset].items():
+        pairs = [(f"{key}.{name}", its, chosen[key][name]) for name, its in value.items()] if key in CHOICES else []
+        for name, its, mine in pairs or [(key, value, chosen[key])]:
+            if mine != its and (isinstance(its, bool) or not isinstance(its, int | float)):
+                return f"preset={preset} takes {name}={its}, and {mine} is given; leave out one of them"
+    return None
 
 
 def without_choices(written: dict[str, Any], preset: Any) -> dict[str, Any]:

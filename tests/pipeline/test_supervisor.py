@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from penstock.pipeline.run import supervisor
+from penstock.pipeline.config import load
+from penstock.pipeline.run import launcher, supervisor
 from penstock.pipeline.run.supervisor import Supervisor
 
 
@@ -39,3 +43,48 @@ def test_why_it_died_is_said_in_its_own_words_alone(tmp_path: Path) -> None:
     assert child.last_words() == ""
     assert (watched.poll() or watched.poll()) == "trainer was killed by SIGKILL after 0 restarts (run.max_restarts); "
     watched.stop(1)
+
+
+WAITING = "waiting for the last checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("left", "away", "stopped_by", "said"),
+    [
+        ([["trainer"], ["trainer"], []], [], [], [WAITING] * 2),
+        ([["trainer", "rollout-0"], ["rollout-0"]], [], [signal.SIGINT], [WAITING, "not drained"]),
+        ([["rollout-0"]], [], [], ["not drained"]),
+        ([["trainer"]] * 4, [], [], [WAITING] * 3 + ["not drained"]),
+        ([["trainer"]], [], [signal.SIGTERM], ["not drained"]),
+        ([[], []], ["trainer", None], [], [WAITING]),
+    ],
+)
+def test_a_checkpoint_is_waited_for_longer_than_anything_else(
+    left: list[list[str]],
+    away: list[str | None],
+    stopped_by: list[signal.Signals],
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``left``: who has not ended, look by look; ``away``: a learner on another machine that has not left."""
+    clock, notes, waits, members = iter(range(100)), list[str](), iter(left), iter(away)
+    monkeypatch.setattr(launcher, "DRAIN_S", 0.5)
+    monkeypatch.setattr(launcher, "CHECKPOINT_S", 3.5)
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: float(next(clock)))
+    ended = list[str]()
+
+    def state(_mailbox: Any) -> dict[str, Any]:
+        name = next(members, None)
+        return {"lost": {"rollout-9": 70.0}, "members": {name: {"kind": "trainer"}} if name else {}}
+
+    monkeypatch.setattr(launcher.client, "state", state)
+    launch: Any = launcher._Launch.__new__(launcher._Launch)
+    launch._config, launch._mailbox, launch._interrupted = load(Path("configs/quickstart.yaml")), object(), stopped_by
+    children = [SimpleNamespace(name=name) for name in ("broker", "redis", "trainer", "rollout-0")]
+    launch._supervisor = SimpleNamespace(
+        children=children, wait=lambda names, seconds: next(waits), end_wedged=lambda name, silent_s: ended.append(name)
+    )
+    launch._keep_books = lambda: None
+    launch._drain(SimpleNamespace(note=notes.append), SimpleNamespace(restarts=0), "")
+    assert [note.split(" (")[0].split(" within")[0] for note in notes] == said
+    assert next(waits, None) is None and set(ended) == {"rollout-9"}

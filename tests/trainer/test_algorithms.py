@@ -16,7 +16,7 @@ from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.algorithms.advantages.gpg import gpg
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
-from penstock.services.trainer.presets import PRESETS
+from penstock.services.trainer.presets import PRESETS, contradicted
 
 NEEDS: dict[str, dict[str, Any]] = {"gdpo": {"components": {"reward/a": 1.0, "reward/b": 0.5}}}
 ADVANTAGES, LOSSES, CORRECTIONS = (
@@ -196,10 +196,11 @@ def test_a_preset_and_another_choice_are_an_error() -> None:
     assert mine.loss.model_dump()["clip_high"] == 0.3 and mine.loss.model_dump()["clip_low"] == 0.2, "numbers are tuned"
     for chosen, why in (
         ({"preset": "dapo", "aggregation": "seq-mean-token-mean"}, "preset=dapo takes aggregation=token-mean"),
-        ({"preset": "dr_grpo", "advantage": {"type": "grpo", "std": True}}, r"dr_grpo takes advantage\.std=False"),
+        ({"preset": "dr_grpo", "advantage": {"type": "grpo", "std": True}}, "dr_grpo takes advantage.std=False"),
+        ({"preset": "dapo", "loss": {"clip_high": 0.3}}, None),
     ):
-        with pytest.raises(ValidationError, match=why):
-            AlgorithmConfig.model_validate(chosen)
+        said = contradicted(chosen["preset"], AlgorithmConfig.model_validate(chosen).model_dump())
+        assert (why is None and said is None) or (why and said and why in said), said
 
 
 @quick
@@ -258,8 +259,6 @@ def test_the_penalty_is_no_larger_where_an_answer_is_longer(seed: int) -> None:
     ("chosen", "why"),
     [({"advantage": {"type": "maxrl"}, "kl": {"place": "reward", "coefficient": 0.1}}, "must not be negative"),
      ({"advantage": {"type": "maxrl"}, "constraints": [{"column": "reward/length", "limit": 5}]}, "not be negative"),
-     ({"kl": {"coefficient": 0.1, "horizon": 50}}, "only a coefficient with a target adapts"),
-     ({"kl": {"place": "reward", "coefficient": 0.1, "gradient": "k2"}}, "what is taken off the reward has none"),
      ({"preset": "gmpo", "reject": [{"kind": "token_k1", "upper": 2.0}]}, "take a rule of trajectories")],
 )  # fmt: skip
 def test_what_would_train_something_else_is_refused(chosen: dict[str, Any], why: str) -> None:

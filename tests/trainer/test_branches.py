@@ -55,6 +55,7 @@ def test_what_a_group_says_of_its_sessions_survives_packing() -> None:
     ]
     again = unpack_group(pack_group(Group(3, group.prompt, told)))
     assert [t.session for t in again.trajectories] == places and again.trajectories[2].metrics == {"calls": 2.0}
-    assert sessions_of(again).tolist() == [0, 0, 1, 2]
-    means = mean_by_session(np.array([1.0, np.nan, np.nan, 3.0]), sessions_of(again))
+    sessions = sessions_of([trajectory.session for trajectory in again.trajectories])
+    assert sessions.tolist() == [0, 0, 1, 2]
+    means = mean_by_session(np.array([1.0, np.nan, np.nan, 3.0]), sessions)
     assert means[0] == 1.0 and np.isnan(means[1]) and means[2] == 3.0

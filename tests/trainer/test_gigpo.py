@@ -15,6 +15,8 @@ from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.trainer.algorithms.advantages.gigpo import gigpo
 from penstock.services.trainer.algorithms.advantages.grpo import grpo
 from penstock.services.trainer.turn_states import turn_states
+from penstock.services.turns.answers import Answer
+from penstock.services.turns.joining import Again, join
 
 Told = tuple[str, int, float]
 """A turn: what it answers, how many tokens it has, and what it earned."""
@@ -35,6 +37,10 @@ def a_trajectory(turns: list[Told]) -> Trajectory:
     return Trajectory(np.array(tokens, np.int32), column, np.zeros(len(tokens), np.float32), versions, "", "stop")
 
 
+def of_one(trajectory: Trajectory) -> np.ndarray:
+    return turn_states([trajectory], np.zeros(1, np.int64))[0]
+
+
 def tables(rows: list[list[Told]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rewards, each turn's on its last token; mask; states."""
     made = [a_trajectory(turns) for turns in rows]
@@ -43,7 +49,7 @@ def tables(rows: list[list[Told]]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     states = states.astype(np.int64)
     for row, (turns, trajectory) in enumerate(zip(rows, made, strict=True)):
         size = len(trajectory.tokens)
-        mask[row, :size], states[row, :size] = trajectory.loss_mask, turn_states(trajectory)
+        mask[row, :size], states[row, :size] = trajectory.loss_mask, of_one(trajectory)
         place = 0
         for _, length, earned in turns:
             place += 1 + length
@@ -79,24 +85,26 @@ def test_advantages_are_the_papers(rows: list[list[Told]], gamma: float, weight:
             of_row = relative(total, whole[groups[row]], std, alone=total / (1 + 1e-6 if std else 1))
             wanted[row, place + 1 : place + 1 + size] = of_row + weight * of_turn
             place += 1 + size
-    found = gigpo(rewards, mask, torch.tensor(groups), states, gamma=gamma, turn_weight=weight, std=std)
+    scores, alone = rewards.sum(-1), torch.arange(len(rows))
+    found = gigpo(rewards, mask, torch.tensor(groups), states, scores, alone, gamma=gamma, turn_weight=weight, std=std)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_without_the_turns_part_it_is_grpos() -> None:
     rewards, mask, states = tables([[("a", 2, 0.5), ("b", 1, 0.0)], [("a", 1, 1.0)], [("a", 3, 0.0)]])
     groups = torch.zeros(3, dtype=torch.long)
-    found = gigpo(rewards, mask, groups, states, turn_weight=0.0)
+    scores = rewards.sum(-1)
+    found = gigpo(rewards, mask, groups, states, scores, torch.arange(3), turn_weight=0.0)
     torch.testing.assert_close(found, grpo(rewards.sum(-1), mask, groups))
 
 
 def test_a_turn_is_told_by_what_it_answers_alone() -> None:
     """Not by what was said before, nor by where it stands."""
     short, long = a_trajectory([("a", 1, 0), ("b", 2, 0)]), a_trajectory([("c", 3, 0), ("a", 1, 0), ("b", 1, 0)])
-    assert turn_states(short)[-1] == turn_states(long)[-1]
-    assert turn_states(short)[2] != turn_states(long)[2], "the first answers its prompt"
+    assert of_one(short)[-1] == of_one(long)[-1]
+    assert of_one(short)[2] != of_one(long)[2], "the first answers its prompt"
     for trajectory in (short, long):
-        states = turn_states(trajectory)
+        states = of_one(trajectory)
         assert (states[trajectory.loss_mask == 0] == 0).all() and (states[trajectory.loss_mask == 1] != 0).all()
         turns = np.split(states, np.flatnonzero(np.diff(trajectory.loss_mask.astype(int))) + 1)
         assert all(len(set(turn.tolist())) == 1 for turn in turns)
@@ -108,4 +116,36 @@ def test_turns_may_lie_anywhere(sampled: list[int]) -> None:
     versions = np.where(column == 1, 0, UNSAMPLED).astype(np.int32)
     size = len(column)
     made = Trajectory(np.arange(size, dtype=np.int32), column, np.zeros(size, np.float32), versions, "", "stop")
-    assert (turn_states(made) != 0).tolist() == [bool(each) for each in sampled]
+    assert (of_one(made) != 0).tolist() == [bool(each) for each in sampled]
+
+
+def test_a_session_is_compared_once_and_its_branches_meet_where_they_part() -> None:
+    """Two answers to the same observation, in two rows, the second of which has the first turn from the other one."""
+
+    def said(*tokens: int) -> Answer:
+        return Answer(np.array(tokens, np.int32), np.full(len(tokens), -1, np.float32), np.zeros(len(tokens), np.int32))
+
+    prompt, observation, first = np.array([1, 2], np.int32), np.array([7], np.int32), said(10, 11)
+    rows = [
+        join([prompt, first, observation, said(20)], "", "stop", turns=("", "")),
+        join([prompt, Again(first), observation, said(21)], "", "stop", turns=("", "")),
+        join([prompt, said(12, 13), observation, said(22)], "", "stop", turns=("", "")),
+    ]
+    states = turn_states(rows, np.array([0, 0, 1]))
+    assert states[0][-1] == states[1][-1] == states[2][-1] and not states[1][2:4].any()
+    scores, groups = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64), torch.zeros(3, dtype=torch.long)
+    mask = torch.tensor(np.array([row.loss_mask for row in rows])).double()
+    tables = torch.zeros_like(mask)
+    tables[:, -1] = scores
+    sessions = torch.tensor([0, 0, 1])
+    found = gigpo(tables, mask, groups, torch.tensor(np.array(states)), scores, sessions, std=False, gamma=1.0)
+    turn = torch.tensor([1 / 3, 1 / 3, -2 / 3], dtype=torch.float64)
+    torch.testing.assert_close(found[:, -1], torch.tensor([0.5, 0.5, -0.5], dtype=torch.float64) + turn)
+    assert found[1, 2:4].tolist() == [0, 0] and found[0, 2] == found[0, 3] == 0.5 + 0.5
+
+
+def test_an_answer_without_a_token_counts_in_its_groups_mean() -> None:
+    scores, mask = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([[1.0], [1.0], [0.0]])
+    groups, states = torch.zeros(3, dtype=torch.long), torch.zeros(3, 1, dtype=torch.long)
+    found = gigpo(scores[:, None] * mask, mask, groups, states, scores, torch.arange(3), turn_weight=0.0)
+    torch.testing.assert_close(found, grpo(scores, mask, groups))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.protocols.columns import LAGS, PICKED, POLICY, REFERENCE
+from penstock.protocols.columns import LAGS, PICKED, POLICY, REFERENCE, SCORES, SESSIONS
 from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token
@@ -124,6 +124,8 @@ class Algorithm:
         which a built-in advantage of whole rows compares as one; None: each row is its own."""
         mask = mask.to(scores.dtype)
         if self._config.advantage.by_token:
+            alone = torch.arange(len(scores)) if sessions is None else sessions
+            columns = {**columns, SCORES: scores, SESSIONS: alone}
             scores = on_last_token(scores, mask) if tokens is None else tokens
         elif sessions is not None and len(torch.unique(sessions)) < len(scores) and not self._own_advantage:
             return by_session(self._advantage, columns, scores, mask, groups, sessions)

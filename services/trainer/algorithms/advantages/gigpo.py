@@ -12,6 +12,8 @@ def gigpo(
     mask: torch.Tensor,
     groups: torch.Tensor,
     states: torch.Tensor,
+    scores: torch.Tensor,
+    sessions: torch.Tensor,
     *,
     gamma: float = 0.95,
     turn_weight: float = 1.0,
@@ -21,14 +23,16 @@ def gigpo(
     turns that were written in the same state (eq. 3, 5, 7 and 8); ``[rows, length]``, 0 where ``mask`` is.
 
     ``tokens`` ``[rows, length]`` says where the rewards lie, ``mask`` where a token was sampled, ``groups`` ``[rows]``
-    which rows belong together, ``states`` int64 ``[rows, length]`` in which state each sampled token's turn began. A
-    turn is a run of sampled tokens; its return adds the later turns', discounted by ``gamma`` a turn. Both parts are
-    less the mean, and with ``std`` divided by (the unbiased standard deviation + 1e-6); a turn that is alone in its
-    state adds nothing."""
+    which rows belong together, ``states`` int64 ``[rows, length]`` in which state each sampled token's turn began,
+    ``scores`` ``[rows]`` the whole rewards, ``sessions`` ``[rows]`` which rows are branches of one session: that is
+    compared once, by the mean of its branches, each of whose turns is sampled in one of them alone. A turn is a run of
+    sampled tokens; its return adds the later turns', discounted by ``gamma`` a turn. Both parts are less the mean, and
+    with ``std`` divided by (the unbiased standard deviation + 1e-6); a turn that is alone in its state adds nothing."""
     here = mask.bool()
-    episodes = Groups.of(groups, tokens.dtype)
-    whole = tokens.sum(-1)
-    found = (episodes.standardised(whole) if std else episodes.centred(whole))[:, None] * mask
+    branches = Groups.of(sessions, tokens.dtype)
+    one_of = torch.zeros(len(branches.count), dtype=torch.long).scatter_(0, branches.member, torch.arange(len(scores)))
+    episodes, whole = Groups.of(groups[one_of], tokens.dtype), branches.sum(scores) / branches.count
+    found = (episodes.standardised(whole) if std else episodes.centred(whole))[branches.member, None] * mask
     before = torch.cat([torch.zeros_like(here[:, :1]), here[:, :-1]], 1)
     begins = here & ~before
     turns = int(begins.sum(-1).max()) if begins.numel() else 0
@@ -41,7 +45,7 @@ def gigpo(
         returns[:, late] += gamma * returns[:, late + 1]
     first = torch.nonzero(begins)
     mine = turn[begins]
-    anchors = torch.stack([episodes.member[first[:, 0]], states[begins]], 1)
+    anchors = torch.stack([groups[first[:, 0]], states[begins]], 1)
     among = Groups.of(torch.unique(anchors, dim=0, return_inverse=True)[1], tokens.dtype)
     of_turn = returns[first[:, 0], mine]
     relative = among.standardised(of_turn) if std else among.centred(of_turn)

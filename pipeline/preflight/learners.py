@@ -1,4 +1,4 @@
-"""What keeps an optimizer's moments in 8 bits."""
+"""What learners ask of this installation, and whether their keys go together."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is wrong."""
     learners = {"trainer": config.trainer} | ({"critic": config.critic} if config.with_critic else {})
     for name, learner in learners.items():
+        if learner.offload_activations and learner.gradient_checkpointing is not True:
+            report.problems.append(
+                f"{name}.offload_activations: it moves what gradient_checkpointing=true keeps (without it all weights "
+                f"would be moved as well, and what selective keeps is not seen); set {name}.gradient_checkpointing=true"
+            )
         if learner.optimizer.moments == "8bit" and find_spec("torchao") is None:
             report.lacks_package(
                 f"{name}.optimizer.moments=8bit: torchao is not installed; run: {install('adam8bit')}, or set it to "
