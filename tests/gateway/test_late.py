@@ -21,7 +21,7 @@ from penstock.services.broker.agents import AgentDesk
 from penstock.services.broker.rules.turns import Turns
 from penstock.services.gateway.access import WHO, NamedKey, Visitor
 from penstock.services.gateway.errors import AgentError
-from penstock.services.gateway.questions import Asking
+from penstock.services.gateway.questions import Asking, Question, Questions
 from penstock.services.gateway.zmq_door import ZmqDoor
 from tests.gateway.house import House
 from tests.gateway.test_doors import NO_KEYS, SAY, group, opened, served
@@ -134,6 +134,17 @@ def test_what_was_refused_is_asked_anew_and_once(house: House, monkeypatch: pyte
 
     first, second, third = house.run(play)
     assert first < second == third and len(house.asked) == 2
+
+
+def test_a_refusal_that_nobody_came_back_to_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute later whoever asks again means an answer that has got lost."""
+    questions, heard = Questions(), Question(heard=True)
+    questions._asked["said"] = [heard]
+    for age_s, wanted in ((10.0, None), (70.0, heard)):
+        monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+        questions.refuse("said")
+        monkeypatch.setattr(time, "monotonic", lambda age_s=age_s: 100.0 + age_s)
+        assert questions.again("said") is wanted and questions.again("said") is heard
 
 
 @pytest.mark.parametrize("ended", ["gone", "refused"])

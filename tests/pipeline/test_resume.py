@@ -128,6 +128,18 @@ def test_a_folder_that_is_no_runs_is_named(tmp_path: Path) -> None:
         resumed(tmp_path, None, [])
 
 
+def test_what_a_look_refuses_today_may_be_in_a_folder_of_older_code(folder: Path) -> None:
+    """It can be read, and changed on the way."""
+    written = ["trainer.algorithm.preset=dapo", "trainer.algorithm.aggregation=token-sum"]
+    config = load(folder / "config.yaml", [*written, "trainer.offload_activations=true"])
+    (folder / "config.yaml").write_text(dump(config))
+    assert resumed(folder, None, [])[0] == config
+    mended, _, changed = resumed(
+        folder, None, ["trainer.algorithm.aggregation=token-mean", "trainer.gradient_checkpointing=true"]
+    )
+    assert mended.trainer.algorithm.aggregated == "token-mean" and len(changed) == 2
+
+
 def test_a_run_whose_prompts_have_ended_goes_on_with_more_of_them(folder: Path) -> None:
     """More steps alone would change nothing."""
     config = load(folder / "config.yaml", ["trainer.steps=100", "prompts.epochs=1", "prompts.eval_every=5"])
