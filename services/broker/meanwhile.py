@@ -1,13 +1,17 @@
-"""What others hear and say while the broker waits for its store."""
+"""What others hear and say while the broker waits for its store, or reads its prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from penstock.protocols import messages as m
 from penstock.protocols.router_server import TURN_BYTES, RouterServer
 from penstock.services.runtime import health
 
+EVERY_S = 0.2
+T = TypeVar("T")
 Said = tuple[str, int, m.Message]
 """Who, by which request, and what."""
 
@@ -35,6 +39,15 @@ class Meanwhile:
                 self._router.send_now(identity, m.HeartbeatAck())
             else:
                 self._said.append((identity, request, message))
+
+    def until(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns, which is done beside."""
+        with ThreadPoolExecutor(1) as beside:
+            done = beside.submit(work)
+            while not done.done():
+                self()
+                wait([done], EVERY_S)
+            return done.result()
 
     def said(self) -> list[Said]:
         """What came, and is to be handled now."""

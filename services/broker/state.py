@@ -154,9 +154,6 @@ class BrokerState:
     def __init__(self, settings: BrokerSettings, store_url: str) -> None:
         self.settings = settings
         self.progress = Progress()
-        stream = open_source(settings.prompts.train)
-        self.prompts = PromptStream(stream, settings.seed, settings.prompts.shuffle, settings.prompts.epochs)
-        self.held_out = HeldOut.open(settings.prompts.eval, settings.prompts.eval_size)
         self.recorder = Recorder(
             settings.folder,
             Trackers(settings.trackers, settings.folder, settings.project, settings.described),
@@ -173,10 +170,18 @@ class BrokerState:
         self.router = RouterServer(settings.broker.bind, settings.keys)
         self.meanwhile = Meanwhile(self.router)
         try:
+            self.prompts, self.held_out = self.meanwhile.until(self._read_prompts)
             self._open(Store(store_url, settings.run, settings.store, settings.store_key, self.meanwhile))
         except BaseException:
             self.router.close()
             raise
+
+    def _read_prompts(self) -> tuple[PromptStream, HeldOut]:
+        """Of large files, for minutes."""
+        settings = self.settings.prompts
+        stream = open_source(settings.train)
+        prompts = PromptStream(stream, self.settings.seed, settings.shuffle, settings.epochs)
+        return prompts, HeldOut.open(settings.eval, settings.eval_size)
 
     def _open(self, store: Store) -> None:
         """Takes up what is there."""

@@ -16,7 +16,7 @@ from penstock.protocols import messages as m
 from penstock.protocols.columns import Column, ColumnTable, WeightedSum
 from penstock.protocols.mailbox import AddressError, DeadlineError, Mailbox
 from penstock.protocols.router_server import RouterServer
-from penstock.services.broker import archive
+from penstock.services.broker import archive, state
 from penstock.services.broker.archive import Archive
 from penstock.services.broker.config import BrokerConfig, GateConfig, PromptsConfig, ReplayConfig, StoreConfig
 from penstock.services.broker.rules.gate import Gate
@@ -238,6 +238,27 @@ def test_members_hear_of_a_broker_that_comes_up_beside_a_store_that_reads_what_i
     assert broker.is_alive()
     member.close()
     store.close()
+
+
+def test_members_hear_of_a_broker_that_reads_its_prompts(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+    door.close()
+    member = Mailbox(address, "rollout-0#1")
+    member.beat_s, member.beat = 0.1, m.Heartbeat
+    heard, read = member.heard_at, state.open_source
+
+    def slowly(config: Any) -> Any:
+        until(lambda: member.heard_at > heard + 1.0, 10, "an answer, and more")
+        return read(config)
+
+    monkeypatch.setattr(state, "open_source", slowly)
+    broker = Broker(settings(tmp_path, broker=BrokerConfig(bind=address)), redis_url)
+    assert len(broker._state.prompts) == 50
+    broker._state.router.close()
+    member.close()
 
 
 def test_what_keeps_the_last_evaluation_is_named(tmp_path: Path, redis_url: str) -> None:
