@@ -212,6 +212,7 @@ def test_a_rollout_that_leaves_in_good_order_has_failed_at_nothing(tmp_path: Pat
         stage.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_members_hear_of_a_broker_that_comes_up_beside_a_store_that_reads_what_it_has(tmp_path: Path) -> None:
     door, store = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     address = f"tcp://127.0.0.1:{door.getsockname()[1]}"
