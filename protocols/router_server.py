@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import structlog
@@ -37,33 +38,28 @@ class RouterServer:
         key: str = "broker.bind",
         admits: Callable[[str], bool] = lambda public: False,
     ) -> None:
-        self._context = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
-        self._socket = self._context.socket(zmq.ROUTER)
+        if not keys and not is_loopback(bind):
+            raise AddressError(f"{key}: {bind} can be reached from other machines, and there are no keys")
+        context = zmq.Context()
+        authenticator: ThreadAuthenticator | None = None
+        self._socket = context.socket(zmq.ROUTER)
         set_up(self._socket, bind)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys:
-            self._authenticator = ThreadAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback(
-                "penstock", credentials_provider=Door(keys.client_public, admits)
-            )
+            authenticator = ThreadAuthenticator(context)
+            authenticator.start()
+            authenticator.configure_curve_callback("penstock", credentials_provider=Door(keys.client_public, admits))
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.broker_secret.encode())
             self._socket.setsockopt(zmq.ZAP_DOMAIN, b"penstock")
-        elif not is_loopback(bind):
-            self._context.destroy(linger=0)
-            raise AddressError(f"{key}: {bind} can be reached from other machines, and there are no keys")
         self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        # One that is dropped is closed, too, in this order: ZeroMQ waits for ever for a socket that is still open.
+        self._close = weakref.finalize(self, _close, context, self._socket, self._monitor, authenticator)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
-            if self._authenticator:
-                self._authenticator.stop()
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._context.destroy(linger=0)
+            self._close()
             hint = "another process has this port; choose another, or port 0 for a free one"
             raise AddressError(
                 f"{key}: cannot bind {bind}: {error.strerror}" + (f" ({hint})" if error.errno == zmq.EADDRINUSE else "")
@@ -144,12 +140,18 @@ class RouterServer:
 
     def close(self) -> None:
         """Closes. What is queued is not sent: it was not made durable, or `flush` was not called."""
-        if self._authenticator:
-            self._authenticator.stop()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-        self._context.term()
+        self._close()
+
+
+def _close(
+    context: zmq.Context, socket: zmq.Socket, monitor: zmq.Socket, authenticator: ThreadAuthenticator | None
+) -> None:
+    if authenticator:
+        authenticator.stop()
+    socket.disable_monitor()
+    monitor.close(0)
+    socket.close()
+    context.term()
 
 
 def _line(identity: str, message: Message) -> str:

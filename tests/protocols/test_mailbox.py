@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -17,6 +19,7 @@ import zmq
 from penstock.protocols import mailbox as mb
 from penstock.protocols import wire
 from penstock.protocols.experience import GroupSummary, as_bytes
+from penstock.protocols.keys import load_broker, make
 from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError
 from penstock.protocols.messages import (
     Ack,
@@ -339,3 +342,14 @@ def test_what_is_long_on_its_way_keeps_no_heartbeat_back(broker: Answering) -> N
     between = [later - earlier for earlier, later in pairwise([began, *heard])]
     assert max(between) < 1.5 and silent < 1.5
     slow.close()
+
+
+def test_a_door_that_is_dropped_in_a_circle_is_closed(tmp_path: Path) -> None:
+    """Whichever of its parts is collected first: ZeroMQ would wait for ever for a socket that is still open."""
+    make(tmp_path)
+    for keys in (None, load_broker(tmp_path / "broker.json")):
+        door: Any = RouterServer("tcp://127.0.0.1:0", keys)
+        address, door.itself = door.address, door
+        del door
+        gc.collect()
+        RouterServer(address, keys).close()
