@@ -37,7 +37,6 @@ def by_session(
     lengths = among.sum(mask.sum(-1)).clamp(min=1)
     places = torch.arange(int(lengths.max()), device=mask.device)
     whole = (places < lengths[:, None]).to(mask.dtype)
-    one_of = torch.zeros(len(among.count), dtype=torch.long).scatter_(0, among.member, torch.arange(len(scores)))
     of_rows = {name: mean(values) for name, values in columns.items() if values.ndim == 1}
-    found = advantage(of_rows, mean(scores), whole, groups[one_of])
+    found = advantage(of_rows, mean(scores), whole, groups[among.one_of_each()])
     return found[among.member, :1] * mask

@@ -30,8 +30,7 @@ def gigpo(
     with ``std`` divided by (the unbiased standard deviation + 1e-6); a turn that is alone in its state adds nothing."""
     here = mask.bool()
     branches = Groups.of(sessions, tokens.dtype)
-    one_of = torch.zeros(len(branches.count), dtype=torch.long).scatter_(0, branches.member, torch.arange(len(scores)))
-    episodes, whole = Groups.of(groups[one_of], tokens.dtype), branches.sum(scores) / branches.count
+    episodes, whole = Groups.of(groups[branches.one_of_each()], tokens.dtype), branches.sum(scores) / branches.count
     found = (episodes.standardised(whole) if std else episodes.centred(whole))[branches.member, None] * mask
     before = torch.cat([torch.zeros_like(here[:, :1]), here[:, :-1]], 1)
     begins = here & ~before

@@ -26,6 +26,11 @@ class Groups:
         """``[groups]``, of ``[rows]``."""
         return torch.zeros_like(self.count).index_add_(0, self.member, values)
 
+    def one_of_each(self) -> torch.Tensor:
+        """int64 ``[groups]``: a row of each."""
+        rows = torch.arange(len(self.member))
+        return torch.zeros(len(self.count), dtype=torch.long).scatter_(0, self.member, rows)
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """``[groups]``, of ``[rows]``; 0 of a group of one, which has nobody to be compared with."""
         return torch.where(self.count > 1, self.sum(values) / self.count, 0.0)
