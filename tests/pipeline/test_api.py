@@ -100,6 +100,133 @@ print([str(folder) for folder in found.folders])
 """
 
 
+HIDING = """
+import functools
+import sys
+import xml.dom.minidom
+from numpy import sum
+from penstock.pipeline.api.functions import Functions
+
+NONE, LEAST = float("nan"), -float("inf")
+there = __file__
+
+
+def max(values):
+    return 0.25
+
+
+def halved(function):
+    @functools.wraps(function)
+    def wrapper(response, truth):
+        return function(response, truth) / 2
+    return wrapper
+
+
+@halved
+def length(response, truth):
+    return len(xml.dom.minidom.parseString(response).childNodes)
+
+
+def reward(response, truth):
+    assert NONE != NONE and LEAST < -1e300 and there
+    return length(response, truth) + float(sum([[1, 2], [3]][1])) + max([9]) + min([4, 5])
+
+
+same = reward
+found = Functions("written")
+print(reward("<a/>", ""), found.name(same, "reward"))
+open(sys.argv[1], "w").write(found.source)
+"""
+
+
+def test_a_reward_is_the_same_in_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HIDING)
+    written = tmp_path / "written.py"
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), str(written)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["7.75", "written:reward"]
+    again = [sys.executable, "-c", "import written; print(written.reward('<a/>', ''))"]
+    done = subprocess.run(again, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.strip() == "7.75"
+
+
+REFUSED = """
+import functools
+from helpers import Judge, better, halved
+from penstock.pipeline.api.functions import Functions
+
+
+def base(response, truth):
+    return 1.0
+
+
+def make(weight):
+    def score(response):
+        return weight * len(response)
+    return score
+
+
+norm = lambda text: text.strip()
+scorer = make(0.5)
+strict = halved(base)
+
+
+def uses_norm(response, truth):
+    return norm(response) == truth
+
+
+def uses_scorer(response, truth):
+    return scorer(response)
+
+
+def uses_strict(response, truth):
+    return strict(response, truth)
+
+
+for value in (strict, uses_strict, norm, uses_norm, scorer, uses_scorer, Judge.rate, Judge().rate, better):
+    try:
+        print(Functions("written").name(value, "reward"))
+    except Exception as error:
+        print(error)
+"""
+HELPERS = """
+import functools
+
+
+def halved(function):
+    @functools.wraps(function)
+    def wrapper(response, truth):
+        return function(response, truth) / 2
+    return wrapper
+
+
+class Judge:
+    def rate(self, response, truth):
+        return 1.0
+
+
+def worse(response, truth):
+    return 1.0
+
+
+better = halved(worse)
+"""
+
+
+def test_a_function_that_another_would_stand_for_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(REFUSED)
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert all(line.startswith("reward: strict wraps base, and how cannot be written down") for line in said[:2])
+    assert all(line.startswith("reward: norm is a lambda, a method, or a function inside a") for line in said[2:4])
+    assert said[4].startswith("reward: make.<locals>.score has no name that another process could find it by")
+    assert said[5].startswith("reward: scorer is a lambda, a method, or a function inside a function")
+    assert all(line.startswith("reward: Judge.rate has no name that another process") for line in said[6:8])
+    assert said[8:] == ["helpers:better"], "what a module has is found by the name that it has there"
+
+
 def test_modules_beside_the_script_are_found_by_the_runs_processes(tmp_path: Path) -> None:
     (tmp_path / "helpers").mkdir()
     (tmp_path / "helpers" / "__init__.py").write_text("def norm(text): return text.lower()\n")
