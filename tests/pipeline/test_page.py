@@ -185,8 +185,27 @@ def test_without_an_archive_the_samples_are_shown(folder: Path) -> None:
     assert [member["sampled"] for member in group["members"]] == [3, 3]
 
 
+def test_all_steps_are_shown_while_there_is_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_rollouts, "STEPS", 2)
+    for step in range(3, 7):
+        Archive(folder, "all").append(Batch(step=step, seed=0, max_lag=2, groups=[taken(step)], committed=step), "x")
+    row = {"sample": 0, "prompt": NASTY, "response": "r" * 100, "truth": None, "tokens": 3, "reward": 1.0}
+    lines(folder / "samples.jsonl", [row | {"step": step, "group": 10 * step} for step in (0, 2, 7, 8)])
+
+    def shown(**room: int) -> list[int]:
+        return [group["step"] for group in groups_of(folder, **room)]
+
+    assert shown() == list(range(9)), "archived ones, and those that samples.jsonl has of others"
+    assert shown(groups=4) == [1, 4, 5, 6], "first a few from end to end, then the newest"
+    assert shown(groups=7) == [*range(1, 7), 8]
+    each = len(NASTY) + 2 * (len("ab") + page_rollouts.ABOUT)
+    assert shown(letters=3 * each) == [1, 5, 6] and shown(letters=1) == [6]
+    assert shown(letters=6 * each + 500) == [*range(1, 7), 8] and shown(letters=6 * each) == [*range(1, 7)]
+
+
 def test_nothing_that_a_run_says_is_read_as_markup(folder: Path) -> None:
-    page = whole([folder], 1000, {folder: {"outcome": "complete", "look_at_this": [NASTY]}})
+    (folder / "summary.json").write_text(json.dumps({"outcome": "complete", "look_at_this": [NASTY]}))
+    page = whole([folder])
     assert NASTY not in page and page.count("</script>") == 2 and "{{" not in page.split("<script>")[0]
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert data["runs"][0]["summary"]["look_at_this"] == [NASTY]
@@ -361,15 +380,13 @@ def test_a_page_that_is_open_for_long_has_no_more_points(tmp_path: Path, monkeyp
     assert times == list(range(0, 1000, 16))
 
 
-def test_of_many_samples_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_samples_the_newest_are_shown(tmp_path: Path) -> None:
     row = {"prompt": "p", "response": "r" * 99, "truth": None, "tokens": 3, "reward": 1.0}
-    lines(
-        tmp_path / "samples.jsonl",
-        [row | {"step": n // 4, "group": n // 2, "sample": n % 2} for n in range(40)],
-    )
-    assert [group["group"] for group in page_rollouts._of_samples(tmp_path, 3)] == [17, 18, 19]
-    monkeypatch.setattr(page_rollouts, "LETTERS", 450)
-    found = page_rollouts._of_samples(tmp_path, 10)
+    rows = [row | {"step": n // 4, "group": n // 2, "sample": n % 2} for n in range(40)]
+    lines(tmp_path / "samples.jsonl", rows)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    assert [group["group"] for group in groups_of(tmp_path, groups=3)] == [17, 18, 19]
+    found = groups_of(tmp_path, letters=450 + 4 * page_rollouts.ABOUT)
     assert [group["group"] for group in found] == [18, 19] and [len(group["members"]) for group in found] == [2, 2]
 
 
