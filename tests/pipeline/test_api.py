@@ -355,3 +355,22 @@ def test_what_is_wrong_is_told_before_anything_starts(given: dict[str, Any], wor
 def test_a_folder_that_is_no_runs_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run's folder: it has no config.yaml"):
         penstock.Run(tmp_path)
+
+
+def test_a_run_of_another_machine_is_under_way(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "run.lock").write_text("4242 1790000000.25")
+    (tmp_path / "broker.address").write_text("tcp://10.1.0.7:5555\n")
+    (tmp_path / "actors.jsonl").touch()
+    run = penstock.Run(tmp_path)
+    assert run.running
+    with pytest.raises(TimeoutError, match="it goes on"):
+        run.wait(0)
+    with pytest.raises(
+        ConfigError, match="stop: .* not by a penstock run of this machine .its broker is at tcp://10.1"
+    ):
+        run.stop()
+    with pytest.raises(ConfigError, match="resume: .* is under way"):
+        run.resume()
+    (tmp_path / "summary.json").write_text('{"outcome": "interrupted", "steps": 3}')
+    assert not run.running and run.wait(0)["steps"] == 3 and run.stop() is not None
