@@ -343,6 +343,14 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> N
     ("given", "words"),
     [
         ({"config": "nowhere.yaml"}, "cannot read nowhere.yaml"),
+        (
+            {"config": {}, "overrides": {"run.name": "b"}},
+            "overrides: run.name: give a run's name and folder as name= and",
+        ),
+        (
+            {"config": {}, "overrides": {"run": {"folder": "b"}}},
+            "overrides: run: give a run's name and folder as name=",
+        ),
         ({"config": {}, "prompts": [{"question": "1+1="}]}, "prompts: row 0 has no prompt; it has question"),
         ({"config": {}, "prompts": [{"prompt": "1", "truth": {1}}]}, "prompts: row 0: .*a truth is JSON"),
     ],
