@@ -14,7 +14,7 @@ from typing import Any
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.folder import named
+from penstock.pipeline.run.folder import address_file, is_live, named
 from penstock.pipeline.run.lock import holder
 from penstock.pipeline.run.summary import check_run, read_summary, rows_behind, steps_in, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
@@ -45,8 +45,8 @@ class Run:
 
     @property
     def running(self) -> bool:
-        """Its processes are there."""
-        return self._supervisor() is not None
+        """Its processes are there: here, or on another machine."""
+        return self._supervisor() is not None or (self._process is None and is_live(self.folder))
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -106,9 +106,16 @@ class Run:
 
     def stop(self, seconds: float = STOP_S) -> dict[str, Any] | None:
         """Has it drain, save a checkpoint and end, and waits for that; `resume` goes on with it. Returns the summary,
-        where there is one. Raises `TimeoutError`."""
+        where there is one. Raises `TimeoutError`, and `ConfigError` where that must be done on another machine."""
         if (supervisor := self._supervisor()) is not None:
             os.kill(supervisor, signal.SIGINT)
+        elif self.running:
+            file = address_file(self.folder)
+            at = f" (its broker is at {file.read_text().strip()})" if file.is_file() else ""
+            raise ConfigError(
+                f"stop: the run in {self.folder} is under way, but not by a penstock run of this machine{at}; end it "
+                "where it was started, e.g. with Ctrl-C there"
+            )
         deadline = time.monotonic() + seconds
         while self.running:
             if time.monotonic() > deadline:

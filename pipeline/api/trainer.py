@@ -17,6 +17,7 @@ from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_fol
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import as_overrides, read_sections
 from penstock.pipeline.run.command import penstock
+from penstock.pipeline.run.resume import NOWHERE
 from penstock.protocols.experience import Prompt
 from penstock.services.data.written import Written, line
 
@@ -56,6 +57,11 @@ class Trainer:
         environment: Defined | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
+        if wrong := [key for key in overrides or {} if key in ("run", *NOWHERE)]:
+            raise ConfigError(
+                f"overrides: {wrong[0]}: give a run's name and folder as name= and folder=, and its other keys one by "
+                "one, e.g. run.seed"
+            )
         self._file = None if isinstance(config, Mapping) else Path(config)
         data: dict[str, Any] = (
             copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_sections(Path(config))

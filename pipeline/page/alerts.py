@@ -52,12 +52,12 @@ def _processes(config: Config, beats: Rows, now: float) -> Iterator[str]:
         return
     recent = [beat for beat in beats if beat["time"] > last["time"] - GONE_S]
     there = {name for beat in recent for name in beat["actors"]}
-    for name in sorted(there):
-        member = last["actors"].get(name)
-        if member is None:
+    silent = {name: member["silent_s"] for name, member in last["actors"].items()} | last.get("lost", {})
+    for name in sorted(there | silent.keys()):
+        if name not in silent:
             yield f"{name} was there less than {GONE_S:.0f} s ago, and is gone"
-        elif member["silent_s"] > config.broker.dead_after_s:
-            yield f"{name} is not heard of for {member['silent_s']:.0f} s: it hangs, or its machine is gone"
+        elif silent[name] > config.broker.dead_after_s:
+            yield f"{name} is not heard of for {silent[name]:.0f} s: it hangs, or its machine is gone"
         elif len({beat["actors"][name]["pid"] for beat in recent if name in beat["actors"]}) > 1:
             yield f"{name} has died within the last {GONE_S:.0f} s, and was started again; logs/{name}*.stderr says why"
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.page.data import RunFiles, as_json
-from penstock.pipeline.page.rollouts import TOKENS, groups_of
+from penstock.pipeline.page.rollouts import LETTERS, TOKENS, groups_of
 from penstock.services.runtime.files import write_whole
 
 ASSETS = Path(__file__).parent / "assets"
@@ -16,15 +16,13 @@ SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "timeline.js", "rollouts.
 STYLES = ("uPlot.min.css", "page.css")
 
 
-Summaries = Mapping[Path, dict[str, Any]]
-
-
-def whole(folders: Sequence[Path], tokens: int, summaries: Summaries) -> str:
-    """The page of these runs, with all that it shows; of their rollouts at most so many ``tokens`` of each.
-    ``summaries``: of runs that have none on the disk yet."""
+def whole(folders: Sequence[Path], tokens: int = TOKENS, letters: int = LETTERS) -> str:
+    """The page of these runs, with all that it shows; of the rollouts of each at most so many ``tokens`` and
+    ``letters``."""
     runs = []
     for folder in folders:
-        runs.append(RunFiles(folder).data(summary=summaries.get(folder)) | {"groups": groups_of(folder, tokens)})
+        groups = groups_of(folder, tokens, letters=letters)
+        runs.append(RunFiles(folder).data() | {"groups": groups})
     return page({"runs": runs, "live": False})
 
 
@@ -48,6 +46,6 @@ def _joined(names: Sequence[str]) -> str:
     return "\n".join((ASSETS / name).read_text() for name in names)
 
 
-def write(folders: Sequence[Path], path: Path, tokens: int = TOKENS, summaries: Summaries | None = None) -> None:
+def write(folders: Sequence[Path], path: Path, tokens: int = TOKENS, letters: int = LETTERS) -> None:
     """Writes the page of these runs, see `whole`."""
-    write_whole(path, whole(folders, tokens, summaries or {}))
+    write_whole(path, whole(folders, tokens, letters))

@@ -36,18 +36,18 @@ class RunFiles:
         """When it was written, and the same as text."""
         self._lock = threading.Lock()
 
-    def data(self, metrics: int = 0, loads: int = 0, summary: dict[str, Any] | None = None) -> dict[str, Any]:
+    def data(self, metrics: int = 0, loads: int = 0) -> dict[str, Any]:
         """Everything but its rollouts; of steps, evaluations and loads those behind so many bytes of metrics.jsonl and
-        weights.jsonl, as the answer before has them in ``seen``. ``summary``: where none is on the disk yet."""
+        weights.jsonl, as the answer before has them in ``seen``."""
         with self._lock:
-            return self._data(metrics, loads, summary)
+            return self._data(metrics, loads)
 
-    def _data(self, metrics: int, loads: int, summary: dict[str, Any] | None) -> dict[str, Any]:
+    def _data(self, metrics: int, loads: int) -> dict[str, Any]:
         config, text = self._configured()
         rows, metrics = self._rows(metrics)
         steps = steps_in(rows)
         beats, with_latest = self._beats.read()
-        summary = summary or read_summary(self._folder)
+        summary = read_summary(self._folder)
         every = [self._steps[step] for step in sorted(self._steps)]
         look = summary.get("look_at_this", []) if summary else alerts(config, every, with_latest, time.time())
         loaded, loads = rows_behind(self._folder / "weights.jsonl", loads)

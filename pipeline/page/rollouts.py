@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +24,39 @@ log = structlog.get_logger()
 TOKENS, GROUPS = 1_000_000, 10_000
 """What a page has, at most."""
 LETTERS = 50_000_000
-"""Of prompts and answers of samples.jsonl, that it has at most."""
+"""Of prompts and answers that it has at most, and of what else is told of an answer."""
+ABOUT = 300
+"""Letters of the latter."""
 STEPS = 40
 """Archived steps that are looked into first, evenly over the run."""
 
 
-def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS) -> list[dict[str, Any]]:
-    """Groups of archived steps, as many as there is room for; where there is no archive, those of samples.jsonl."""
-    config = load(folder / "config.yaml")
-    kept = [int(path.stem.removeprefix("step-")) for path in (folder / "archive").glob("step-*.msgpack")]
-    if not kept:
-        return _of_samples(folder, groups)
+def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS, letters: int = LETTERS) -> list[dict[str, Any]]:
+    """Groups of archived steps, as many as there is room for, and then those that samples.jsonl has of other steps."""
+    config, kept = load(folder / "config.yaml"), archive.steps(folder)
     found: list[dict[str, Any]] = []
-    texts = Texts(config, folder)
-    for step in reversed(evenly(kept, STEPS)):  # the newest are looked at most
+    texts, first = Texts(config, folder) if kept else None, evenly(kept, STEPS)
+    others = sorted(set(kept).difference(first))
+    for step in [*reversed(first), *reversed(others)]:  # the newest are looked at most
         of_trainer = judged.read(folder / "archive", step)
         for group, columns in _of_step(folder, step):
             tokens -= sum(len(trajectory.tokens) - _begin(trajectory) for trajectory in group.trajectories)
-            if len(found) == groups:
-                return found[::-1]
-            with_text = texts if texts.known and tokens >= 0 else None
+            with_text = texts if texts and texts.known and tokens >= 0 else None
             by_token = of_tokens(group, columns, config.columns)
             by_trajectory = by_token_values(group, columns, sorted(by_token), of_trainer.get(group.number, {}))
             flat = {name: values for name, values in columns.items() if name not in by_token}
-            found.append(_shown(group, flat, step, by_trajectory, with_text))
-    return found[::-1]
+            shown = _shown(group, flat, step, by_trajectory, with_text)
+            letters -= _letters(shown["prompt"], shown["members"])
+            if len(found) == groups or (letters < 0 and found):
+                return _in_order(found)
+            found.append(shown)
+    if len(found) < groups and letters > 0:
+        found += _of_samples(folder, groups - len(found), letters, set(kept))
+    return _in_order(found)
+
+
+def _in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(found, key=lambda group: (group["step"], group["group"]))
 
 
 class Texts:
@@ -88,10 +96,8 @@ class Texts:
 
 def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:
     """Groups of an archived step that can be read, with their columns."""
-    batch = next((batch for batch, _ in archive.read(folder, step)), None)
-    if batch is None or batch.step != step:  # the run keeps the last steps alone, and this one has just gone
-        return
-    yield from readable(batch)
+    if (read := archive.read_step(folder, step)) is not None:
+        yield from readable(read[0])
 
 
 def _shown(
@@ -157,21 +163,24 @@ def _rounded(values: np.ndarray, sampled: np.ndarray) -> list[float | None]:
     return [round(float(value), 3) if on else None for value, on in zip(values, shown, strict=True)]
 
 
-def _of_samples(folder: Path, groups: int) -> list[dict[str, Any]]:
-    """The newest ``groups``, as far as `LETTERS` go. The file may have gigabytes: it is never in memory as a whole, and
-    its rows come in the order of the steps."""
+def _of_samples(folder: Path, groups: int, letters: int, archived: Set[int]) -> list[dict[str, Any]]:
+    """The newest ``groups`` of steps that are not ``archived``, as far as so many ``letters`` go. The file may have
+    gigabytes: it is never in memory as a whole, and its rows come in the order of the steps."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    letters = 0
     for row in each_line(folder / "samples.jsonl"):
-        found.setdefault((row["step"], row["group"]), []).append(row)
-        letters += _letters(row)
-        while len(found) > groups or (letters > LETTERS and len(found) > 1):
-            letters -= sum(map(_letters, found.pop(next(iter(found)))))
-    return [_group(several[0], [_plain(row) for row in several]) for _, several in sorted(found.items())]
+        if row["step"] in archived:
+            continue
+        several = found.setdefault((row["step"], row["group"]), [])
+        letters -= _letters("" if several else row["prompt"], [row])
+        several.append(row)
+        while len(found) > groups or (letters < 0 and len(found) > 1):
+            oldest = found.pop(next(iter(found)))
+            letters += _letters(oldest[0]["prompt"], oldest)
+    return [_group(several[0], [_plain(row) for row in several]) for several in found.values()]
 
 
-def _letters(row: dict[str, Any]) -> int:
-    return len(row["prompt"]) + len(row["response"])
+def _letters(prompt: str, answers: Sequence[dict[str, Any]]) -> int:
+    return len(prompt) + sum(len(answer["response"]) + ABOUT for answer in answers)
 
 
 SHARED = ("step", "group", "prompt", "truth")

@@ -21,7 +21,7 @@ def findings(state: dict[str, Any], steps: Rows, drops: Rows) -> list[str]:
 
 
 def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
-    skipped = [row for row in steps if row.get("skipped")]
+    skipped = [row for row in steps if row.get("skipped", 0) >= 1]  # not in a part of its updates alone
     if skipped:
         which = "every step was" if len(skipped) == len(steps) else f"{len(skipped)} of {len(steps)} steps were"
         yield (

@@ -16,6 +16,8 @@ log = structlog.get_logger()
 
 REPORT_TOKENS = 50_000
 """Of rollouts that report.html has token by token: about 50 bytes each; `penstock page --out` writes all."""
+REPORT_LETTERS = 5_000_000
+"""Of rollouts that it has as text."""
 
 
 def conclude(
@@ -30,13 +32,13 @@ def conclude(
     summary = summarize(folder, state, ledger, restarts, outcome)
     if error:
         summary["error"] = error
-    try:
-        write([folder], folder / "report.html", REPORT_TOKENS, {folder: summary})
-    except Exception as failed:  # a page that cannot be drawn is no reason to have no summary
-        log.exception("no report", error=str(failed))
     for gone in (folder / "gateways").glob("*.json"):  # of gateways that were killed: agents look there
         gone.unlink(missing_ok=True)
     aside = folder / ".summary.json"
     aside.write_text(json.dumps(summary, indent=2) + "\n")
-    aside.rename(folder / "summary.json")  # last, and in one piece: who finds it knows that the run is over
+    aside.rename(folder / "summary.json")  # in one piece: who finds it knows that the run is over
+    try:  # last: it is large, and who is killed meanwhile leaves a summary
+        write([folder], folder / "report.html", REPORT_TOKENS, REPORT_LETTERS)
+    except Exception as failed:  # a page that cannot be drawn is no reason to fail
+        log.exception("no report", error=str(failed))
     return summary

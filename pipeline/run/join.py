@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.summary import check_run, read_summary
 from penstock.pipeline.run.supervisor import Supervisor
 from penstock.protocols import keys
-from penstock.protocols.mailbox import DeadlineError, Mailbox
+from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError
 from penstock.services.runtime import logs, registry
 from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.registry import ActorSpec
@@ -79,11 +80,12 @@ class _Join:
         """Signals that came, one after the other."""
 
     def run(self) -> bool:
-        while mailbox := self._reach():
-            try:
-                self._work(mailbox)
-            finally:
-                mailbox.close()
+        try:
+            while mailbox := self._reach():
+                with closing(mailbox):
+                    self._work(mailbox)
+        except RefusedError as refused:  # of another Penstock, say
+            raise ConfigError(f"the broker at {self._address()} refuses: {refused}") from None
         if self._interrupted:
             return False
         summary = read_summary(self._folder)
@@ -114,17 +116,17 @@ class _Join:
         if not address_file(self._folder).is_file() or not (self._folder / "config.yaml").is_file():
             return None
         client_keys = keys_folder(self._folder) / "client.json"
-        mailbox = None
+        pair = keys.load_client(client_keys) if client_keys.is_file() else None
+        mailbox, at_work = None, False
         try:
-            pair = keys.load_client(client_keys) if client_keys.is_file() else None
             mailbox = client.join(self._address(), pair)
-            if client.state(mailbox)["phase"] not in OVER:
-                return mailbox
+            at_work = client.state(mailbox)["phase"] not in OVER
         except DeadlineError:
             pass
-        if mailbox:
-            mailbox.close()
-        return None
+        finally:
+            if mailbox and not at_work:
+                mailbox.close()
+        return mailbox if at_work else None
 
     def _address(self) -> str:
         return address_file(self._folder).read_text().strip()

@@ -59,15 +59,19 @@ def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:
     """The archived steps of a run from step ``first`` on, in order, each with the digest that it yielded; those that a
     run which keeps its last steps alone removes meanwhile are left out."""
     for number in steps(folder):
-        if number < first:
-            continue
-        try:
-            row = wire.unpack(_file(folder / "archive", number).read_bytes())
-        except FileNotFoundError:
-            continue
-        groups = [
-            TakenGroup(number=g["number"], experience=as_bytes(g["experience"].tobytes()), columns=dict(g["columns"]))
-            for g in row["groups"]
-        ]
-        step, bound = row["step"], row["max_lag"]
-        yield Batch(step=step, seed=row["seed"], max_lag=bound, groups=groups, committed=step), row["digest"]
+        if number >= first and (found := read_step(folder, number)) is not None:
+            yield found
+
+
+def read_step(folder: Path, number: int) -> tuple[Batch, str] | None:
+    """Step ``number`` of a run's archive, and the digest that it yielded; None where it is not there (any more)."""
+    try:
+        row = wire.unpack(_file(folder / "archive", number).read_bytes())
+    except FileNotFoundError:
+        return None
+    groups = [
+        TakenGroup(number=g["number"], experience=as_bytes(g["experience"].tobytes()), columns=dict(g["columns"]))
+        for g in row["groups"]
+    ]
+    step, bound = row["step"], row["max_lag"]
+    return Batch(step=step, seed=row["seed"], max_lag=bound, groups=groups, committed=step), row["digest"]

@@ -22,9 +22,9 @@ class Beats:
         self._path, self._file = path, open_lines(path)
         self._limit = LIMIT
 
-    def write(self, members: dict[str, dict[str, Any]], queues: dict[str, int]) -> None:
+    def write(self, members: dict[str, dict[str, Any]], queues: dict[str, int], lost: dict[str, float]) -> None:
         """One line."""
-        row = {"time": time.time(), "actors": members, "queues": queues}
+        row = {"time": time.time(), "actors": members, "queues": queues, "lost": lost}
         self._file.write(json.dumps(row, default=float) + "\n")
         if self._file.tell() > self._limit:
             self._thin()

@@ -9,6 +9,9 @@ from penstock.protocols.mailbox import is_yet_to_come
 from penstock.protocols.messages import Hello
 from penstock.services.broker.rules.journal import Journal
 
+LOST_S = 600.0
+"""So long it is told who is lost. Who comes in its place may have another name, and this one never comes back."""
+
 
 class MembershipError(ValueError):
     """A hello that cannot be admitted; says why."""
@@ -53,7 +56,7 @@ class Members:
         self._newest = {name: row["incarnation"] for name, row in rows.items()}
         self._returns = {name: row["returns"] for name, row in rows.items()}
         self.lost: dict[str, float] = {}
-        """Name of a member that died to when it was last heard; cleared when it is back."""
+        """Name of an actor that died to when it was last heard; cleared when it is back, and after `LOST_S`."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_identity.values()))
@@ -119,5 +122,7 @@ class Members:
         dead = [m for m in self if now - m.heard_at > dead_after_s]
         for member in dead:
             del self._by_identity[member.identity]
-            self.lost[member.name] = member.heard_at
+            if member.kind != "observer":
+                self.lost[member.name] = member.heard_at
+        self.lost = {name: heard_at for name, heard_at in self.lost.items() if now - heard_at < LOST_S}
         return dead

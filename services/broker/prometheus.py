@@ -11,12 +11,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.services.runtime.address import reached_at
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import write_whole
 
@@ -25,14 +27,18 @@ log = structlog.get_logger()
 TARGETS = "prometheus-{}.json"
 """Beside the run's folder, by its name, while it is served: where that is, as Prometheus' ``file_sd_configs`` reads
 it."""
+EVERYWHERE = "0.0.0.0"
 _PLACE = ("kind", "pid", "host", "version")
 
 
 class Exporter(Collector):
     """Serves at ``address`` (``HOST:PORT``; port 0: any that is free) what it was shown last. ``wanted``: how many
-    processes of each kind the config asks for. Raises `SetupError` where it cannot listen there."""
+    processes of each kind the config asks for. ``advertised``: where others reach the broker, if that is not where it
+    listens. Raises `SetupError` where it cannot listen there."""
 
-    def __init__(self, address: str, folder: Path, run: str, wanted: Mapping[str, int]) -> None:
+    def __init__(
+        self, address: str, folder: Path, run: str, wanted: Mapping[str, int], advertised: str | None = None
+    ) -> None:
         self._state: dict[str, Any] = {}
         self._wanted = dict(wanted)
         registry = CollectorRegistry()
@@ -43,7 +49,10 @@ class Exporter(Collector):
         except (OSError, ValueError, OverflowError) as error:
             raise SetupError(f"run.prometheus: cannot listen at {address}: {error}; choose another port") from error
         self.port = int(self._server.server_port)
-        target = f"{host or '127.0.0.1'}:{self.port}"
+        own = host or "127.0.0.1"
+        if own == EVERYWHERE:  # to a Prometheus on another machine that would be its own
+            own = urlsplit(advertised or "").hostname or reached_at(own)
+        target = f"{own}:{self.port}"
         self._targets = folder.parent / TARGETS.format(folder.name)
         try:
             write_whole(self._targets, json.dumps([{"targets": [target], "labels": {"run": run}}]))

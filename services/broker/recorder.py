@@ -57,9 +57,9 @@ class Recorder:
             sets = {f"eval_reward/{name}": reward for name, reward in row["sets"].items()}
             self._trackers.log({"step": row["step"], "eval_reward": row["reward"], **sets})
 
-    def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int]) -> None:
-        """One line a beat: what every actor does, and how deep the queues are."""
-        self._beats.write(members, queues)
+    def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int], lost: dict[str, float]) -> None:
+        """One line a beat: what every actor does, how deep the queues are, and who is lost."""
+        self._beats.write(members, queues, lost)
 
     def ledger(self, row: dict[str, Any]) -> None:
         """One line a commit; a step that was redone has several, of which the last counts."""

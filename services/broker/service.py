@@ -198,7 +198,7 @@ class Broker:
         if now - self._actors_at >= 1.0:
             self._actors_at = now
             shown = live_state(state)
-            state.recorder.actors(shown["members"], shown["queues"])
+            state.recorder.actors(shown["members"], shown["queues"], shown["lost"])
             if state.exporter:
                 state.exporter.show(shown)
 

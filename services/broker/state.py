@@ -159,7 +159,7 @@ class BrokerState:
             Trackers(settings.trackers, settings.folder, settings.project, settings.described),
         )
         self.exporter = (
-            Exporter(settings.prometheus, settings.folder, settings.run, settings.wanted)
+            Exporter(settings.prometheus, settings.folder, settings.run, settings.wanted, settings.broker.advertise)
             if settings.prometheus
             else None
         )

@@ -18,6 +18,7 @@ from penstock.services.gateway.http import make_app
 from penstock.services.gateway.patience import ImpatientProtocol
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.runtime.actor import ActorContext
+from penstock.services.runtime.address import reached_at
 from penstock.services.runtime.files import write_whole
 
 log = structlog.get_logger()
@@ -52,8 +53,8 @@ class Doors:
         host, port = self._http.getsockname()[:2]
         zmq = urlsplit(self._zmq.address)
         where = {
-            "http": self._advertise or f"http://{ports.address(ports.reached_at(host), port)}",
-            "zmq": f"tcp://{ports.address(ports.reached_at(zmq.hostname or ''), zmq.port or 0)}",
+            "http": self._advertise or f"http://{ports.address(reached_at(host), port)}",
+            "zmq": f"tcp://{ports.address(reached_at(zmq.hostname or ''), zmq.port or 0)}",
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._file, json.dumps(where) + "\n")

@@ -40,15 +40,5 @@ def address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def reached_at(host: str) -> str:
-    """What others on this network reach ``host`` by, where this machine listens everywhere."""
-    if host not in ("0.0.0.0", "::", ""):
-        return host
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
 def _shifted(port: int, index: int) -> int:
     return port + EACH * index if port else 0

@@ -10,6 +10,8 @@ import psutil
 
 from penstock.services.runtime.errors import SetupError
 
+ELSEWHERE = "192.0.2.1"
+"""An address that is nobody's."""
 _ON_NETWORK = re.compile(r"tcp://([^/:]+/\d+):(\d+)")
 
 
@@ -45,17 +47,34 @@ def own_endpoint(bind: str, key: str) -> str:
     return f"tcp://{own_address(named[1], key)}:{named[2]}" if named else bind
 
 
-def own_network(towards: str = "192.0.2.1") -> str | None:
+def own_network(towards: str = ELSEWHERE) -> str | None:
     """The network by which this host reaches others, e.g. ``10.1.0.0/16``: nothing is sent. None where it reaches
     nobody."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards, 9))
-        except OSError:
-            return None
-        mine = probe.getsockname()[0]
+    mine = _address_towards(towards)
     masks = [mask for address, mask in _addresses() if address == mine and mask]
     return str(ip_network(f"{mine}/{masks[0]}", strict=False)) if masks else None
+
+
+def reached_at(host: str) -> str:
+    """What others on this network reach ``host`` by, where this machine listens everywhere."""
+    if host not in ("0.0.0.0", "::", ""):
+        return host
+    try:
+        named = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        named = "127.0.0.1"
+    # Many a machine's own name is its loopback.
+    return (_address_towards() or named) if named.startswith("127.") else named
+
+
+def _address_towards(other: str = ELSEWHERE) -> str | None:
+    """This host's, by which it reaches ``other``: nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
 
 
 def _addresses() -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ def test_older_lines_are_thinned_and_the_last_ones_are_whole(tmp_path: Path, mon
     path = tmp_path / "actors.jsonl"
     written = Beats(path)
     for second in range(5_000):
-        written.write({}, {"leased": second})
+        written.write({}, {"leased": second}, {})
         assert path.stat().st_size <= 20_100
         if second == 2_500:  # a broker is started again
             written.close()

@@ -6,7 +6,7 @@ import time
 
 from penstock.protocols.mailbox import is_yet_to_come
 from penstock.protocols.messages import Hello
-from penstock.services.broker.membership import Members
+from penstock.services.broker.membership import LOST_S, Members
 from penstock.services.broker.rules.journal import Volatile
 
 
@@ -37,3 +37,15 @@ def test_the_brokers_own_absence_puts_nobody_into_the_future() -> None:
     members.excuse(600.0, 700.0)
     assert [member.name for member in members.silent(711.0, 15.0)] == ["slow"]
     assert [member.name for member in members.silent(716.0, 15.0)] == ["quick"]
+
+
+def test_who_is_lost_is_told_for_a_while() -> None:
+    members = Members(Volatile())
+    for kind, name in (("rollout", "rollout-pod-a-0"), ("observer", "observer-host-7")):
+        members.join(f"{name}#1", Hello(kind=kind, name=name, host="here", pid=1), 0.0, {"rollout", "observer"})
+    members.silent(16.0, 15.0)
+    assert members.lost == {"rollout-pod-a-0": 0.0}, "who has only looked is no actor"
+    members.silent(LOST_S - 1, 15.0)
+    assert members.lost
+    members.silent(LOST_S, 15.0)
+    assert not members.lost

@@ -254,6 +254,30 @@ def test_the_timeline_is_empty_while_the_run_was_stopped(browser: Browser, tmp_p
       return [Math.max(...widths), view.width, texts.filter((text) => text === "✕").length];
     })()""")
     assert drawn[0] < drawn[1] / 50 and drawn[2] == 1, drawn
+    drag = "([from, to]) => { const view = views.timeline; view.from = from; view.zoom(to); return view.range; }"
+    assert looked.page.evaluate(drag, [20, 80]) is None, "over the lanes' names there is no time"
+    begin, end = looked.page.evaluate(drag, [300, 20])
+    assert begin == 0 < end
+    looked.close()
+
+
+def test_what_has_no_reward_is_within_no_bounds(browser: Browser, tmp_path: Path) -> None:
+    data = big(4, 2)
+    for group, reward in zip(data["groups"], (None, 0.0, 0.5, -2.0), strict=True):
+        group["members"] = [member | {"reward": reward} for member in group["members"]]
+    (tmp_path / "page.html").write_text(make_page({"runs": [data], "live": False}))
+    looked = Looked(browser, (tmp_path / "page.html").as_uri() + "#rollouts")
+    found = """([least, most, order]) => {
+      const view = views.rollouts;
+      [view.inputs.least.value, view.inputs.most.value, view.order.value] = [least, most, order];
+      view.filter();
+      return view.found.map((group) => group.members[0].reward);
+    }"""
+    assert looked.page.evaluate(found, ["0", "0", "newest"]) == [0]
+    assert looked.page.evaluate(found, ["", "0", "worst"]) == [-2, 0]
+    assert looked.page.evaluate(found, ["", "", "worst"]) == [-2, 0, 0.5, None]
+    assert looked.page.evaluate(found, ["", "", "best"]) == [0.5, 0, -2, None]
+    assert looked.page.evaluate(found, ["", "", "spread"])[-1] is None
     looked.close()
 
 

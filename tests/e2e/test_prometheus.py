@@ -20,6 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.pipeline.run.summary import read_lines
+from penstock.services.broker.prometheus import Exporter
+from penstock.services.runtime.address import reached_at
 from tests.e2e.collector import Collector
 from tests.e2e.runs import ROOT, SHORT, WHOLE, Run
 
@@ -100,6 +102,18 @@ def test_an_address_that_is_taken_is_an_error_of_its_key(tmp_path: Path) -> None
         run = Run(tmp_path, [*SHORT, f"run.prometheus=127.0.0.1:{taken.getsockname()[1]}"])
         assert run.process.wait(120) in (1, 2)
     assert "run.prometheus: cannot listen at" in run.output.read_text()
+
+
+@pytest.mark.parametrize(("advertised", "host"), [("tcp://10.1.0.7:5555", "10.1.0.7"), (None, reached_at("0.0.0.0"))])
+def test_a_prometheus_elsewhere_is_told_an_address_of_this_machine(
+    advertised: str | None, host: str, tmp_path: Path
+) -> None:
+    exporter = Exporter("0.0.0.0:0", tmp_path / "run", "run", {}, advertised)
+    (row,) = json.loads((tmp_path / "prometheus-run.json").read_text())
+    assert row["targets"] == [f"{host}:{exporter.port}"]
+    if not advertised:
+        assert scrape(row["targets"][0]) == {}, "it answers there, and has been shown nothing yet"
+    exporter.close()
 
 
 def test_the_board_asks_for_metrics_that_there_are() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.services.runtime.address import own_address, own_endpoint, own_network
+from penstock.services.runtime import address
+from penstock.services.runtime.address import own_address, own_endpoint, own_network, reached_at
 from penstock.services.runtime.errors import SetupError
 
 
@@ -30,3 +31,10 @@ def test_a_port_may_be_on_a_network() -> None:
 
 def test_the_network_towards_an_address_holds_this_hosts_own() -> None:
     assert own_network(towards="127.0.0.1") == "127.0.0.0/8"
+
+
+def test_who_listens_everywhere_is_reached_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reached_at("10.1.2.3") == "10.1.2.3" and reached_at("0.0.0.0") != "0.0.0.0"
+    monkeypatch.setattr(address.socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(address, "_address_towards", lambda: "10.1.2.3")
+    assert reached_at("") == "10.1.2.3", "the name of this machine is its loopback's"

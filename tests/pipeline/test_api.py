@@ -100,6 +100,133 @@ print([str(folder) for folder in found.folders])
 """
 
 
+HIDING = """
+import functools
+import sys
+import xml.dom.minidom
+from numpy import sum
+from penstock.pipeline.api.functions import Functions
+
+NONE, LEAST = float("nan"), -float("inf")
+there = __file__
+
+
+def max(values):
+    return 0.25
+
+
+def halved(function):
+    @functools.wraps(function)
+    def wrapper(response, truth):
+        return function(response, truth) / 2
+    return wrapper
+
+
+@halved
+def length(response, truth):
+    return len(xml.dom.minidom.parseString(response).childNodes)
+
+
+def reward(response, truth):
+    assert NONE != NONE and LEAST < -1e300 and there
+    return length(response, truth) + float(sum([[1, 2], [3]][1])) + max([9]) + min([4, 5])
+
+
+same = reward
+found = Functions("written")
+print(reward("<a/>", ""), found.name(same, "reward"))
+open(sys.argv[1], "w").write(found.source)
+"""
+
+
+def test_a_reward_is_the_same_in_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HIDING)
+    written = tmp_path / "written.py"
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), str(written)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["7.75", "written:reward"]
+    again = [sys.executable, "-c", "import written; print(written.reward('<a/>', ''))"]
+    done = subprocess.run(again, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.strip() == "7.75"
+
+
+REFUSED = """
+import functools
+from helpers import Judge, better, halved
+from penstock.pipeline.api.functions import Functions
+
+
+def base(response, truth):
+    return 1.0
+
+
+def make(weight):
+    def score(response):
+        return weight * len(response)
+    return score
+
+
+norm = lambda text: text.strip()
+scorer = make(0.5)
+strict = halved(base)
+
+
+def uses_norm(response, truth):
+    return norm(response) == truth
+
+
+def uses_scorer(response, truth):
+    return scorer(response)
+
+
+def uses_strict(response, truth):
+    return strict(response, truth)
+
+
+for value in (strict, uses_strict, norm, uses_norm, scorer, uses_scorer, Judge.rate, Judge().rate, better):
+    try:
+        print(Functions("written").name(value, "reward"))
+    except Exception as error:
+        print(error)
+"""
+HELPERS = """
+import functools
+
+
+def halved(function):
+    @functools.wraps(function)
+    def wrapper(response, truth):
+        return function(response, truth) / 2
+    return wrapper
+
+
+class Judge:
+    def rate(self, response, truth):
+        return 1.0
+
+
+def worse(response, truth):
+    return 1.0
+
+
+better = halved(worse)
+"""
+
+
+def test_a_function_that_another_would_stand_for_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(REFUSED)
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert all(line.startswith("reward: strict wraps base, and how cannot be written down") for line in said[:2])
+    assert all(line.startswith("reward: norm is a lambda, a method, or a function inside a") for line in said[2:4])
+    assert said[4].startswith("reward: make.<locals>.score has no name that another process could find it by")
+    assert said[5].startswith("reward: scorer is a lambda, a method, or a function inside a function")
+    assert all(line.startswith("reward: Judge.rate has no name that another process") for line in said[6:8])
+    assert said[8:] == ["helpers:better"], "what a module has is found by the name that it has there"
+
+
 def test_modules_beside_the_script_are_found_by_the_runs_processes(tmp_path: Path) -> None:
     (tmp_path / "helpers").mkdir()
     (tmp_path / "helpers" / "__init__.py").write_text("def norm(text): return text.lower()\n")
@@ -216,6 +343,14 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> N
     ("given", "words"),
     [
         ({"config": "nowhere.yaml"}, "cannot read nowhere.yaml"),
+        (
+            {"config": {}, "overrides": {"run.name": "b"}},
+            "overrides: run.name: give a run's name and folder as name= and",
+        ),
+        (
+            {"config": {}, "overrides": {"run": {"folder": "b"}}},
+            "overrides: run: give a run's name and folder as name=",
+        ),
         ({"config": {}, "prompts": [{"question": "1+1="}]}, "prompts: row 0 has no prompt; it has question"),
         ({"config": {}, "prompts": [{"prompt": "1", "truth": {1}}]}, "prompts: row 0: .*a truth is JSON"),
     ],
@@ -228,3 +363,22 @@ def test_what_is_wrong_is_told_before_anything_starts(given: dict[str, Any], wor
 def test_a_folder_that_is_no_runs_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run's folder: it has no config.yaml"):
         penstock.Run(tmp_path)
+
+
+def test_a_run_of_another_machine_is_under_way(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "run.lock").write_text("4242 1790000000.25")
+    (tmp_path / "broker.address").write_text("tcp://10.1.0.7:5555\n")
+    (tmp_path / "actors.jsonl").touch()
+    run = penstock.Run(tmp_path)
+    assert run.running
+    with pytest.raises(TimeoutError, match="it goes on"):
+        run.wait(0)
+    with pytest.raises(
+        ConfigError, match="stop: .* not by a penstock run of this machine .its broker is at tcp://10.1"
+    ):
+        run.stop()
+    with pytest.raises(ConfigError, match="resume: .* is under way"):
+        run.resume()
+    (tmp_path / "summary.json").write_text('{"outcome": "interrupted", "steps": 3}')
+    assert not run.running and run.wait(0)["steps"] == 3 and run.stop() is not None

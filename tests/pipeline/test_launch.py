@@ -24,6 +24,8 @@ from penstock.pipeline.resources.host import PROCESS_GIB, SPARE, host_needs, too
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.run.folder import open_folder
 from penstock.pipeline.run.join import shares
+from penstock.protocols.messages import Ack, Hello, Refused
+from penstock.protocols.router_server import RouterServer
 from penstock.services.runtime import registry
 
 ROOT = Path(__file__).parents[2]
@@ -340,3 +342,22 @@ def test_what_kubernetes_would_not_take_is_refused() -> None:
         objects(spread(GRPO), autoscale=(1, 8), prometheus="http://prometheus:9090")
     with pytest.raises(ConfigError, match="store.url: its password"):
         objects(spread(GRPO, "store.url=redis://me:secret@10.1.0.7:6379/0"))
+
+
+@pytest.mark.parametrize("let_in", [False, True])
+def test_who_joins_says_why_the_broker_refuses(tmp_path: Path, let_in: bool) -> None:
+    server = RouterServer("tcp://127.0.0.1:0", None)
+    (tmp_path / "config.yaml").write_text("model: {type: tiny}\nprompts: {train: {type: sort}}\n")
+    (tmp_path / "broker.address").write_text(server.address)
+    command = [sys.executable, "-m", "penstock.pipeline.cli", "join", str(tmp_path), "--patience", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as joining:
+        while joining.poll() is None:
+            for identity, request, message in server.receive(0.1):
+                welcome = let_in and isinstance(message, Hello)
+                refused = Refused(code="bad_message", reason="protocol 41 is spoken here")
+                server.send(identity, Ack() if welcome else refused, request)
+            server.flush()
+        output, error = joining.communicate()
+    server.close()
+    assert joining.returncode == 2, output + error
+    assert f"the broker at {server.address} refuses: protocol 41 is spoken here" in error

@@ -17,11 +17,9 @@ from typer.testing import CliRunner
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.config import load as load_config
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.page import beats as page_beats
 from penstock.pipeline.page import rollouts as page_rollouts
-from penstock.pipeline.page.alerts import READ, alerts, sessions
 from penstock.pipeline.page.beats import Beats
 from penstock.pipeline.page.build import whole
 from penstock.pipeline.page.data import RunFiles, by_column, evenly
@@ -185,8 +183,27 @@ def test_without_an_archive_the_samples_are_shown(folder: Path) -> None:
     assert [member["sampled"] for member in group["members"]] == [3, 3]
 
 
+def test_all_steps_are_shown_while_there_is_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_rollouts, "STEPS", 2)
+    for step in range(3, 7):
+        Archive(folder, "all").append(Batch(step=step, seed=0, max_lag=2, groups=[taken(step)], committed=step), "x")
+    row = {"sample": 0, "prompt": NASTY, "response": "r" * 100, "truth": None, "tokens": 3, "reward": 1.0}
+    lines(folder / "samples.jsonl", [row | {"step": step, "group": 10 * step} for step in (0, 2, 7, 8)])
+
+    def shown(**room: int) -> list[int]:
+        return [group["step"] for group in groups_of(folder, **room)]
+
+    assert shown() == list(range(9)), "archived ones, and those that samples.jsonl has of others"
+    assert shown(groups=4) == [1, 4, 5, 6], "first a few from end to end, then the newest"
+    assert shown(groups=7) == [*range(1, 7), 8]
+    each = len(NASTY) + 2 * (len("ab") + page_rollouts.ABOUT)
+    assert shown(letters=3 * each) == [1, 5, 6] and shown(letters=1) == [6]
+    assert shown(letters=6 * each + 500) == [*range(1, 7), 8] and shown(letters=6 * each) == [*range(1, 7)]
+
+
 def test_nothing_that_a_run_says_is_read_as_markup(folder: Path) -> None:
-    page = whole([folder], 1000, {folder: {"outcome": "complete", "look_at_this": [NASTY]}})
+    (folder / "summary.json").write_text(json.dumps({"outcome": "complete", "look_at_this": [NASTY]}))
+    page = whole([folder])
     assert NASTY not in page and page.count("</script>") == 2 and "{{" not in page.split("<script>")[0]
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert data["runs"][0]["summary"]["look_at_this"] == [NASTY]
@@ -225,70 +242,6 @@ def test_the_command_writes_one_file_and_knows_a_run(
     assert isinstance(wrong.exception, ConfigError) and "is not a run's folder" in str(wrong.exception)
 
 
-def beat(time: float, pid: int = 7, silent_s: float = 0.1, **more: Any) -> dict[str, Any]:
-    member = {"kind": "rollout", "pid": pid, "silent_s": silent_s}
-    return {"time": time, "actors": {"rollout-0": member, **more}, "queues": {"leased": 8, "ready": 0}}
-
-
-def seconds(first: int, last: int) -> list[dict[str, Any]]:
-    return [beat(float(second)) for second in range(first, last + 1)]
-
-
-def step(number: int, **values: Any) -> dict[str, Any]:
-    usual = {"reward": 0.5, "grad_norm": 1.0, "wait_s": 0.5, "train_step_s": 0.5}
-    return {"step": number, "time": 100.0 + number} | usual | values
-
-
-QUIET = [step(number) for number in range(30)]
-NOW = 130.0
-
-
-@pytest.mark.parametrize(
-    "said, steps, beats",
-    [
-        ("noted nothing for 50 s", QUIET, [beat(80.0)]),
-        ("rollout-1 was there less than 60 s ago", QUIET, [beat(100.0, **{"rollout-1": {"pid": 1}}), beat(129.0)]),
-        ("rollout-0 is not heard of for 20 s", QUIET, [beat(129.0, silent_s=20.0)]),
-        ("rollout-0 has died within", QUIET, [beat(120.0), beat(129.0, pid=8)]),
-        ("no step was completed for 121 s (usually 1.0 s); groups: 8 leased", QUIET[:10], seconds(100, 229)),
-        ("2 of the last 10 steps changed no weight", [*QUIET, step(30, skipped=1), step(31, skipped=1)], []),
-        ("disagreed in 10 of the last 10", [step(n, mismatch_kl_k3=0.2, mismatch_bound=0.1) for n in range(30)], []),
-        (
-            "0.2 in the last 10 steps, 0.9 at its best",
-            [step(n, reward=[0.1, 0.9, 0.2][n // 10]) for n in range(30)],
-            [],
-        ),
-        ("a gradient of norm 30", [*QUIET, step(30, grad_norm=30.0)], []),
-        ("a gradient of norm 30", [*QUIET, step(30, grad_norm=math.nan), step(31, grad_norm=30.0)], []),
-    ],
-)
-def test_a_page_says_what_one_should_look_at(
-    said: str, steps: list[dict[str, Any]], beats: list[dict[str, Any]]
-) -> None:
-    config = load_config(Path("configs/quickstart.yaml"), ["trainer.steps=100"])
-    now = (beats[-1]["time"] + (50 if "noted" in said else 1)) if beats else NOW
-    (found,) = alerts(config, [{name: row[name] for name in READ if name in row} for row in steps], beats, now)
-    assert said in found
-
-
-def test_a_page_has_nothing_to_say_of_a_run_that_goes_well() -> None:
-    config = load_config(Path("configs/quickstart.yaml"), ["trainer.steps=100"])
-    better = [step(number, reward=math.nan if number == 3 else number / 30) for number in range(30)]
-    assert alerts(config, better, [beat(129.0)], NOW) == []
-    assert alerts(config, [], [], NOW) == []
-    noise = np.random.default_rng(0)
-    for _ in range(50):
-        flat = [step(number, reward=float(noise.normal(0.5, 0.03))) for number in range(100)]
-        assert not [said for said in alerts(config, flat, [], NOW) if "fallen" in said]
-    trainer = {"kind": "trainer", "silent_s": 0.1}
-    one, other = ({"pid": pid, "trainer": trainer | {"pid": pid + 1}} for pid in (7, 70))
-    soon = [*(beat(100.0 + n, **one) for n in range(9)), beat(118.0) | {"actors": {}}, beat(129.0, **other)]
-    assert alerts(config, better, soon, NOW) == [], "nobody has died: it was stopped, and goes on"
-    resumed = [beat(1000.0), beat(90_000.0), beat(90_001.0)]
-    assert alerts(config, QUIET, resumed, 90_002.0) == [], "the last step is of the day before"
-    assert "no step was completed for 899 s" in alerts(config, [], seconds(101, 1000), 1000.0)[0]
-
-
 def test_what_the_trainer_made_of_tokens_is_on_the_page(folder: Path) -> None:
     both = open_group(taken(2)).trajectories
     values = {"reward": np.array([1.0, math.nan], np.float32)}
@@ -301,17 +254,6 @@ def test_what_the_trainer_made_of_tokens_is_on_the_page(folder: Path) -> None:
     assert first["by_token"]["advantages"] == [None, 2.0, 2.0, 2.0]
     assert second["by_token"]["trainer_logprobs"] == [None] * 4, "it has no reward, and no part in the loss"
     assert "trainer_logprobs" not in groups_of(folder)[0]["members"][0]["by_token"], "of step 1 nothing is noted"
-
-
-def test_a_long_run_is_one_session_however_far_apart_its_beats_are() -> None:
-    """The file is thinned, the older the more, and of what is left every so many rows are kept."""
-    times = [*np.arange(0.0, 80_000, 400), *np.arange(80_000.0, 100_000, 100), *np.arange(100_000.0, 100_120)]
-    long = [beat(float(time)) for time in times]
-    assert sessions(long) == [0] and sessions([]) == []
-    config = load_config(Path("configs/quickstart.yaml"), ["trainer.steps=100"])
-    assert "no step was completed for 100011 s" in alerts(config, QUIET[:10], long, 100_120.0)[0]
-    gone_on = [*long, *(beat(120_000.0 + n) for n in range(9))]
-    assert sessions(gone_on) == [0, len(long)]
 
 
 def empty(seconds: Iterable[int]) -> str:
@@ -361,15 +303,13 @@ def test_a_page_that_is_open_for_long_has_no_more_points(tmp_path: Path, monkeyp
     assert times == list(range(0, 1000, 16))
 
 
-def test_of_many_samples_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_samples_the_newest_are_shown(tmp_path: Path) -> None:
     row = {"prompt": "p", "response": "r" * 99, "truth": None, "tokens": 3, "reward": 1.0}
-    lines(
-        tmp_path / "samples.jsonl",
-        [row | {"step": n // 4, "group": n // 2, "sample": n % 2} for n in range(40)],
-    )
-    assert [group["group"] for group in page_rollouts._of_samples(tmp_path, 3)] == [17, 18, 19]
-    monkeypatch.setattr(page_rollouts, "LETTERS", 450)
-    found = page_rollouts._of_samples(tmp_path, 10)
+    rows = [row | {"step": n // 4, "group": n // 2, "sample": n % 2} for n in range(40)]
+    lines(tmp_path / "samples.jsonl", rows)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    assert [group["group"] for group in groups_of(tmp_path, groups=3)] == [17, 18, 19]
+    found = groups_of(tmp_path, letters=450 + 4 * page_rollouts.ABOUT)
     assert [group["group"] for group in found] == [18, 19] and [len(group["members"]) for group in found] == [2, 2]
 
 

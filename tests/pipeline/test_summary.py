@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from penstock.pipeline.run import finish
 from penstock.pipeline.run.finish import conclude
 from penstock.pipeline.run.summary import WINDOW, finite, read_summary
 from penstock.protocols.messages import LedgerReply
@@ -32,3 +36,16 @@ def test_a_step_without_a_reward_leaves_a_summary_that_is_json(tmp_path: Path) -
     assert summary["reward_first"] is None and summary["eval_before"] is None
     assert summary["reward_last"] == (0.25 * (WINDOW - 2) + 0.75) / (WINDOW - 1)
     assert finite({"reward": [math.nan, 0.1]}) == {"reward": [None, 0.1]}
+
+
+def test_a_report_that_is_not_written_costs_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("model: {type: tiny}\nprompts: {train: {type: sort}}\n")
+    (tmp_path / "metrics.jsonl").touch()
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finish, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        conclude(tmp_path, STATE, LedgerReply(steps=12, untrained=[]), 0, "complete")
+    assert read_summary(tmp_path)

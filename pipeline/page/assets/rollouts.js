@@ -83,10 +83,11 @@ class Rollouts {
     const value = (input) => (input.value === "" ? null : +input.value), words = this.inputs.text.value.toLowerCase();
     const [least, most] = [value(this.inputs.least), value(this.inputs.most)];
     const [from, to, lag, long] = ["from", "to", "lag", "long"].map((name) => value(this.inputs[name]));
-    const fits = (group, member) => (least == null || member.reward >= least) && (most == null || member.reward <= most)
+    const within = (reward) => reward != null && (least == null || reward >= least) && (most == null || reward <= most);
+    const fits = (group, member) => ((least == null && most == null) || within(member.reward))
       && (lag == null || group.step - member.version_min >= lag) && (long == null || member.sampled >= long)
       && (!words || (member.response + "\n" + group.prompt).toLowerCase().includes(words));
-    const rewards = (group) => group.members.map((member) => member.reward ?? 0);
+    const rewards = (group) => group.members.map((member) => member.reward).filter((reward) => reward != null);
     const key = {newest: (group) => -group.step * 1e6 - group.group, best: (group) => -Math.max(...rewards(group)),
       worst: (group) => Math.min(...rewards(group)), longest: (group) => -Math.max(...group.members.map((m) => m.sampled)),
       spread: (group) => Math.min(...rewards(group)) - Math.max(...rewards(group))}[this.order.value];

@@ -57,8 +57,8 @@ class Timeline {
   }
 
   zoom(to) {
-    const [a, b] = [Math.min(this.from, to), Math.max(this.from, to)];
-    if (b - a > 6) { this.range = [this.when(Math.max(LEFT, a)), this.when(b)]; this.draw(); }
+    const [a, b] = [Math.min(this.from, to), Math.max(this.from, to)].map((x) => Math.max(LEFT, x));
+    if (b - a > 6) { this.range = [this.when(a), this.when(b)]; this.draw(); }
   }
 
   draw() {
