@@ -35,7 +35,7 @@ def test_an_environment_that_misbehaves_costs_its_own_trajectories(tmp_path: Pat
 
 @pytest.mark.chaos
 def test_turns_that_are_killed_lose_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*TINY, "trainer.steps=30", "replay.archive=all", "run.max_restarts=30"], EXAMPLE)
+    run = Run(tmp_path, [*TINY, "trainer.steps=90", "replay.archive=all", "run.max_restarts=30"], EXAMPLE)
     run.wait_for_step(2)
     for turn in range(6):
         victims = ["rollout-0", "environment", "rollout-1", "trainer", "environment", "reward-0"]
@@ -43,7 +43,7 @@ def test_turns_that_are_killed_lose_nothing(tmp_path: Path) -> None:
         time.sleep(1.5)
     summary = run.wait()
     check_promises(summary)
-    assert summary["restarts"] >= 4 and summary["steps"] == 30
+    assert summary["restarts"] >= 4 and summary["steps"] == 90
     rows = list(penstock.rollouts(run.folder))
     assert len(rows) == summary["groups_trained"] * 4 and {row["finish"] for row in rows} <= {"stop", "length"}
 
