@@ -139,13 +139,11 @@ def host_needs(config: Config) -> HostNeeds | None:
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, critic = _version(others[0]), 12 * others[1].parameters / GIB * config.with_critic
     checkpoints = _kept(config.trainer.checkpoint) * state + _kept(config.critic.checkpoint) * critic
-    kept, of_critic = (
-        _activations(model, learner) for model, learner in ((shape, config.trainer), (others[1], config.critic))
-    )
+    kept = _activations(shape, config.trainer)
+    of_critic = _activations(others[1], config.critic) * config.with_critic
     return HostNeeds(
-        version, shared, offloaded, kept, resting, state, routing, checkpoints, reference, critic,
-        of_critic * config.with_critic,
-    )  # fmt: skip
+        version, shared, offloaded, kept, resting, state, routing, checkpoints, reference, critic, of_critic
+    )
 
 
 def _activations(shape: Shape, learner: LearnerConfig) -> float:
@@ -153,9 +151,8 @@ def _activations(shape: Shape, learner: LearnerConfig) -> float:
     if not learner.offload_activations:
         return 0.0
     each = shape.learned_bytes * learner.tokens_per_micro_batch / learner.sequence_parallel * shape.hidden
-    return (
-        learner.ranks * shape.layers * 2 ** math.ceil(math.log2(each)) / GIB
-    )  # registered memory comes in such blocks
+    block = 2 ** math.ceil(math.log2(each))  # as registered memory comes
+    return learner.ranks * shape.layers * block / GIB
 
 
 def _version(shape: Shape) -> float:

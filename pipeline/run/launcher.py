@@ -309,15 +309,14 @@ class _Launch:
         """Learners that have not left: of the processes ``left`` here, and on other machines. What the broker has lost
         is ended."""
         assert self._mailbox
-        specs = [spec for spec in registry.actors(self._config).values() if spec.learns]
-        found = {name for spec in specs for name in spec.names(self._config)}.intersection(left)
+        specs, kinds = registry.actors(self._config), registry.learners(self._config)
+        found = {name for kind in kinds for name in specs[kind].names(self._config)}.intersection(left)
         try:
             state = client.state(self._mailbox)
         except DeadlineError:
             return sorted(found)
         for name, silent_s in state["lost"].items():
             self._supervisor.end_wedged(name, silent_s)
-        kinds = {spec.kind for spec in specs}
         return sorted(found | {name for name, member in state["members"].items() if member["kind"] in kinds})
 
     def _insist(self, message: Message, begun: bool = True) -> Message:

@@ -75,7 +75,8 @@ class GroupTracker:
         self.steps = max(self.steps, self.ledger.length)
         untrained = self.leases.open.keys() | self.replay.entries.keys()
         between = range(min(untrained, default=self.leases.next_number), self.leases.next_number)
-        self.gate.ahead = [number for number in between if number not in untrained | self._recent_drops]
+        others = untrained | self._recent_drops
+        self.gate.ahead = [number for number in between if number not in others]
 
     def _beyond_the_end(self, number: int) -> bool:
         """A group with this number would be trained in no step."""

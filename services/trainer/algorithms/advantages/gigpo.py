@@ -31,7 +31,7 @@ def gigpo(
     here = mask.bool()
     branches = Groups.of(sessions, tokens.dtype)
     episodes, whole = Groups.of(groups[branches.one_of_each()], tokens.dtype), branches.sum(scores) / branches.count
-    found = (episodes.standardised(whole) if std else episodes.centred(whole))[branches.member, None] * mask
+    found = episodes.compared(whole, std)[branches.member, None] * mask
     before = torch.cat([torch.zeros_like(here[:, :1]), here[:, :-1]], 1)
     begins = here & ~before
     turns = int(begins.sum(-1).max()) if begins.numel() else 0
@@ -46,8 +46,7 @@ def gigpo(
     mine = turn[begins]
     anchors = torch.stack([groups[first[:, 0]], states[begins]], 1)
     among = Groups.of(torch.unique(anchors, dim=0, return_inverse=True)[1], tokens.dtype)
-    of_turn = returns[first[:, 0], mine]
-    relative = among.standardised(of_turn) if std else among.centred(of_turn)
+    relative = among.compared(returns[first[:, 0], mine], std)
     relative = torch.where(among.count[among.member] > 1, relative, 0.0)
     by_turn = torch.zeros_like(returns)
     by_turn[first[:, 0], mine] = relative

@@ -47,3 +47,7 @@ class Groups:
     def standardised(self, values: torch.Tensor) -> torch.Tensor:
         """``[rows]``: each less its group's mean, divided by (the group's `deviation` + 1e-6)."""
         return self.centred(values) / (self.deviation(values)[self.member] + 1e-6)
+
+    def compared(self, values: torch.Tensor, std: bool) -> torch.Tensor:
+        """``[rows]``: `standardised` with ``std``, else `centred`."""
+        return self.standardised(values) if std else self.centred(values)

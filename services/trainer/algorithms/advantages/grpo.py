@@ -15,6 +15,4 @@ def grpo(scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, std: bo
     ``[rows]``: any integer that is the same within a group. Returns ``[rows, length]``: the row's advantage on valid
     tokens, 0 elsewhere. A group of one has mean 0 and standard deviation 1.
     """
-    among = Groups.of(groups, scores.dtype)
-    advantages = among.standardised(scores) if std else among.centred(scores)
-    return advantages[:, None] * mask
+    return Groups.of(groups, scores.dtype).compared(scores, std)[:, None] * mask
