@@ -29,6 +29,8 @@ GREEDY = "greedy"
 """No column: what an advantage may be given for each trajectory, the reward of its group's greedy answer."""
 PICKED = "picked"
 """No column: what a loss may be given for each token, 1 where it is one of those that it picks out of the update."""
+UNDECIDED = "undecided"
+"""No column: what masks the losses of tokens, 1 where the policy is among an update's most undecided."""
 LAGS = "lags"
 """No column: what a loss may be given for each token, how many versions behind the trainer's the one is that sampled
 it."""
@@ -51,6 +53,13 @@ WEIGHTS = "weights"
 """No column: the correction's weight of each token, not normalised; 1 without a correction."""
 REFERENCE = "reference"
 """Log-probabilities under a frozen model: float32, a value for each token, 0 where nothing was sampled."""
+
+GIVEN = frozenset(
+    (
+        GREEDY, PICKED, UNDECIDED, LAGS, SAMPLED, POLICY, SQUARES, TAUGHT, STATES, SCORES, SESSIONS, WEIGHTS,
+    )
+)  # fmt: skip
+"""Names of what is made for a built-in choice, which no column may have: it would be covered by it."""
 
 METRICS = frozenset(
     (

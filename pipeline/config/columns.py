@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from penstock.protocols.columns import FIELDS, METRICS, REFERENCE, REWARD, ColumnTable
+from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD, ColumnTable
 from penstock.services.runtime import registry
 
 
@@ -52,6 +52,10 @@ def check_columns(config: Any) -> None:
             if name in FIELDS:
                 raise ValueError(
                     f"scorers.{kind}.columns: {name!r} is in the row of every trajectory; call the column otherwise"
+                )
+            if name in GIVEN:
+                raise ValueError(
+                    f"scorers.{kind}.columns: {name!r} is what built-in algorithms are given; call the column otherwise"
                 )
             if names.count(name) > 1:
                 raise ValueError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
-from penstock.protocols.columns import GREEDY, LAGS, PICKED, POLICY, SAMPLED, SQUARES, WEIGHTS
+from penstock.protocols.columns import GREEDY, LAGS, PICKED, POLICY, SAMPLED, SQUARES, UNDECIDED, WEIGHTS
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithm_config import CustomFunction
@@ -93,6 +93,7 @@ def _part(
     token = config.columns.by_token
     values = {name: -torch.rand(rows, LENGTH if name in token else 1, device=device) for name in columns}
     values[LAGS] = torch.randint(0, 3, (rows, LENGTH), device=device).float()
+    values[UNDECIDED] = torch.ones(rows, LENGTH, device=device)
     values[PICKED] = (torch.rand(rows, LENGTH, device=device) < 0.1).float()
     behaviour = (log_prob.detach() - 0.1 * torch.rand(rows, LENGTH, device=device)) * mask
     return log_prob, Part(log_prob * 1.0, behaviour, advantages, mask, values)

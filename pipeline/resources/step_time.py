@@ -54,13 +54,20 @@ def _passes(trainer: TrainerConfig, load: Load) -> float:
     return passes * trainer.sequence_parallel * trainer.tensor_parallel  # ranks that share a micro-batch
 
 
+def _passes_before(trainer: TrainerConfig) -> int:
+    """Forward passes over a step's tokens, beside those that a backward follows."""
+    algorithm = trainer.algorithm
+    kept = trainer.epochs * trainer.mini_batches > 1 and algorithm.needs_proximal
+    shown = algorithm.advantage.type == "self_distillation"  # as it is asked, and as its own teacher
+    return kept + shown + algorithm.weighs_policy + trainer.epochs * algorithm.picks_tokens
+
+
 def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:
     """What is gathered of the model travels beside the arithmetic, all else does not."""
     passes = _passes(trainer, load)
     tokens = load.tokens / trainer.ranks
     flops = trainer.epochs * _flops(shape, trainer, load.length)
-    if trainer.epochs * trainer.mini_batches > 1 and trainer.algorithm.needs_proximal:
-        flops += _forward_flops(shape, load.length)
+    flops += _passes_before(trainer) * _forward_flops(shape, load.length)
     arithmetic = tokens * flops / (device.tflops * 1e12 * FLOPS_SHARE)
     sums = 0.0 if trainer.lora else 1 if keeps_whole_gradients(trainer, shape, device.gib) else passes
     gathered = _gathered(shape, trainer, passes, sums) / _between(trainer.ranks // trainer.replicas, device)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.protocols.columns import PICKED, POLICY
 from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.advantage_config import BuiltInAdvantage, GroupAdvantage
@@ -132,6 +133,10 @@ class AlgorithmConfig(Section):
     """What a nat of the policy's entropy takes off the loss, by token, e.g. ``0.001``: it keeps the policy from
     settling early. The entropy is exact, over the whole vocabulary, or with `rollout.sampling.candidates` over
     those; 0: none, and the metric is an estimate."""
+    entropy_share: float = Field(1.0, gt=0, le=1)
+    """Only so large a share of an update's tokens learns, e.g. ``0.2``: those where the policy is most undecided, that
+    is, has the highest entropy (Wang et al. 2025, arXiv:2506.01939). All others still count in the loss's divisor, and
+    in `kl`; it takes a forward pass more. 1: all."""
     constraints: list[ConstraintConfig] = []
     """Costs that are kept below a limit, e.g. ``[{column: reward/length, limit: 200}]``. See docs/algorithms.md."""
     aggregation: Aggregation | None = None
@@ -167,7 +172,17 @@ class AlgorithmConfig(Section):
                 f"reject: {tokens[0]} leaves out tokens, and each token of loss=geo_mean has the whole trajectory's "
                 "loss; take a rule of trajectories, e.g. seq_mean_k3"
             )
+        if self.entropy_share < 1 and self.loss.type == "geo_mean":
+            raise ValueError(
+                f"entropy_share={self.entropy_share:g}: it leaves out tokens, and each token of loss=geo_mean has the "
+                "whole trajectory's loss; take another loss, e.g. ppo_clip"
+            )
         return self
+
+    @property
+    def weighs_policy(self) -> bool:
+        """The advantage is given what the policy of the step's start says of each token: a forward pass more."""
+        return POLICY in self.advantage.given
 
     @property
     def needs_proximal(self) -> bool:
@@ -175,6 +190,11 @@ class AlgorithmConfig(Section):
         more."""
         compares = self.correction.type != "none" or bool(self.reject)
         return self.ratio != "interpolated" and (self.ratio == "proximal" or compares)
+
+    @property
+    def picks_tokens(self) -> bool:
+        """Some tokens are told from all others of their update, before any of its losses: a forward pass more."""
+        return PICKED in self.loss.given or self.entropy_share < 1
 
     @property
     def penalties(self) -> Penalties:

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from penstock.protocols.columns import (
+    GIVEN,
     GREEDY,
     LAGS,
     PICKED,
     POLICY,
-    REFERENCE,
-    REWARD,
     SAMPLED,
     SQUARES,
     STATES,
     TAUGHT,
+    UNDECIDED,
     WEIGHTS,
 )
-from penstock.protocols.experience import UNSAMPLED, Trajectory, mean_by_session
+from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
@@ -39,10 +39,12 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.described import describe
 from penstock.services.trainer.judgements import Judgements
 from penstock.services.trainer.mismatch import Mismatch
 from penstock.services.trainer.self_teacher import SelfTeacher
 from penstock.services.trainer.turn_states import turn_states
+from penstock.services.trainer.undecided import most_undecided
 from penstock.services.trainer.weight_average import WeightAverage
 
 
@@ -79,7 +81,7 @@ class Learner(ModelLearner):
             proximal = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
         watched = self._config.norms_every and (self.version + 1) % self._config.norms_every == 0
         norms = LayerNorms(self.parameters, self.world) if watched else None
-        described, updates = self._describe(step), []
+        described, updates = describe(step, self.version, self._compares), []
         for number, rows in enumerate(parts):
             rate = self.begin_update()
             with self.memory.of("memory/backward"):
@@ -126,8 +128,8 @@ class Learner(ModelLearner):
         totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)))
         if not totals.tokens:
             return 0.0, {}
-        if self.algorithm.picks:
-            token_values[PICKED] = self._picked(step, chosen, advantages, before)
+        if self._config.algorithm.picks_tokens:
+            token_values |= self._picked(step, chosen, advantages, before)
         lags = [self._lags(trajectory) for trajectory in trajectories]
         if LAGS in self.algorithm.columns:
             token_values[LAGS] = lags
@@ -236,7 +238,7 @@ class Learner(ModelLearner):
             columns[STATES] = step.padded(turn_states(step.trajectories, step.sessions), rewarded)
         groups, sessions = torch.from_numpy(step.groups[rewarded]), torch.from_numpy(step.sessions[rewarded])
         mask = rewards.mask.bool()
-        if self.algorithm.weighs_policy:
+        if self._config.algorithm.weighs_policy:
             policy_columns, taught = self._policy_columns(step, rewarded, mask, columns[SAMPLED])
             columns, metrics = columns | policy_columns, metrics | taught
         found = torch.zeros((len(step.trajectories), mask.shape[1]))
@@ -258,7 +260,7 @@ class Learner(ModelLearner):
 
         found = self.evaluate(step, compute)
         policy, squares = (step.padded([of[which] for of in found], chosen) for which in (0, 1))
-        wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name not in (PICKED, LAGS)}
+        wanted = {name: _column(step, name, chosen) for name in self.algorithm.columns if name not in GIVEN}
         read = {name: values if values.ndim > 1 else values[:, None] for name, values in wanted.items()}
         if LAGS in self.algorithm.columns:
             read[LAGS] = step.padded([self._lags(trajectory) for trajectory in step.trajectories], chosen)
@@ -285,16 +287,22 @@ class Learner(ModelLearner):
 
     def _picked(
         self, step: TrainingBatch, chosen: np.ndarray, advantages: torch.Tensor, before: list[np.ndarray] | None
-    ) -> list[np.ndarray]:
-        """float32 ``[tokens]`` for each ``chosen`` trajectory: 1 where the loss picks a token, out of all of them."""
+    ) -> dict[str, list[np.ndarray]]:
+        """`PICKED` and `UNDECIDED`, as far as the algorithm wants them, float32 ``[tokens]`` for each ``chosen``
+        trajectory: 1 for tokens that are told from the others, out of all of them."""
         update = replace(step, trajectories=[step.trajectories[i] for i in chosen], groups=step.groups[chosen])
-        now = self.evaluate(update, lambda rows: forward(self.model, rows, self._temperature))
-        old = self._denominators([step.trajectories[i] for i in chosen], before, now)
-        mask = step.padded([t.loss_mask for t in step.trajectories], chosen).bool()
-        every, width = range(len(chosen)), mask.shape[1]
-        log_prob, before_it, seed = step.padded(now, every), step.padded(old, every), int(step.groups[chosen[0]])
-        picked = self.algorithm.pick(log_prob, before_it, advantages[chosen, :width], mask, seed)
-        return [picked[row, : len(values)].numpy().astype(np.float32) for row, values in enumerate(now)]
+        masks, share = [t.loss_mask for t in update.trajectories], self.algorithm.entropy_share
+        wanted: tuple[Statistic, ...] = ("log_prob", "entropy") if share < 1 else ("log_prob",)
+        stated = self.evaluate(update, lambda rows: forward_statistics(self.model, rows, self._temperature, wanted))
+        now, *entropies = ([of[which] for of in stated] for which in range(len(wanted)))
+        found = {UNDECIDED: most_undecided(entropies[0], masks, share)} if share < 1 else {}
+        if self.algorithm.picks:
+            every, seed = range(len(chosen)), int(step.groups[chosen[0]])
+            old = update.padded(self._denominators(update.trajectories, before, now), every)
+            log_prob, mask = update.padded(now, every), update.padded(masks, every).bool()
+            picked = self.algorithm.pick(log_prob, old, advantages[chosen, : mask.shape[1]], mask, seed)
+            found[PICKED] = [picked[row, : len(values)].numpy().astype(np.float32) for row, values in enumerate(now)]
+        return found
 
     def _denominators(
         self, trajectories: list[Trajectory], before: list[np.ndarray] | None, now: list[np.ndarray]
@@ -323,77 +331,12 @@ class Learner(ModelLearner):
         total, count = self.world.sum([total, count])
         return total / count if total else 1.0  # all 0: so they stay
 
-    def _describe(self, step: TrainingBatch) -> dict[str, float]:
-        lags = step.lags(self.version)
-        lengths = np.array([t.sampled for t in step.trajectories])
-        rewards = mean_by_session(step.rewards, step.sessions)
-        rewards = rewards[np.isfinite(rewards)]
-        finished = [t.finish == "stop" for t in step.trajectories]
-        compared = [step.rewards[step.groups == number] for number in np.unique(step.groups)] if self._compares else []
-        return {
-            "reward": float(rewards.mean()) if rewards.size else float("nan"),
-            "reward_std": float(rewards.std()) if rewards.size else float("nan"),
-            "reward_missing": float((~step.rewarded).sum()),
-            "groups_without_variance": float(
-                sum(np.nanmax(g) == np.nanmin(g) for g in compared if np.isfinite(g).any())
-            ),
-            "tokens": float(lags.size),
-            "tokens_lagging": float((lags >= 1).sum()),
-            "lag_mean": float(lags.mean()) if lags.size else 0.0,
-            "lag_max": float(lags.max()) if lags.size else 0.0,
-            "response_tokens": float(lengths.mean()) if lengths.size else 0.0,
-            "finished_share": float(np.mean(finished)) if finished else 0.0,
-            "groups_unreadable": float(step.unreadable),
-            **_means(step),
-            **_turns(step),
-            **_by_source(step),
-        }
-
 
 def _column(step: TrainingBatch, name: str, rows: np.ndarray, by_token: bool = True) -> torch.Tensor:
     """``[rows, longest]``, or, of a column without tokens or not ``by_token``, ``[rows]``; on the host."""
     if by_token and name in step.token_values:
         return step.padded(step.token_values[name], rows)
     return torch.from_numpy(step.values[name][rows])
-
-
-def _means(step: TrainingBatch) -> dict[str, float]:
-    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens."""
-    found = {}
-    for name, values in step.values.items():
-        if name != REWARD and np.isfinite(values).any():
-            found[name] = float(np.nanmean(values))
-    for name, parts in step.token_values.items():
-        if name != REFERENCE and name not in step.values and parts:
-            sampled = [v[t.loss_mask == 1] for v, t in zip(parts, step.trajectories, strict=True)]
-            found[name] = float(np.concatenate(sampled).mean())
-    return found
-
-
-def _turns(step: TrainingBatch) -> dict[str, float]:
-    """What only steps with greedy baselines, an environment or agents have."""
-    found = {}
-    if step.greedy is not None and np.isfinite(step.greedy).any():
-        found["reward_greedy"] = float(np.nanmean(step.greedy))
-    turns = [len(t.turns) for t in step.trajectories]
-    if any(turns):
-        found["turns"] = float(np.mean(turns))
-    measured: dict[str, dict[int, float]] = {}
-    for session, trajectory in zip(step.sessions.tolist(), step.trajectories, strict=True):
-        for name, value in trajectory.metrics.items():
-            measured.setdefault(name, {})[session] = value
-    return found | {f"agent/{name}": float(np.mean([*values.values()])) for name, values in measured.items()}
-
-
-def _by_source(step: TrainingBatch) -> dict[str, float]:
-    """Mean reward over the sessions of each source of a mixture."""
-    found = {}
-    for name in sorted(set(step.sources)):
-        mine = np.array([source == name for source in step.sources])
-        rewards = mean_by_session(step.rewards[mine], step.sessions[mine])
-        if np.isfinite(rewards).any():
-            found[f"source/{name}"] = float(np.nanmean(rewards))
-    return found
 
 
 def _share(rows: Rows, totals: Totals) -> float:

@@ -47,6 +47,7 @@ METHODS = {
     "m2po": ["loss={type: m2po}"],
     "topr": ["loss={type: topr}"],
     "vespo": ["loss={type: vespo}"],
+    "undecided": ["entropy_share=0.2"],
     "clip_by_age": ["loss={type: ppo_clip, lag_exponent: 0.5}"],
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from penstock.services.trainer.algorithms.losses.gspo import gspo
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
 from penstock.services.trainer.algorithms.losses.sapo import sapo
 from penstock.services.trainer.algorithms.losses.vespo import vespo
+from penstock.services.trainer.undecided import most_undecided
 from tests.trainer.rank_program import a_model
 
 pytestmark = pytest.mark.peers
@@ -39,6 +41,7 @@ LOSSES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
     ),
     "luspo": ({"importance_sampling_level": "sequence"}, gspo, CLIP, "seq-mean-token-sum"),
     "vespo": ({}, vespo, {}, "token-mean"),
+    "dapo of undecided tokens": ({"top_entropy_quantile": 0.3}, ppo_clip, {**CLIP, "dual_clip": UNBOUNDED}, "token-mean"),
 }
 
 
@@ -77,11 +80,9 @@ def test_a_loss_and_the_models_gradient_are_trls(name: str, seed: int, tmp_path:
     mask = (torch.arange(LENGTH) < torch.randint(1, LENGTH + 1, (ROWS,))[:, None]).long()
     whole, there = torch.cat([ids, answers], 1), torch.cat([torch.ones_like(ids), mask], 1)
 
-    def logprobs() -> torch.Tensor:
-        logits = model(input_ids=whole, attention_mask=there).logits[:, PROMPT - 1 : -1]
-        return logits.float().log_softmax(-1).gather(-1, answers[..., None])[..., 0]
-
-    now = logprobs()
+    logits = model(input_ids=whole, attention_mask=there).logits[:, PROMPT - 1 : -1].float()
+    logs = logits.log_softmax(-1)
+    now = logs.gather(-1, answers[..., None])[..., 0]
     old = (now.detach() + 0.4 * torch.randn_like(now)).clamp(max=-1e-3)
     reference, advantages = old - 0.3 * torch.rand_like(old), torch.randn(ROWS)
     inputs = {
@@ -94,6 +95,9 @@ def test_a_loss_and_the_models_gradient_are_trls(name: str, seed: int, tmp_path:
     gradient = torch.autograd.grad(wanted, list(model.parameters()))
 
     losses, _ = function(old, now, advantages[:, None].expand_as(now), mask, None, **options)
+    if share := given.get("top_entropy_quantile"):
+        entropies = -(logs.exp() * logs).sum(-1).detach().numpy()
+        losses = losses * torch.from_numpy(np.stack(most_undecided([*entropies], [*mask.numpy()], share)))
     kl = kl_penalty(now, reference, "k3", "unbiased" if unbiased else "own", old)
     found = agg_loss(losses + 0.1 * kl, mask, aggregation, LENGTH if aggregation.endswith("norm") else None)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

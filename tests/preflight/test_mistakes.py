@@ -291,6 +291,8 @@ MISTAKES = [
       files={"ends.py": "import sys\nsys.exit(0)\n"}),
     m("a column with the name of a trajectory's own field", "scorers.mine.columns: 'logprobs' is in the row of every",
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {logprobs: token}}}"]),
+    m("a column with the name of what algorithms are given", "scorers.mine.columns: 'lags' is what built-in algorithms",
+      overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {lags: trajectory}}}"]),
     m("a column with a metric's name", "scorers.mine.columns: 'entropy' is a metric of every step",
       overrides=["scorers={mine: {scorer: 'mine:Scorer', columns: {entropy: token}}}"]),
     m("exact_match over whole rows", "reward.functions.0: exact_match", "set truth_key to the column with the answer",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.protocols.columns import LAGS, PICKED, POLICY, REFERENCE, SCORES, SESSIONS
+from penstock.protocols.columns import LAGS, PICKED, REFERENCE, SCORES, SESSIONS, UNDECIDED
 from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
 from penstock.services.learning.token_returns import on_last_token
@@ -69,8 +69,6 @@ class Algorithm:
         self.group_columns = config.advantage.columns
         """Columns that the advantage reads, beside the reward."""
         self.given = config.advantage.given
-        self.weighs_policy = POLICY in self.given
-        """The advantage is given what the policy of the step's start says of each token."""
         self.wants_entropy = config.entropy_bonus > 0
         """Parts have their entropy, with its gradient."""
         self.columns = [*config.loss.columns, *config.loss.given, *config.correction.columns]
@@ -81,6 +79,9 @@ class Algorithm:
         self.clips_tokens = config.loss.clips_tokens
         self.picks = PICKED in config.loss.given
         """The loss treats some tokens of an update in another way: `pick` says which."""
+        self.entropy_share = config.entropy_share
+        if self.entropy_share < 1:
+            self.columns.append(UNDECIDED)
         self._in_loss = config.kl.coefficient > 0 and not config.kl.in_reward
         if self._in_loss:
             self.columns.append(REFERENCE)
@@ -171,6 +172,8 @@ class Algorithm:
             kept, found = rejection(self.start(part), part.behaviour, part.mask, config.reject, part.advantages)
             losses = losses * kept
             metrics |= found | {"rejected_rows": _over_rows(found["rejected_rows"], part, totals)}
+        if self.entropy_share < 1:
+            losses = losses * part.columns[UNDECIDED]
         if self._in_loss:
             reference, how = part.columns[REFERENCE], config.kl
             kl = kl_penalty(part.log_prob, reference, how.kind, how.gradient, part.behaviour)
