@@ -41,7 +41,7 @@ LOSSES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
     ),
     "luspo": ({"importance_sampling_level": "sequence"}, gspo, CLIP, "seq-mean-token-sum"),
     "vespo": ({}, vespo, {}, "token-mean"),
-    "dapo of undecided tokens": ({"top_entropy_quantile": 0.3}, ppo_clip, {**CLIP, "dual_clip": UNBOUNDED}, "token-mean"),
+    "dapo of some": ({"top_entropy_quantile": 0.3}, ppo_clip, {**CLIP, "dual_clip": UNBOUNDED}, "token-mean"),
 }
 
 

@@ -29,8 +29,8 @@ def ppo_clip(
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     width = 1.0 if lags is None else (1 + lags.to(ratio.dtype)) ** -lag_exponent
-    low, high = 1 - clip_low * width, 1 + clip_high * width
-    clipped = -advantages * torch.minimum(torch.maximum(ratio, ratio.new_tensor(low)), ratio.new_tensor(high))
+    low, high = (torch.as_tensor(bound).to(ratio) for bound in (1 - clip_low * width, 1 + clip_high * width))
+    clipped = -advantages * torch.minimum(torch.maximum(ratio, low), high)
     worse = torch.maximum(plain, clipped)
     cap = -advantages * (torch.inf if dual_clip is None else dual_clip)
     negative = advantages < 0
