@@ -29,7 +29,7 @@ is an epoch of one, served from the snapshot of the latest version; nobody waits
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -38,6 +38,10 @@ from penstock.protocols.versions import DigestError, Digests, Layout, Share, Tra
 
 INVITE_AGAIN_S = 2.0
 RETRY_S = 0.1
+UNMET = 2
+"""So often running a receiver may miss its group; then it asks for versions by itself."""
+MEET_AGAIN_S = 600.0
+"""Until another group is tried with it; twice as long each time."""
 
 
 @dataclass(slots=True)
@@ -53,8 +57,21 @@ class Peer:
     loading: tuple[int, int] | None = None
     """Epoch and version that were proposed to it and not answered yet."""
     since: float = 0.0
+    slowest_s: float | None = None
+    """The longest that it has taken to load a version; None: not known, or no measure any more."""
     failures: int = 0
     again_at: float = 0.0
+    unmet: int = 0
+    """Groups running that it was in, and that did not meet."""
+    alone: int = 0
+    """How often it was taken out of groups."""
+    meet_at: float | None = None
+    """When its transport is chosen anew, where it was taken out of them."""
+
+    @property
+    def pause_s(self) -> float:
+        """After so many failures; grows without end."""
+        return RETRY_S * 2 ** min(self.failures, 30)  # more is no float
 
 
 @dataclass(frozen=True)
@@ -80,14 +97,14 @@ class Late:
 
 
 class PublishState:
-    """Who is offered what, and when. Times are seconds on one clock of the caller's."""
+    """Who is offered what, and when. Times are seconds on one clock of the caller's. ``patience_s`` says how long a
+    rollout may take to answer, from the longest that it has taken, None where that is not known."""
 
-    def __init__(self, first_epoch: int, deadline_s: float) -> None:
+    def __init__(self, first_epoch: int, patience_s: Callable[[float | None], float]) -> None:
         self.peers: dict[str, Peer] = {}
         self.latest: tuple[int, str] | None = None
         """The newest version that was committed, and its digest: what everybody should serve."""
-        self.deadline_s = deadline_s
-        """Of an answer to a proposal."""
+        self._patience_s = patience_s
         self._next = first_epoch
         self._epoch = Epoch(-1, {})
         self._broken = True
@@ -101,6 +118,9 @@ class PublishState:
 
     def invitations(self, now: float) -> list[str]:
         """Strangers to invite now."""
+        for peer in self.peers.values():
+            if peer.meet_at is not None and now >= peer.meet_at and not peer.loading:
+                peer.transport = peer.meet_at = None
         due = [p for p in self.peers.values() if p.transport is None and now >= p.invite_at]
         for peer in due:
             peer.invite_at = now + INVITE_AGAIN_S
@@ -114,6 +134,11 @@ class PublishState:
         peer.transport = transport
         return True
 
+    def after(self, epoch: int) -> None:
+        """A rollout has seen this one, of another trainer: it refuses what is not above it."""
+        if epoch >= self._next:
+            self._next, self._broken = epoch + 1, True
+
     def open(self, version: int, now: float) -> Epoch:
         """The epoch that ``version`` is published in: everyone who is ready. The others are seeded when they are."""
         ready = [p for p in self.peers.values() if self._ready(p, now)]
@@ -124,11 +149,22 @@ class PublishState:
             peer.loading, peer.since = (self._epoch.number, version), now
         return self._epoch
 
-    def met(self, now: float) -> None:
-        """The epoch's members have a group, or have none: their time to load begins, however long it took to meet."""
+    def met(self, now: float, missed: Collection[str] = ()) -> list[str]:
+        """The epoch's members have a group, or, those that ``missed`` theirs, have none: their time to load begins,
+        however long it took to meet. Returns who has missed it so often that it asks for versions by itself for a
+        while: nobody can tell which of a group's members cannot be reached, and each publish would wait for it."""
+        alone: list[str] = []
         for peer in self.peers.values():
-            if peer.loading and peer.loading[0] == self._epoch.number:
-                peer.since = now
+            if not peer.loading or peer.loading[0] != self._epoch.number:
+                continue
+            peer.since = now
+            peer.unmet = peer.unmet + 1 if peer.identity in missed else 0
+            if peer.unmet >= UNMET:
+                peer.transport, peer.unmet, self._broken = "snapshot", 0, True
+                peer.meet_at = now + MEET_AGAIN_S * 2 ** min(peer.alone, 10)
+                peer.alone += 1
+                alone.append(peer.identity)
+        return alone
 
     def committed(self, version: int, digest: str) -> None:
         """``version`` is the one to serve from now on."""
@@ -154,8 +190,10 @@ class PublishState:
         peer = self.peers.get(identity)
         if peer is None or peer.loading != (epoch, version):
             return None
+        took_s = now - peer.since
         peer.serves, peer.loading, peer.failures = (version, digest), None, 0
-        return now - peer.since
+        peer.slowest_s = max(peer.slowest_s or 0.0, took_s)
+        return took_s
 
     def failed(self, identity: str, epoch: int, version: int, now: float) -> bool:
         """The receiver could not load it, and is offered the latest again after a while. False for old news."""
@@ -164,7 +202,7 @@ class PublishState:
             return False
         peer.loading, self._broken = None, True
         peer.failures += 1
-        peer.again_at = now + min(RETRY_S * 2**peer.failures, self.deadline_s)
+        peer.again_at = now + min(peer.pause_s, self._patience_s(peer.slowest_s))
         return True
 
     def broken(self) -> None:
@@ -175,11 +213,13 @@ class PublishState:
         """Votes out whoever has not answered within the deadline."""
         out: list[Late] = []
         for peer in self.peers.values():
-            if peer.loading and now - peer.since > self.deadline_s:
+            patience_s = self._patience_s(peer.slowest_s)
+            if peer.loading and now - peer.since > patience_s:
                 out.append(Late(peer.identity, *peer.loading, now - peer.since))
                 peer.loading, peer.transport, self._broken = None, None, True
                 peer.failures += 1
-                peer.invite_at = now + min(RETRY_S * 2**peer.failures, self.deadline_s)
+                peer.slowest_s = None  # it may be slower now than it was
+                peer.invite_at = now + min(peer.pause_s, patience_s)
         return out
 
     def _ready(self, peer: Peer, now: float) -> bool:

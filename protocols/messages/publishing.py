@@ -52,6 +52,8 @@ class Reach(Message):
     """Digest of the layout that it was invited with."""
     places: list[Place]
     """Of the rollout itself, or of each worker of its engine, in the order of their ranks."""
+    newest: int = -1
+    """The highest epoch that it has seen: a trainer whose clock is behind goes on above that."""
     only: Transport | None = None
     """The one transport that its config names."""
 

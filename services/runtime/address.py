@@ -24,10 +24,10 @@ def interface_of(address: str) -> str:
 
 
 def own_address(host: str, key: str = "weights.host") -> str:
-    """``host`` itself, or, where it is a network such as ``10.1.0.0/16``, this host's IPv4 address on that. Raises
-    `SetupError`, which names ``key``, where there is none, or more than one."""
+    """The IPv4 address that ``host`` is or names; where it is a network such as ``10.1.0.0/16``, this host's address on
+    that. Raises `SetupError`, which names ``key``, where there is none, or more than one."""
     if "/" not in host:
-        return host
+        return _ipv4(host, key)
     try:
         network = ip_network(host)
     except ValueError as error:
@@ -38,6 +38,20 @@ def own_address(host: str, key: str = "weights.host") -> str:
         what = f"{len(found)} addresses" if found else "no address"
         raise SetupError(f"{key}: this host has {what} on {network}; its addresses are {', '.join(own)}")
     return found[0]
+
+
+def _ipv4(host: str, key: str) -> str:
+    """The address that ``host`` names. Raises `SetupError`: ports of the weight network are IPv4's."""
+    try:
+        return str(IPv4Address(host))
+    except ValueError:
+        pass
+    if ":" in host:
+        raise SetupError(f"{key}: {host} is an IPv6 address; take this host's IPv4 address, or a network of IPv4")
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise SetupError(f"{key}: {host} is no address, and nobody knows the name: {error}") from None
 
 
 def own_endpoint(bind: str, key: str) -> str:

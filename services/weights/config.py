@@ -22,14 +22,15 @@ class WeightsConfig(Section):
     weights over ZeroMQ, for peers that no collective reaches. A rollout that the named one does not reach gets
     ``snapshot``. With ``cuda_ipc`` the trainer keeps up to three versions more on its GPU."""
     host: str = "127.0.0.1"
-    """This host's address on the weight network; or that network, e.g. ``10.1.0.0/16``: each host finds
+    """This host's IPv4 address on the weight network; or that network, e.g. ``10.1.0.0/16``: each host finds
     its own address."""
     deadline_s: float = Field(60.0, gt=0)
     """A rollout that has not loaded a version after so many seconds, and those that its bytes may take, is voted out,
     and invited again."""
     least_mb_s: float = Field(50.0, gt=0)
-    """What a version's bytes may take: as long as at so many MB/s, until it is known how fast they really travel, and
-    four times that from then on. Lower it where a large model goes to rollouts behind a slow network, e.g. ``5``."""
+    """What a version's bytes may take: as long as at so many MB/s until a rollout has loaded one, and from then on four
+    times as long as the slowest that it has loaded. Lower it where a large model goes to rollouts behind a slow
+    network, e.g. ``5``."""
     stall_s: float = Field(10.0, gt=0)
     """A bucket that has not moved for so many seconds breaks its epoch; what is missing then comes from the
     snapshot."""

@@ -57,7 +57,20 @@ def pieces_of(layout: Layout, rank: int, cut: Cut) -> list[list[Piece]]:
 
 def runs_of(layout: Layout, cut: Cut) -> list[list[list[Run]]]:
     """For each bucket and each rank: its bytes, in as few runs as there are. One rank has all of them, the
-    padding between two weights included."""
+    padding between two weights included. Found once: with many ranks it takes seconds."""
+    found = _known.get((layout.digest, cut))
+    if found is None:
+        found = _runs_of(layout, cut)
+        _known.clear()
+        _known[layout.digest, cut] = found
+    return found
+
+
+_known: dict[tuple[str, Cut], list[list[list[Run]]]] = {}
+"""Of the last layout that was asked for."""
+
+
+def _runs_of(layout: Layout, cut: Cut) -> list[list[list[Run]]]:
     size = cut.ranks
     if size == 1:
         return [[[Run(0, end - start)]] for start, end in layout.spans]

@@ -12,10 +12,18 @@ from penstock.services.runtime.errors import SetupError
 def test_an_address_is_itself_and_a_network_is_looked_up() -> None:
     assert own_address("10.1.2.3") == "10.1.2.3"
     assert own_address("127.0.0.0/8") == "127.0.0.1"
+    assert own_address("localhost") == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
-    "host, message", [("203.0.113.0/24", "no address on 203.0.113.0/24"), ("127.0.0.1/8", "host bits set")]
+    "host, message",
+    [
+        ("203.0.113.0/24", "no address on 203.0.113.0/24"),
+        ("127.0.0.1/8", "host bits set"),
+        ("::1", "::1 is an IPv6 address"),
+        ("[fd00::1]", "is an IPv6 address"),
+        ("no-such-host.invalid", "nobody knows the name"),
+    ],
 )
 def test_what_cannot_be_is_named(host: str, message: str) -> None:
     with pytest.raises(SetupError, match=f"weights.host: .*{message}"):

@@ -129,7 +129,7 @@ class World:
     def start_trainer(self) -> None:
         """Also again, from a checkpoint: versions are made anew, with other bytes."""
         self.started += 1
-        self.sender = PublishState(1000 * self.started, DEADLINE_S)
+        self.sender = PublishState(1000 * self.started, lambda slowest_s: DEADLINE_S)
         self.snapshot: Version | None = None
         self.version = max(0, self.version - self.random.randrange(3))
         self.network = [message for message in self.network if message[0] not in ("fetch", "loaded", "failed")]
@@ -283,7 +283,7 @@ def test_nobody_serves_what_was_not_published_and_all_converge(random: Any, rece
 
 
 def test_epochs_only_rise_for_a_rollout_that_was_forgotten_and_is_back() -> None:
-    sender = PublishState(100, DEADLINE_S)
+    sender = PublishState(100, lambda slowest_s: DEADLINE_S)
     here = {"a": (-1, ""), "b": (-1, "")}
     sender.present(here)
     sender.invitations(0.0)
@@ -298,6 +298,83 @@ def test_epochs_only_rise_for_a_rollout_that_was_forgotten_and_is_back() -> None
     assert identity == "a" and seeded > first.number
     sender.loaded("a", seeded, 5, "five", 1.5)
     assert sender.open(6, 2.0).number > seeded
+
+
+def ready(names: str, patience_s: Any = lambda slowest_s: DEADLINE_S) -> PublishState:
+    """A sender all of whose rollouts are reached."""
+    sender = PublishState(100, patience_s)
+    sender.present(dict.fromkeys(names, (-1, "")))
+    for name in sender.invitations(0.0):
+        assert sender.reached(name, "gloo")
+    return sender
+
+
+def test_a_rollout_has_the_deadline_that_its_own_loads_say() -> None:
+    sender = ready("ab", lambda slowest_s: 100.0 if slowest_s is None else 1 + 4 * slowest_s)
+    epoch = sender.open(0, 0.0)
+    assert sender.loaded("a", epoch.number, 0, "zero", 0.5) == 0.5
+    assert [late.identity for late in sender.late(60.0)] == [], "a is fast, and b is not known yet"
+    assert sender.loaded("b", epoch.number, 0, "zero", 60.0) == 60.0
+    sender.committed(0, "zero")
+    sender.present(dict.fromkeys("ab", (0, "zero")))
+    sender.open(1, 100.0)
+    assert [late.identity for late in sender.late(104.0)] == ["a"]
+    assert [late.identity for late in sender.late(300.0)] == []
+    assert [late.identity for late in sender.late(342.0)] == ["b"]
+    sender.invitations(1000.0)
+    assert sender.reached("b", "gloo")
+    sender.open(2, 1000.0)
+    assert sender.late(1099.0) == [], "who was voted out may be slower than it was"
+
+
+@pytest.mark.parametrize("way", ["fails", "is late"])
+def test_a_rollout_may_fail_for_ever(way: str) -> None:
+    sender, now = ready("a"), 0.0
+    for _ in range(1100):
+        epoch = sender.open(1, now)
+        assert epoch.members, "it is tried again"
+        if way == "fails":
+            assert sender.failed("a", epoch.number, 1, now)
+        else:
+            assert sender.late(now + 1.01 * DEADLINE_S)
+        now += 3 * DEADLINE_S
+        for name in sender.invitations(now):
+            sender.reached(name, "gloo")
+
+
+def test_whose_groups_do_not_meet_asks_by_itself_and_is_tried_again_ever_more_rarely() -> None:
+    sender, now, tried = ready("ab"), 0.0, []
+    for version in range(2000):
+        epoch = sender.open(version, now)
+        assert sorted(epoch.members) == ["a", "b"]
+        alone = sender.met(now, epoch.by("gloo"))
+        tried += [now] if epoch.by("gloo") else []
+        assert alone in ([], ["a", "b"])
+        for name in "ab":
+            sender.loaded(name, epoch.number, version, str(version), now)
+        now += 10.0
+        for name in sender.invitations(now):
+            assert sender.reached(name, "gloo")
+    assert tried == [0.0, 10.0, 610.0, 620.0, 1820.0, 1830.0, 4230.0, 4240.0, 9040.0, 9050.0, 18650.0, 18660.0]
+
+
+def test_a_group_that_meets_once_in_two_times_is_kept() -> None:
+    sender = ready("a")
+    for version in range(20):
+        epoch = sender.open(version, version)
+        assert epoch.by("gloo") and not sender.met(version, epoch.by("gloo") if version % 2 else [])
+        sender.loaded("a", epoch.number, version, str(version), version)
+
+
+def test_epochs_are_above_those_that_a_rollout_has_seen() -> None:
+    sender = ready("a")
+    first = sender.open(0, 0.0)
+    sender.loaded("a", first.number, 0, "zero", 0.0)
+    sender.after(first.number)
+    assert sender.open(1, 1.0).number == first.number, "its own epochs change nothing"
+    sender.loaded("a", first.number, 1, "one", 1.0)
+    sender.after(7000)
+    assert sender.open(2, 2.0).number == 7001
 
 
 class Trusting(Receiver):

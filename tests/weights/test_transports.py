@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,23 @@ import structlog
 import torch
 
 from penstock.protocols import messages as m
+from penstock.protocols.cut import Cut
 from penstock.protocols.mailbox import Mailbox
-from penstock.protocols.versions import DigestError, SnapshotRoute
+from penstock.protocols.versions import CollectiveRoute, DigestError, SnapshotRoute
 from penstock.services.weights.buffers import HostBuffer, Mappings
 from penstock.services.weights.byte_views import as_array, from_memory
 from penstock.services.weights.layout import make_layout
+from penstock.services.weights.parts import packed, runs_of
+from penstock.services.weights.queues import mark_current
 from penstock.services.weights.receiver.canary import CanaryError, check_canary
 from penstock.services.weights.receiver.loader import MappedVersion
 from penstock.services.weights.sender import broadcast
+from penstock.services.weights.sender import publisher as publisher_module
+from penstock.services.weights.sender.publication import Publication
+from penstock.services.weights.sender.publisher import Publisher
+from penstock.services.weights.sender.snapshot import Snapshot
 from penstock.services.weights.transports import shared_memory
+from penstock.services.weights.transports.broadcast_group import BroadcastGroup, serve_store
 from penstock.services.weights.transports.bucket_server import BucketClient, BucketServer, bucket_reply
 from penstock.services.weights.transports.shared_memory import SEGMENTS
 from tests.weights.channel import Channel, Holder, Named, flip, score, until
@@ -273,7 +282,6 @@ class Damage:
     """Flips a bit of the segment after it was hashed and before its receivers look."""
 
     def __init__(self, channel: Channel) -> None:
-        from penstock.services.weights.sender.snapshot import Snapshot
 
         original = channel.publisher._finish
         self.snapshot: Snapshot | None = None
@@ -407,6 +415,42 @@ def test_an_answer_to_an_earlier_trainers_invitation_counts_for_nothing(shared: 
         box.close()
 
 
+def test_a_trainer_whose_clock_is_behind_is_understood(shared: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = shared.join()
+    shared.publish(0)
+    rollout.wait(0)
+    shared.settled()
+    shared.publisher.close()
+    shared.box.close()
+    hour_ago = time.time_ns() - 3600 * 10**9
+    monkeypatch.setattr(publisher_module.time, "time_ns", lambda: hour_ago)
+    shared.box = Mailbox(shared.broker.address, "trainer#2")
+    shared.publisher = Publisher(shared.config, shared.source, shared.run_key, shared.box)
+    shared.box.ask(m.Hello(kind="trainer", name="trainer", host="", pid=1), 5)
+    until(lambda: shared.peer(rollout) is not None and shared.peer(rollout).transport, 5, "the rollout to be reached")
+    become(shared, 1)
+    shared.publish(1)
+    rollout.wait(1, 3)
+
+
+def test_a_version_can_be_asked_for_as_soon_as_rollouts_hear_of_it(shared: Channel) -> None:
+    """The trainer learns later than they that the broker has passed its commit on."""
+    found: list[m.Message] = []
+
+    def commit(snapshot: Snapshot, version: m.CommitVersion | None) -> Future[m.Message]:
+        asked = m.Fetch(version=snapshot.version, digest=snapshot.digest, index=0, held="")
+        found.append(shared.publisher._answer_fetch(asked))
+        found.append(shared.publisher._answer_fetch(asked.model_copy(update={"version": snapshot.version + 1})))
+        done: Future[m.Message] = Future()
+        done.set_result(m.Relayed(absent=[]))
+        return done
+
+    shared.publish(0)
+    shared.publisher.publish(Publication(1, commit=commit)).committed.result(10)
+    assert isinstance(found[0], m.Bucket) and found[0].version == 1
+    assert isinstance(found[1], m.Refused) and "version 2 is not here yet" in found[1].reason
+
+
 def test_a_late_joiner_waits_for_nobody_and_takes_part_from_the_next_epoch(channel: Channel) -> None:
     first = channel.join()
     channel.publish(0)
@@ -481,3 +525,41 @@ def test_a_process_ends_in_good_order_while_a_thread_waits_for_a_broadcast() -> 
         end(0)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(waiting)], check=True, timeout=15)
+
+
+def test_padding_that_no_rank_sends_is_zero_where_room_is_used_again() -> None:
+    shapes = {f"l{i}.{name}": shape for i in range(6) for name, shape in (("sinks", (14,)), ("w", (32, 32)))}
+    layout, cut = make_layout(shapes, "bfloat16", 1024), Cut(shards=2)
+    assert any(weight.nbytes % 64 for weight in layout.weights)
+    version = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for weight in layout.weights:
+        version[weight.offset : weight.offset + weight.nbytes] = torch.randint(1, 255, (weight.nbytes,)).byte()
+    runs = runs_of(layout, cut)
+    store, address = serve_store("127.0.0.1")
+    route = CollectiveRoute(type="gloo", store=address, ranks={"rollout-0#1": 2}, size=3, cut=cut, stall_s=10)
+
+    def send(rank: int) -> None:
+        group = BroadcastGroup(route, 1, rank, "127.0.0.1", store if rank == 0 else None)
+        spans = layout.spans
+
+        def mine(index: int) -> torch.Tensor:
+            return packed(version[spans[index][0] : spans[index][1]], runs[index][rank])
+
+        group.exchange(runs, mine, mark_current(torch.device("cpu")), lambda: None)
+
+    found, room = torch.zeros_like(version), [torch.full((1024,), 0xAB, dtype=torch.uint8) for _ in range(8)]
+
+    def bucket(index: int) -> torch.Tensor:
+        start, end = layout.spans[index]
+        return room[index % len(room)][: end - start]
+
+    def arrived(index: int) -> None:
+        start, end = layout.spans[index]
+        found[start:end] = bucket(index)
+
+    with ThreadPoolExecutor(2) as pool:
+        sending = [pool.submit(send, rank) for rank in range(2)]
+        BroadcastGroup(route, 1, 2, "127.0.0.1").receive(layout, bucket, arrived)
+        for one in sending:
+            one.result(20)
+    assert torch.equal(found, version)

@@ -33,7 +33,7 @@ from penstock.services.weights import queues
 from penstock.services.weights.buffers import MappedBuffer
 from penstock.services.weights.byte_views import as_memory, copy_bytes
 from penstock.services.weights.config import WeightsConfig
-from penstock.services.weights.queues import Queue, use_device
+from penstock.services.weights.parts import runs_of
 from penstock.services.weights.receiver.canary import check_canary
 from penstock.services.weights.receiver.loader import WeightLoader
 from penstock.services.weights.receiver.staging import DeviceRing, Scraps, Staging, StagingBuffer
@@ -103,7 +103,7 @@ class Receiver:
         self._serving: StagingBuffer | None = None
         self._serving_digest = ""
         self._group: BroadcastGroup | None = None
-        self._landing: Queue | None = None
+        self._landing: queues.Queue | None = None
         """Where buckets that come to a GPU are hashed, and copied to the host."""
         self._snapshots: BucketClient | None = None
         self._closing = False
@@ -119,7 +119,8 @@ class Receiver:
             gpu, nonce = cuda_ipc.gpu_of(self._engine.device), shared_memory.read_probe(message.probe)
             self._layout, self._gmac = message.layout, Gmac(bytes(message.key))
             place = Place(nonce=nonce, host=self._config.host, gpu=gpu)
-            reach = Reach(layout=self._layout.digest, places=[place], only=only)
+            newest = self._newest[0] if self._newest else -1
+            reach = Reach(layout=self._layout.digest, places=[place], newest=newest, only=only)
             self._mailbox.ask_later(reach, self._config.deadline_s)
             return
         with self._changed:
@@ -153,7 +154,7 @@ class Receiver:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        use_device(self._engine.device)
+        queues.use_device(self._engine.device)
         while (proposal := self._proposals.get()) is not None:
             try:
                 self._load(proposal)
@@ -291,6 +292,7 @@ class Receiver:
                     self._group.close()
                 if route.type == "nccl":  # before anybody waits for a bucket to move
                     self._staging.register(proposal.share, shadow.layout.nbytes)
+                runs_of(shadow.layout, route.cut)  # found before others wait in the group
                 rank, device = route.ranks[identity], self._engine.device
                 self._group = BroadcastGroup(route, proposal.epoch, rank, self._config.host, device=device)
             self._group.route = route

@@ -144,7 +144,8 @@ class WorkerDesk:
         if len(self._reached) < self._count or any(r.layout != last.layout for r in self._reached.values()):
             return
         places = [place for worker in self._workers for place in self._reached[worker].places]
-        answer = last.model_copy(update={"places": places})
+        newest = max(self._coming.epoch if self._coming else -1, *(reach.newest for reach in self._reached.values()))
+        answer = last.model_copy(update={"places": places, "newest": newest})
         self._mailbox.ask_later(answer, self._config.deadline_s)
 
     def _addressed(self, message: m.Propose, worker: str, place: int) -> m.Propose:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import structlog
 
@@ -82,6 +83,8 @@ class Publisher:
         self._publications: list[Publication] = []
         """Not committed yet."""
         self.latest: Snapshot | None = None
+        self._coming: Snapshot | None = None
+        """What rollouts hear of now: they ask for it before this process knows that they have."""
         self._pinned: Snapshot | None = None
         """One before the latest, as long as somebody loads it: a seed may take longer than a step."""
         self._gpu = cuda_ipc.gpu_of(source.device)
@@ -103,9 +106,7 @@ class Publisher:
         self._ways = Ways(config.transport, nonce, gpus, clock is not None)
         self._buffers = BufferPool(bool(self.ranks), run_key if shared else None)
         # Epochs of a trainer that was started again come after those of the one before.
-        self._sender = PublishState(time.time_ns() // 1_000_000, config.patience_s(source.loaded_bytes))
-        self._slowest_s = 0.0
-        """That a version has taken to be loaded."""
+        self._sender = PublishState(time.time_ns() // 1_000_000, partial(config.patience_s, source.loaded_bytes))
         self._snapshots = BucketServer(config.host, keys, self._answer_fetch)
         self._broadcast = Broadcast(config, source.device)
         self._lock = threading.Lock()
@@ -178,6 +179,7 @@ class Publisher:
             if event.layout != self._source.layout.digest:
                 log.info("an answer to an earlier trainer's invitation counts for nothing", receiver=event.receiver)
                 return  # it is invited again
+            sender.after(event.newest)
             nccl = {who for who, peer in sender.peers.items() if peer.transport == "nccl"}
             transport = self._ways.choose(event, nccl)
             if sender.reached(event.receiver, transport):
@@ -186,23 +188,13 @@ class Publisher:
                 workers = len(event.places)
                 log.info("receiver reached", receiver=event.receiver, transport=transport, hosts=hosts, workers=workers)
         elif isinstance(event, m.Loaded):
-            took_s = sender.loaded(event.receiver, event.epoch, event.version, event.digest, now)
-            if took_s is not None:
+            if sender.loaded(event.receiver, event.epoch, event.version, event.digest, now) is not None:
                 self.loaded(event)
-            self._slowest_s = max(self._slowest_s, took_s or 0.0)
-            sender.deadline_s = self._config.patience_s(self._source.loaded_bytes, self._slowest_s)
             if event.buckets_again and event.transport in ("gloo", "nccl"):  # its end of the group broke
                 sender.broken()
         elif isinstance(event, m.LoadFailed):
             failed = sender.failed(event.receiver, event.epoch, event.version, now)
-            log.warning(
-                "receiver failed",
-                receiver=event.receiver,
-                epoch=event.epoch,
-                version=event.version,
-                error=event.error,
-                again=failed,
-            )
+            log.warning("receiver failed", again=failed, **event.model_dump())
 
     def _look_after(self) -> None:
         """Invites strangers, seeds who is behind, votes out who is late."""
@@ -245,6 +237,8 @@ class Publisher:
         snapshot.digests = Digests(buckets=tuple(found), whole=whole)
         snapshot.cost.gather_s = gathered - started - snapshot.cost.digest_s
         version = None if publication.quiet else snapshot.commit(list(epoch.members), epoch.number)
+        with self._lock:
+            self._coming = snapshot
         committing = publication.commit(snapshot, version) if publication.commit else None
         self._finish(snapshot)
         if version:
@@ -260,7 +254,7 @@ class Publisher:
         with self._lock:
             if self.latest and self._loads(self.latest) and not (self._pinned and self._loads(self._pinned)):
                 self._pinned = self.latest
-            self.latest = snapshot
+            self.latest, self._coming = snapshot, None
         publication.committed.set_result(None)
         if version:
             failpoint.reach("published", publication.version - 1)
@@ -318,8 +312,11 @@ class Publisher:
             self._propose(targets, epoch.number, snapshot, route)
 
         found = self._broadcast.meet(epoch, routes, snapshot.version, propose)
-        if routes:
-            self._sender.met(self._clock())
+        there = {group.route.type for group in found}
+        missed = [who for backend, route in routes.items() if backend not in there for who in route.ranks]
+        if alone := self._sender.met(self._clock(), missed) if routes else []:
+            remedy = "weights.transport=snapshot for whom the trainer cannot reach, and the others have a group again"
+            log.error("no group meets: these ask for versions by themselves", receivers=alone, remedy=remedy)
         return found
 
     def _loads(self, snapshot: Snapshot) -> bool:
@@ -394,5 +391,5 @@ class Publisher:
     def _answer_fetch(self, fetch: m.Fetch) -> m.Message:
         """Called from the snapshot server's thread."""
         with self._lock:
-            there = [snapshot for snapshot in (self.latest, self._pinned) if snapshot]
+            there = [snapshot for snapshot in (self._coming, self.latest, self._pinned) if snapshot]
         return answer(there, fetch)

@@ -56,7 +56,8 @@ def answer(there: Sequence[Snapshot], fetch: Fetch) -> Message:
     snapshot = next((s for s in there if (s.version, s.digest) == (fetch.version, fetch.digest)), None)
     if snapshot is None:
         has = f"version {there[0].version}" if there else "no version"
-        return Refused(code="not_ready", reason=f"version {fetch.version} is gone; the snapshot is {has}")
+        away = "gone" if there and fetch.version <= there[0].version else "not here yet"
+        return Refused(code="not_ready", reason=f"version {fetch.version} is {away}; the snapshot is {has}")
     if not 0 <= fetch.index < len(snapshot.layout.spans):
         return Refused(code="bad_message", reason=f"there is no bucket {fetch.index}")
     known = snapshot.changes.get(fetch.index) if snapshot.base and fetch.held == snapshot.base else None

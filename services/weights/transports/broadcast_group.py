@@ -200,13 +200,13 @@ class BroadcastGroup:
         while True:
             for number, (index, root, nbytes) in islice(turns, AHEAD[self.route.type] - len(ahead)):
                 if index not in open_buckets:
-                    open_buckets[index] = bucket(index)
-                part = packed(open_buckets[index], runs[index][root])
-                in_place = len(runs[index][root]) == 1
-                tensor = part if in_place else torch.empty(nbytes, dtype=torch.uint8, device=part.device)
+                    open_buckets[index] = _opened(bucket(index), runs[index])
+                here, mine = open_buckets[index], runs[index][root]
+                in_place = packed(here, mine) if len(mine) == 1 else None
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=here.device) if in_place is None else in_place
                 self.bytes_received += nbytes
                 if self.route.type == "nccl":  # its memory may be that of a part that is still being unpacked
-                    self._queue.after(queues.mark_current(part.device))
+                    self._queue.after(queues.mark_current(here.device))
                 ahead.append((index, root, tensor, self._broadcast_part(number, index, root, tensor)))
             if not ahead:
                 return
@@ -289,6 +289,13 @@ class BroadcastGroup:
 
     def _members(self) -> str:
         return ", ".join(f"rank {rank} ({identity})" for identity, rank in self.route.ranks.items())
+
+
+def _opened(bucket: torch.Tensor, runs: list[list[Run]]) -> torch.Tensor:
+    """A bucket that parts come into: where weights are padded nobody sends anything, and another one's bytes may be
+    there."""
+    sent = sum(run.nbytes for mine in runs for run in mine)
+    return bucket if sent == bucket.numel() else bucket.zero_()
 
 
 def _turns(runs: list[list[list[Run]]]) -> Iterator[tuple[int, int, int]]:
