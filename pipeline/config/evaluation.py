@@ -24,9 +24,9 @@ def check_evaluation(config: Any) -> None:
             )
     for name, how in config.prompts.eval_sampling.items():
         key = f"prompts.eval_sampling.{name}"
-        alone = config.run.deterministic and how.n > config.sampling.trajectories
+        alone = config.run.deterministic and how.n > config.sampling.n
         if alone or (isinstance(engine, TorchEngineConfig) and how.n > engine.max_sequences):
-            room = config.sampling.trajectories if alone else engine.max_sequences
+            room = config.sampling.n if alone else engine.max_sequences
             why = "run.deterministic decodes a group at a time" if alone else "rollout.engine.max_sequences"
             raise ValueError(f"{key}.n={how.n} exceeds {room} ({why})")
         longest = None if isinstance(engine, PluginEngineConfig) else engine.max_length

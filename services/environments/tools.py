@@ -36,6 +36,15 @@ class Tools:
     def __init__(self, functions: list[str]) -> None:
         loaded = [load_plugin(name, "rollout.environment.options.functions") for name in functions]
         self.tools = [_schema(function) for function in loaded]
+        called: dict[str, str] = {}
+        for schema, written in zip(self.tools, functions, strict=True):
+            name = schema["function"]["name"]
+            if name in called:
+                raise ValueError(
+                    f"functions: {called[name]} and {written} are both called {name!r}, and the policy could not say "
+                    "which it means; rename one"
+                )
+            called[name] = written
         self._functions = {
             schema["function"]["name"]: validate_call(function)
             for schema, function in zip(self.tools, loaded, strict=True)
@@ -54,12 +63,14 @@ class Tools:
         """What the policy reads of one call; where it was wrong, what was."""
         try:
             call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
+            name, arguments = call["name"], call.get("arguments") or {}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return 'error: a call is JSON, {"name": …, "arguments": {…}}'
         function = self._functions.get(name) if isinstance(name, str) else None
-        if function is None or not isinstance(arguments, dict):
+        if function is None:
             return f"error: there is no function {name!r}; there are {', '.join(self._functions)}"
+        if not isinstance(arguments, dict):
+            return f'error: {name}: arguments must be an object of names and values, like {{"name": 1}}'
         try:
             if inspect.iscoroutinefunction(function):
                 result = await function(**arguments)

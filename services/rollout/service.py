@@ -30,6 +30,7 @@ from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.rollout.engines.base import (
     Completion,
+    DrainingEngine,
     Engine,
     EngineError,
     Refusal,
@@ -205,9 +206,16 @@ class Rollout:
         return self._config.groups_in_flight or fit + (fit + 1) // 2
 
     def _swap_waiting(self, awake: bool) -> None:
-        """What is prepared serves, unless the engine is asleep."""
-        while awake and self._prepared:
+        """What is prepared serves, unless the engine is asleep, or has to end something first."""
+        while awake and self._prepared and self._drained(self._prepared[0].loaded):
             self._swap(self._prepared.popleft())
+
+    def _drained(self, coming: Loaded) -> bool:
+        try:
+            return not isinstance(self.engine, DrainingEngine) or self.engine.drained()
+        except EngineError as error:
+            self._refuse(coming, error)
+            raise
 
     def _swap(self, prepared: Prepared) -> None:
         started = time.monotonic()

@@ -84,8 +84,17 @@ class Tokenizer:
             end = self._special.get(ended_with, "")  # any other token may only look like the answer's end
             calls = (answer or {}).get("tool_calls")
             text = (self._behind_calls(calls, messages, end) if calls else "") or self._behind_answer(messages)
-            text = text.removeprefix(end)
-        return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+            if end and text.startswith(end):
+                ids = self._tokenize(text)  # behind its end, as in the template: alone its rest may be other tokens
+                if ids and ids[0] == ended_with:
+                    return np.array(ids[1:], np.int32)
+                text = text.removeprefix(end)
+        return np.array(self._tokenize(text), np.int32)
+
+    def _tokenize(self, text: str) -> list[int]:
+        """Of a part of a conversation: nothing is put before or behind it."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _behind_answer(self, messages: Sequence[Message]) -> str:
         """What the template puts behind an answer: its end, ``messages``, and the beginning of the next one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.sessions import LOST
+from penstock.services.environments.tools import Tools
 from penstock.services.user_processes.worker import ProgramError
 
 HERE = "tests.environments.games"
@@ -225,3 +227,21 @@ def test_tools_that_hang_are_in_nobodys_way() -> None:
         assert said.get(timeout=30)[1]["observation"] == [{"role": "tool", "content": "3"}] and pool.restarts == 0
     finally:
         pool.close()
+
+
+def test_a_call_that_is_wrong_is_told_what_was() -> None:
+    tools = Tools([f"{HERE}:add"])
+
+    def said(arguments: str) -> str:
+        turn = asyncio.run(tools.step(f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'))
+        assert turn.observation and not isinstance(turn.observation, str)
+        return turn.observation[0]["content"]
+
+    assert said('"{\\"a\\": 1}"').startswith("error: add: arguments must be an object")
+    assert said("[1, 2]").startswith("error: add: arguments must be an object")
+    assert "Missing required argument" in said("null")
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"games:add and tests\.environments\.games:add are both called 'add'"):
+        Tools([f"{HERE}:add", f"{HERE}:add"])

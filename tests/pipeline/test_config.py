@@ -111,6 +111,15 @@ def test_a_folder_at_home_is_found_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert load(QUICKSTART, ["run.folder=~/runs"]).run.folder == "/home/ada/runs"
 
 
+def test_an_evaluation_has_as_many_answers_as_are_decoded_at_a_time() -> None:
+    """One more is drawn for `remax`, by itself."""
+    remax = ["run.deterministic=true", "trainer.algorithm.advantage={type: remax}", "rollout.sampling.n=4"]
+    drawn = "prompts.eval_sampling={held_out: {n: %d, temperature: 1}}"
+    assert load(QUICKSTART, [*remax, drawn % 4]).prompts.eval_sampling["held_out"].n == 4
+    with pytest.raises(ConfigError, match=r"held_out\.n=5 exceeds 4 \(run\.deterministic"):
+        load(QUICKSTART, [*remax, drawn % 5])
+
+
 def test_an_adapter_lies_beside_only_where_it_is_sent() -> None:
     beside = "rollout.engine={type: vllm, max_length: 32, adapter: beside}"
     config = load(QUICKSTART, [beside, "trainer.lora={publish: adapter}"])

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from penstock.pipeline.config import Config
@@ -76,3 +76,39 @@ def test_bytes_that_a_tokenizer_does_not_tell_are_none(tmp_path: Path) -> None:
     broken = Backend(models.WordLevel({"ab": 0, "\ufffd": 1}, "ab"))
     PreTrainedTokenizerFast(tokenizer_object=broken).save_pretrained(tmp_path)
     assert Tokenizer(str(tmp_path)).spelled([0, 1, 99]) == [("ab", b"ab"), ("\ufffd", None), ("", b"")]
+
+
+def _sentencewise(rstrip: bool, scheme: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words begin with a mark, and in which special tokens may swallow the space behind them."""
+    letters = list("▁\nabcdefghijklmnopqrstuvwxyz.")
+    vocabulary = {"<unk>": 0} | {each: number for number, each in enumerate(letters, 1)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    special = ("<|end|>", "<|user|>", "<|assistant|>")
+    backend.add_special_tokens([AddedToken(each, special=True, normalized=False, rstrip=rstrip) for each in special])
+    found = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", unk_token="<unk>")
+    found.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["first", "never"])
+@pytest.mark.parametrize("rstrip", [True, False])
+def test_an_observation_has_the_tokens_that_it_has_in_the_whole_chat(rstrip: bool, scheme: str, tmp_path: Path) -> None:
+    library = _sentencewise(rstrip, scheme)
+    library.save_pretrained(tmp_path)
+    mine, end = Tokenizer(str(tmp_path)), library.convert_tokens_to_ids("<|end|>")
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "so"},
+    ]
+    whole = library.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    begun = mine.encode_chat(chat[:1]).tolist()
+    answered = [place for place, token in enumerate(whole) if token == end][1] + 1
+    assert whole[: len(begun)] == begun
+    assert whole[answered:] == mine.observe("so", True, end).tolist()
+    assert mine.observe("so", True, library.convert_tokens_to_ids("a")).tolist() == whole[answered - 1 :]

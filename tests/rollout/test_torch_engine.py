@@ -25,6 +25,7 @@ from penstock.protocols.experience import Sampling
 from penstock.services.modeling.load import attention_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Engine, Request, RequestError
+from penstock.services.rollout.engines.torch import transformers_model
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.native import NativeModel
@@ -113,6 +114,46 @@ def test_logprobs_are_those_of_transformers(family: str) -> None:
         np.testing.assert_allclose(
             completion.logprobs, expected_logprobs(model, request.tokens, completion.tokens), atol=1e-4
         )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3", "mamba"])
+def test_any_kind_of_model_sleeps_and_goes_on(family: str) -> None:
+    model = make(family)
+    engine = engine_for(model)
+    asked = requests(4, n=2, max_new_tokens=12)
+    for request in asked:
+        engine.submit(request)
+    done = [each for _ in range(5) for each in engine.step() if isinstance(each, Completion)]
+    engine.sleep()
+    engine.wake()
+    engine.swap(engine.prepare(dict(model.named_parameters())), 1)
+    done += drain(engine)
+    assert len(done) == 8
+    for completion in done:
+        wanted = expected_logprobs(model, asked[completion.number].tokens, completion.tokens)
+        np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_prefill_has_logits_of_last_tokens_alone(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all they would be gigabytes where the vocabulary is large."""
+    model = make("gpt2")
+    engine = engine_for(model, max_sequences=8)
+    hosted = engine._model
+    assert isinstance(hosted, HostedModel) and hosted._told
+    hosted._told = told
+    monkeypatch.setattr(transformers_model, "LOGIT_BYTES", 4 * 51 * 20)
+    made: list[int] = []
+    for copy in hosted._spare:
+        copy.lm_head.register_forward_hook(lambda _module, _given, found: made.append(found.numel() // 51))
+    asked = requests(8, n=1, max_new_tokens=2)
+    for request in asked:
+        engine.submit(request)
+    done = drain(engine)
+    assert max(made) <= (8 * 3 if told else 20)
+    for completion in done:
+        wanted = expected_logprobs(model, asked[completion.number].tokens, completion.tokens)
+        np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

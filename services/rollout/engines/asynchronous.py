@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, Request, RequestError, refuse_unfit
 from penstock.services.rollout.engines.torch.sampling import stream_key
+from penstock.services.runtime import health
 from penstock.services.runtime.errors import SetupError
 
 T = TypeVar("T")
@@ -117,6 +118,7 @@ class AsyncEngine(ABC):
         try:
             while not future.done() and time.monotonic() < deadline:
                 wait([future], POLL_S)
+                health.beat()
                 self.check()  # a dead engine may leave a call without an answer
             return future.result(0)
         except TimeoutError:

@@ -151,6 +151,14 @@ class Engine(WeightLoader, Protocol):
 
 
 @runtime_checkable
+class DrainingEngine(Engine, Protocol):
+    """An engine in which everything must have ended before it swaps, which may take minutes."""
+
+    def drained(self) -> bool:
+        """Whether `swap` would begin at once. Once asked, nothing new is begun until then. Raises `EngineError`."""
+
+
+@runtime_checkable
 class SleepingEngine(Engine, Protocol):
     """An engine that can leave its device to others for a while (`run.placement`: colocated). Asleep, it is asked to
     submit, abort, pending, gauges and close, and for nothing else."""

@@ -46,6 +46,8 @@ log = structlog.get_logger()
 _OWNER = f"penstock-{socket.gethostname()}-"
 RETRIES = 3
 """How often a request is sent again, with longer and longer pauses."""
+IDLE_S = 5.0
+"""After so long without a request nobody would have seen that the server went away and came back."""
 DRAIN_POLL_S = 0.01
 KEPT = 2
 """Versions that stay in the folder: the one that serves, and the next one."""
@@ -54,6 +56,10 @@ BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 
 class _Busy(ValueError):
     """The server cannot answer now."""
+
+
+class _Away(_Busy):
+    """Something in front of it says that it is not there."""
 
 
 class HttpOptions(Section):
@@ -114,6 +120,10 @@ class HttpEngine(AsyncEngine):
         self._written: list[Path] = []
         self._flying, self._door = 0, asyncio.Event()
         """Requests that the server has; whether more may go there."""
+        self._quiet_since = time.monotonic()
+        self._draining_since: float | None = None
+        self._serving: Version | None = None
+        self._loads, self._renewing = 0, asyncio.Lock()
         self._folder = Path(options.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(f"{_OWNER}*"):  # by rollouts of this host that were killed
@@ -130,7 +140,9 @@ class HttpEngine(AsyncEngine):
         )
         self._patient = httpx.Timeout(options.deadline_s, read=options.drain_s)
         """For answers, which take as long as they are."""
-        self._passing: tuple[type[Exception], ...] = (httpx.TransportError, _Busy)
+        self._gone: tuple[type[Exception], ...] = (httpx.TransportError, _Away)
+        """After these it may be another one that answers, with the weights that it was started with."""
+        self._passing: tuple[type[Exception], ...] = (*self._gone, _Busy)
         self.call(self.hello(), options.deadline_s, f"be reached at {options.url} (options.url)")
 
     @abstractmethod
@@ -184,8 +196,19 @@ class HttpEngine(AsyncEngine):
         """See `base.Engine.swap`. Waits until nothing is in flight; what was not sent yet waits for the version."""
         self.call(self._drain(), self.options.drain_s, "answer what is in flight (options.drain_s)")
         self.call(self.load(prepared, version), self.options.deadline_s, f"load version {version}")
+        self._serving, self._quiet_since, self._draining_since = prepared, time.monotonic(), None
         self.serve(version)
         self._loop.call_soon_threadsafe(self._door.set)
+
+    def drained(self) -> bool:
+        """See `base.DrainingEngine.drained`."""
+        if self._draining_since is None:
+            self._draining_since = time.monotonic()
+            self._loop.call_soon_threadsafe(self._door.clear)
+        waited_s = time.monotonic() - self._draining_since
+        if self._flying and waited_s > self.options.drain_s:
+            raise EngineError(f"{type(self).__name__}: what is in flight took longer than options.drain_s={waited_s:g}")
+        return not self._flying
 
     async def _drain(self) -> None:
         self._door.clear()
@@ -200,12 +223,13 @@ class HttpEngine(AsyncEngine):
     async def generate(self, request: Request, sample: int, seed: int) -> Completion:
         """See `AsyncEngine.generate`. Dropping the connection makes servers abort the request."""
         await self._door.wait()
-        version = self.version
+        version, idle = self.version, not self._flying and time.monotonic() - self._quiet_since > IDLE_S
         self._flying += 1
         try:
-            answer = await self._asked(request, seed)
+            answer = await self._asked(request, seed, idle)
         finally:
             self._flying -= 1
+            self._quiet_since = time.monotonic()
         tokens, logprobs = np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32)
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} token ids and {len(logprobs)} log-probabilities")
@@ -213,15 +237,30 @@ class HttpEngine(AsyncEngine):
         finish: Finish = "stop" if answer.stopped else "length"
         return Completion(request.number, sample, tokens, logprobs, np.full(len(tokens), version, np.int32), finish)
 
-    async def _asked(self, request: Request, seed: int) -> Answer:
-        """`ask`, again where the server was busy or the line broke."""
-        for attempt in range(RETRIES):
+    async def _asked(self, request: Request, seed: int, doubted: bool) -> Answer:
+        """`ask`, again where the server was busy or the line broke. ``doubted``: whether it has our version still."""
+        for attempt in range(RETRIES + 1):
+            loads = self._loads
             try:
+                if doubted:
+                    await self._load_again(loads)
                 return await self.ask(request, seed)
             except self._passing as error:
+                if attempt == RETRIES:
+                    raise
                 log.warning("asking again", group=request.number, error=f"{type(error).__name__}: {error}")
+                doubted = doubted or isinstance(error, self._gone)
                 await asyncio.sleep(2**attempt)
-        return await self.ask(request, seed)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _load_again(self, loads: int) -> None:
+        """The version that serves, unless another request has done so since there were so many ``loads``. What is in
+        flight may go on meanwhile: to a server that never went away it is the same version."""
+        async with self._renewing:
+            if self._loads == loads and self._serving:
+                log.warning("the server may have been started again: the version is loaded once more", at=self.version)
+                await self.load(self._serving, self.version)
+                self._loads += 1
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON that the server answers with. Raises with what it said where that is an error: `RequestError` where
@@ -231,7 +270,9 @@ class HttpEngine(AsyncEngine):
             said = f"{path} answered {reply.status_code}: {reply.text[:300]}"
             if reply.status_code in (400, 413, 422):
                 raise RequestError(said)
-            raise _Busy(said) if reply.status_code in (429, 502, 503, 504) else ValueError(said)
+            if reply.status_code in (502, 503, 504):
+                raise _Away(said)
+            raise _Busy(said) if reply.status_code == 429 else ValueError(said)
         return reply.json() if reply.content else None
 
     async def get(self, path: str) -> Any:

@@ -184,6 +184,7 @@ class TorchEngine:
         if self.device.type != "cpu":  # there they lie in the host's memory, as they have come
             self._resting.rest(self._model.kept)
 
+    @torch.inference_mode()  # in which some models have made their cache
     def wake(self) -> None:
         """See `base.SleepingEngine.wake`."""
         self._resting.wake()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.services.modeling.precision import LOGITS
 from penstock.services.rollout.engines.torch.cache import SlotCache
-from penstock.services.rollout.engines.torch.transformers_model import TransformersModel
+from penstock.services.rollout.engines.torch.transformers_model import TransformersModel, logit_rows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -70,26 +71,43 @@ class HostedModel(TransformersModel):
         """Tokens that sliding layers look back on, where sequences may be longer."""
         self._by_kind = self._window is not None and SLIDING in kinds
         """The model has layers of both kinds, and takes a mask for each."""
+        self._vocabulary = config.vocab_size
+        self._told = "logits_to_keep" in inspect.signature(self._spare[0].forward).parameters
+        """The model can be told which logits are wanted."""
         self.cache = self._make_cache(slots, length, dtype)
-        self._try(length, dtype)
+        try:
+            self._try(length, dtype)
+        except UnfitError:
+            if not self._told:
+                raise
+            self._told = False  # by a number alone, maybe
+            self._try(length, dtype)
 
     def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         """As `NativeModel.prefill`."""
+        # Where the model cannot be told which logits are wanted, those of few rows at a time.
+        rows = len(tokens) if self._told else logit_rows(self._vocabulary, tokens.shape[1])
+        parts = zip(tokens.split(rows), lengths.split(rows), range(0, len(tokens), rows), strict=True)
+        return torch.cat([self._prefill(part, sizes, slots[at : at + rows]) for part, sizes, at in parts])
+
+    def _prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        cache = DynamicCache()
+        cache, (last, place) = DynamicCache(), torch.unique(lengths - 1, return_inverse=True)
         out = self.weights(
             input_ids=tokens,
             attention_mask=(steps[None] < lengths[:, None]).long(),
             position_ids=steps.expand(tokens.shape),
             past_key_values=cache,
             use_cache=True,
+            **({"logits_to_keep": last} if self._told else {}),
         )
         every = torch.cat(slots)
         repeat = torch.tensor([len(s) for s in slots], device=tokens.device)
         for index, layer in enumerate(cache.layers):
             keys, values = layer.keys.repeat_interleave(repeat, 0), layer.values.repeat_interleave(repeat, 0)
             self.cache.fill(index, every, keys, values)
-        return out.logits[torch.arange(len(tokens), device=tokens.device), lengths - 1].float()
+        wanted = place if self._told else lengths - 1
+        return out.logits[torch.arange(len(tokens), device=tokens.device), wanted].float()
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
         """As `NativeModel.decode`."""

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.services.rollout.engines.torch.transformers_model import TransformersModel
-
-LOGIT_BYTES = 256 << 20
-"""Logits of so many bytes at most at once."""
+from penstock.services.rollout.engines.torch.transformers_model import TransformersModel, logit_rows
 
 
 class RecomputedModel(TransformersModel):
@@ -45,7 +42,7 @@ class RecomputedModel(TransformersModel):
     def _last(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Logits after the last of the first ``lengths`` tokens of each row, ``[rows, vocabulary]``. What stands behind
         them no causal model looks at."""
-        size = max(1, LOGIT_BYTES // (4 * self._vocabulary * tokens.shape[1]))
+        size = logit_rows(self._vocabulary, tokens.shape[1])
         steps = torch.arange(tokens.shape[1], device=tokens.device)[None]
         found = []
         for part, sizes in zip(tokens.split(size), lengths.split(size), strict=True):

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.services.modeling.load import ModelError, attention_of
+from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
 
 
@@ -50,6 +51,11 @@ class TransformersModel:
     def logits(self, weights: Any, tokens: torch.Tensor) -> torch.Tensor:
         """As `NativeModel.logits`."""
         return weights(input_ids=tokens[None], use_cache=False).logits[0].float()
+
+
+def logit_rows(vocabulary: int, length: int) -> int:
+    """Rows of ``length`` tokens whose logits may be there at once, at least one."""
+    return max(1, LOGIT_BYTES // (4 * vocabulary * length))
 
 
 def _tied(model: Any) -> set[str]:

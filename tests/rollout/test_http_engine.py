@@ -1,0 +1,175 @@
+"""An engine over HTTP beside a server that goes away and comes back, that is busy, and that takes its time."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.protocols.experience import Sampling
+from penstock.services.rollout.engines.base import Completion, EngineError, Request
+from penstock.services.rollout.engines.http import engine as module
+from penstock.services.rollout.engines.http.openai import OpenAIEngine
+from tests.trainer.rank_program import a_model
+
+OWN, OURS = 7, 9
+"""Tokens that the server says with the weights that it was started with, and with a version of ours."""
+
+
+class Server(ThreadingHTTPServer):
+    """As much of OpenAI's protocol as the engine speaks."""
+
+    allow_reuse_address = daemon_threads = True
+    loads = 0
+    refusals: list[int]
+    slow_s: dict[int, float]
+    """Seconds that a prompt's answer takes, by its first token."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def say(self, status: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.say(200, {"data": [{"id": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "collective_rpc" in self.path:
+            self.server.loads += 1
+        if "completions" not in self.path:
+            self.say(200, {})
+        elif self.server.refusals:
+            self.say(self.server.refusals.pop(), {})
+        else:
+            time.sleep(self.server.slow_s.get(body["prompt"][0], 0.0))
+            token = OURS if self.server.loads else OWN
+            logprobs = {"token_logprobs": [-0.5]}
+            self.say(200, {"choices": [{"token_ids": [token], "logprobs": logprobs, "finish_reason": "length"}]})
+
+
+def serve(port: int = 0) -> Server:
+    server = Server(("127.0.0.1", port), Handler)
+    server.refusals, server.slow_s = [], {}
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    return server
+
+
+def end(server: Server) -> int:
+    server.shutdown()
+    server.server_close()
+    return server.server_address[1]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = serve()
+    yield made
+    end(made)
+
+
+@pytest.fixture
+def engine(server: Server, tmp_path: Path) -> Iterator[OpenAIEngine]:
+    model = a_model()
+    model.save_pretrained(tmp_path / "model")
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    options = {"url": url, "folder": str(tmp_path / "versions"), "max_length": 32, "drain_s": 5, "deadline_s": 5}
+    made = OpenAIEngine(options, str(tmp_path / "model"), "float32", {0})
+    made.swap(made.prepare(dict(model.state_dict())), 5)
+    yield made
+    made.close()
+
+
+def send(engine: OpenAIEngine, number: int, first: int = 1) -> None:
+    engine.submit(Request(number, 0, np.array([first, 2], np.int32), Sampling(max_new_tokens=1)))
+
+
+def hear(engine: OpenAIEngine, seconds: float = 20, until: Callable[[], bool] = lambda: False) -> list[Completion]:
+    found: list[Completion] = []
+    deadline = time.monotonic() + seconds
+    while not found and not until():
+        assert time.monotonic() < deadline, "no answer"
+        found += [each for each in engine.step() if isinstance(each, Completion)]
+    return found
+
+
+def test_a_server_that_was_started_again_has_our_version_before_it_answers(
+    engine: OpenAIEngine, server: Server
+) -> None:
+    send(engine, 0)
+    assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1
+    port = end(server)
+    again: list[Server] = []
+    late = threading.Timer(0.5, lambda: again.append(serve(port)))
+    late.start()
+    for number in (1, 2, 3):
+        send(engine, number)
+    answers: list[Completion] = []
+    while len(answers) < 3:
+        answers += hear(engine)
+    assert {each.number for each in answers} == {1, 2, 3}
+    assert all(each.tokens.tolist() == [OURS] and each.versions.tolist() == [5] for each in answers)
+    assert again[0].loads == 1, "it was told once"
+    end(again[0])
+
+
+def test_a_server_may_have_been_started_again_while_nothing_was_asked_of_it(
+    engine: OpenAIEngine, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.2)
+    server.loads = 0  # as a new one has
+    time.sleep(0.3)
+    send(engine, 0)
+    assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1
+    send(engine, 1)
+    assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1, "it is busy, and is not asked again"
+
+
+def test_a_busy_server_keeps_its_version(engine: OpenAIEngine, server: Server) -> None:
+    server.refusals = [429, 429]
+    send(engine, 0)
+    assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1
+
+
+def test_what_has_ended_is_heard_while_the_rest_is_waited_for(engine: OpenAIEngine, server: Server) -> None:
+    server.slow_s = {3: 2.0}
+    send(engine, 0, first=3)
+    send(engine, 1)
+    assert [each.number for each in hear(engine)] == [1]
+    assert not engine.drained()
+    send(engine, 2)
+    assert [each.number for each in hear(engine)] == [0], "what is new waits for the version"
+    deadline = time.monotonic() + 5
+    while not engine.drained():
+        assert time.monotonic() < deadline
+    engine.swap(engine.prepare(dict(a_model().state_dict())), 6)
+    (last,) = hear(engine)
+    assert last.number == 2 and last.versions.tolist() == [6]
+
+
+def test_what_never_ends_is_named(engine: OpenAIEngine, server: Server) -> None:
+    engine.options = engine.options.model_copy(update={"drain_s": 0.2})
+    server.slow_s = {3: 3.0}
+    send(engine, 0, first=3)
+    hear(engine, until=lambda: engine._flying == 1)
+    deadline = time.monotonic() + 5
+    with pytest.raises(EngineError, match=r"longer than options\.drain_s"):
+        while time.monotonic() < deadline:
+            engine.drained()
+            engine.step()
