@@ -98,6 +98,36 @@ def test_what_is_wrong_with_json_is_named_wherever_it_is(tmp_path: Path, text: s
         in_json(tmp_path, text, truth_key="truth")
 
 
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_a_split_has_a_part_of_the_rows_of_local_files(tmp_path: Path, kind: str) -> None:
+    file = str(tmp_path / f"rows.{kind}")
+    rows = datasets.Dataset.from_dict({"prompt": [f"q{number}" for number in range(100)]})
+    getattr(rows, f"to_{kind}")(file)
+
+    def split(text: str, **config: Any) -> list[str | None]:
+        return [row.text for row in open_source(HubData(path=kind, files=[file], chat=False, split=text, **config))]
+
+    every = [f"q{number}" for number in range(100)]
+    assert split("train") == every
+    assert (split("train[:90%]"), split("train[90%:]")) == (every[:90], every[90:])
+    assert split("train[10:20]", limit=3) == every[10:13]
+    assert split("train[-5:]+train[:1]") == [*every[-5:], "q0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"split": "test"}, r"prompts.train.split: 'test': .*local files are one split, train"),
+        ({"split": "train[:x]"}, r"prompts.train.split: 'train\[:x\]': .*such as train\[:90%\]"),
+        ({"split": "train[2:2]"}, r"prompts.train.split: 'train\[2:2\]' has none of the 3 rows of .*rows.jsonl"),
+        ({"name": "main"}, r"prompts.train.name: 'main' is of a dataset on the hub, and `files` have none"),
+    ],
+)
+def test_what_local_files_do_not_have_is_refused(tmp_path: Path, given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        in_json(tmp_path, lines(*[{"prompt": "a"}] * 3), **given)
+
+
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes('{"prompt": "für"}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"files.0: cannot read .*rows.jsonl: UnicodeDecodeError.*must be UTF-8"):
