@@ -171,6 +171,19 @@ def test_a_csv_column_has_numbers_where_all_of_its_cells_are_some(tmp_path: Path
     assert last == {"prompt": "q", "text": "NA", "whole": None, "broken": -0.5, "other": "6"}
 
 
+def test_a_comma_at_the_end_of_each_line_of_a_csv_file_is_no_cell(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer,level\n1+1=,two,easy,\n2+2=,four,hard,\n")
+    rows = open_source(HubData(path="csv", files=[str(tmp_path / "rows.csv")], truth_key="answer", chat=False))
+    assert [(row.text, row.truth) for row in rows] == [("1+1=", "two"), ("2+2=", "four")]
+
+
+@pytest.mark.parametrize("line", ["1+1=,two,easy,more", "1+1=,two,easy\n2+2=,four,hard,more"])
+def test_a_cell_of_a_csv_file_without_a_column_is_an_error(tmp_path: Path, line: str) -> None:
+    (tmp_path / "rows.csv").write_text(f"prompt,answer,level\n{line}\n")
+    with pytest.raises(DataError, match=r"prompts.train.files: cannot read .*rows.csv: Parser(Warning|Error): "):
+        open_source(HubData(path="csv", files=[str(tmp_path / "rows.csv")], truth_key="answer"))
+
+
 def test_integers_that_no_message_has_room_for_are_text_in_a_csv_file_and_an_error_in_a_json_file(
     tmp_path: Path,
 ) -> None:
