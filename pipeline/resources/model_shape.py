@@ -10,7 +10,8 @@ from typing import Any
 from penstock.pipeline.config import Config, PretrainedModel, TinyModel
 from penstock.pipeline.resources.model_files import read_config
 from penstock.protocols.versions import DTYPE_BYTES, Dtype
-from penstock.services.modeling.families import MIXTURES, PLAIN
+from penstock.services.modeling.families import MIXTURES, PLAIN, TIED
+from penstock.services.modeling.lengths import stretched
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -177,13 +178,15 @@ def _shape(name: str, data: dict[str, Any]) -> Shape | None:
     plain = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1
     if experts and (data.get("model_type") not in MIXTURES or plain):
         return None  # other mixtures are not counted
+    positions = stretched(data.get("max_position_embeddings"), data.get("rope_scaling") or data.get("rope_parameters"))
+    tied = data.get("tie_word_embeddings", data.get("model_type") in TIED)
     try:
         heads = data["num_attention_heads"]
         inner = data["moe_intermediate_size" if experts else "intermediate_size"]
         return Shape(
             name, data["hidden_size"], inner, data["num_hidden_layers"], heads,
             data.get("num_key_value_heads") or heads, data.get("head_dim") or data["hidden_size"] // heads,
-            data["vocab_size"], bool(data.get("tie_word_embeddings")), data.get("max_position_embeddings") or 1 << 20,
+            data["vocab_size"], bool(tied), positions or 1 << 20,
             data.get("num_experts") or data.get("num_local_experts") or 0, data.get("num_experts_per_tok") or 0,
             data.get("model_type") in PLAIN and not data.get("use_sliding_window"),
             data.get("model_type") in ("qwen3", "qwen3_moe"),

@@ -41,7 +41,7 @@ class HubData(Section):
     """Local files, e.g. ``[rows.jsonl]``, read by the format that `path` names; looked for where you start from, then
     beside the config."""
     split: str = "train"
-    """Part of the dataset, e.g. ``test``."""
+    """Part of the dataset, e.g. ``test``; of local files ``train``, or rows of it like ``train[:90%]``."""
     prompt_key: str = "prompt"
     """Column of the prompt, e.g. ``question``: text, or a list of chat messages."""
     truth_key: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ class CsvRows:
     """Rows of ``files``, the first line of each of which names the columns. A cell without anything in it is None, any
     other is its text, ``NA`` and ``None`` too; in a column where all of them are numbers (and none an integer of more
     than 64 bits) it is that number. Lies in the cache of ``datasets``. Raises `DataError`, with ``key``, for a file
-    that cannot be read."""
+    that cannot be read, or has a line with more cells than columns; one more that is empty, behind each line's last
+    comma, is none."""
 
     def __init__(self, files: Sequence[Path], key: str, wanted: Sequence[str] | None = None) -> None:
         """``wanted``: the columns that will be asked for; None: all."""
@@ -27,11 +29,14 @@ class CsvRows:
         import pandas
 
         try:
-            names = [str(name) for name in pandas.read_csv(files[0], nrows=0).columns]
-            self._rows = datasets.load_dataset(
-                "csv", data_files=list(map(str, files)), split="train", keep_default_na=False, na_values=[""],
-                features=datasets.Features({name: datasets.Value("string") for name in names}),
-            )  # fmt: skip
+            names = [str(name) for name in pandas.read_csv(files[0], nrows=0, index_col=False).columns]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pandas.errors.ParserWarning)  # a cell without a column would be lost
+                self._rows = datasets.load_dataset(
+                    "csv", data_files=list(map(str, files)), split="train", keep_default_na=False, na_values=[""],
+                    features=datasets.Features({name: datasets.Value("string") for name in names}),
+                    index_col=False,  # or the first column would be an index where a line has a comma at its end
+                )  # fmt: skip
         except Exception as error:  # both raise many unrelated types
             raise DataError(f"{key}: cannot read {', '.join(map(str, files))}: {words_of(error)}") from error
         self.column_names = names

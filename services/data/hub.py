@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ class HubSource(PromptSource):
         rows = _load(config, key)
         if not len(rows):
             raise DataError(f"{key}: {_what(config)} has no rows")
+        places = _places(config.split, len(rows), key) if config.files else range(len(rows))
+        if not places:
+            raise DataError(f"{key}.split: {config.split!r} has none of the {len(rows)} rows of {_what(config)}")
         for option in ("prompt_key", "truth_key"):
             column = getattr(config, option)
             if column and column not in rows.column_names:
@@ -37,14 +42,14 @@ class HubSource(PromptSource):
             if config.truth_key:  # what else there is, pictures say, need not be decoded
                 rows = rows.select_columns(list(dict.fromkeys((config.prompt_key, config.truth_key))))
             _check_dates(rows, config, key)
-        self._rows, self._size = rows, min(config.limit or len(rows), len(rows))
+        self._rows, self._places = rows, places[: config.limit]
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._places)
 
     def prompt(self, index: int) -> Prompt:
         """See `PromptSource`."""
-        row = dict(self._rows[index])
+        row = dict(self._rows[self._places[index]])
         truth = row[self._config.truth_key] if self._config.truth_key else row
         if truth is None:
             raise DataError(f"row {index}: {self._config.truth_key!r} is missing or null, so no reward can judge it")
@@ -98,6 +103,8 @@ def _check_files(config: HubData, key: str) -> None:
     if not config.files and path.suffix in FORMATS:
         right = f"path: {FORMATS[path.suffix]}, files: [{config.path}]"
         raise DataError(f"{key}.path: {config.path!r} is a local file; say {right}")
+    if config.files and config.name:
+        raise DataError(f"{key}.name: {config.name!r} is of a dataset on the hub, and `files` have none; leave it out")
     if config.path in FORMATS.values() and not config.files:
         raise DataError(
             f"{key}.files: path={config.path!r} reads local files; name them here, e.g. files: [rows.jsonl]"
@@ -131,7 +138,7 @@ def _load(config: HubData, key: str) -> Any:
             config.path,
             config.name,
             data_files=list(map(str, files)) or None,
-            split="train" if files else config.split,
+            split="train" if files else config.split,  # of files `_places` has a part
         )
     except Exception as error:  # datasets raises many unrelated types
         if files:
@@ -141,6 +148,20 @@ def _load(config: HubData, key: str) -> Any:
             f"{key}.path: cannot load {config.path!r} from the Hugging Face hub{hint}: {words_of(error)}; local files: "
             f"path: json, files: [rows.jsonl]"
         ) from error
+
+
+def _places(split: str, count: int, key: str) -> Sequence[int]:
+    """Which of the ``count`` rows of local files are of ``split``, as `datasets` reads it. Raises `DataError`."""
+    from datasets import ReadInstruction
+
+    try:
+        parts = [range(part.from_, part.to) for part in ReadInstruction.from_spec(split).to_absolute({"train": count})]
+    except (ValueError, AssertionError) as error:
+        raise DataError(
+            f"{key}.split: {split!r}: {words_of(error)}; local files are one split, train: name it, or a part of it "
+            "such as train[:90%]"
+        ) from None
+    return parts[0] if len(parts) == 1 else [*chain(*parts)]
 
 
 def _check_dates(rows: Any, config: HubData, key: str) -> None:

@@ -5,6 +5,8 @@ PLAIN = {"llama", "qwen2", "qwen3", "qwen3_moe"}
 logits are the output embedding of the hidden state, nothing more."""
 STAGED = PLAIN | {"mistral", "gemma", "gemma2", "gemma3_text"}
 """Families whose layers are all there is between the embedding and the last norm: they can be cut into stages."""
+TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2", "vaultgemma"}
+"""Families of which a head is the embedding where a config.json does not say ``tie_word_embeddings``."""
 OUR_ATTENTION = "penstock"
 """By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
 MIXTURES = {"qwen3_moe"}

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
 def positions_of(config: Any) -> int | None:
-    """Tokens that the model of transformers' ``config`` has positions for, also where it has learned fewer, and they
-    are stretched (YaRN, arXiv:2309.00071); None: it has no such bound."""
+    """Tokens that the model of transformers' ``config`` has positions for, as `stretched`; None: it has no such
+    bound."""
     text = config.get_text_config()
-    learned: int | None = getattr(text, "max_position_embeddings", None) or None
-    rope = getattr(text, "rope_parameters", None) or {}
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    return max(learned, int(factor * original)) if learned and factor and original else learned
+    return stretched(getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None))
+
+
+def stretched(learned: int | None, rope: Mapping[str, Any] | None) -> int | None:
+    """Tokens that a model has positions for whose config says ``learned``, also where it has learned fewer, and they
+    are stretched (YaRN, arXiv:2309.00071), by what it says of its rotary embedding; None: it has no such bound."""
+    if not learned:
+        return None
+    rope = rope or {}
+    yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or (yarn and learned)
+    return max(learned, int(factor * original)) if factor and original else learned
 
 
 def longest_sequence(engine: Any, positions: int | None) -> int | None:

@@ -98,6 +98,36 @@ def test_what_is_wrong_with_json_is_named_wherever_it_is(tmp_path: Path, text: s
         in_json(tmp_path, text, truth_key="truth")
 
 
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_a_split_has_a_part_of_the_rows_of_local_files(tmp_path: Path, kind: str) -> None:
+    file = str(tmp_path / f"rows.{kind}")
+    rows = datasets.Dataset.from_dict({"prompt": [f"q{number}" for number in range(100)]})
+    getattr(rows, f"to_{kind}")(file)
+
+    def split(text: str, **config: Any) -> list[str | None]:
+        return [row.text for row in open_source(HubData(path=kind, files=[file], chat=False, split=text, **config))]
+
+    every = [f"q{number}" for number in range(100)]
+    assert split("train") == every
+    assert (split("train[:90%]"), split("train[90%:]")) == (every[:90], every[90:])
+    assert split("train[10:20]", limit=3) == every[10:13]
+    assert split("train[-5:]+train[:1]") == [*every[-5:], "q0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"split": "test"}, r"prompts.train.split: 'test': .*local files are one split, train"),
+        ({"split": "train[:x]"}, r"prompts.train.split: 'train\[:x\]': .*such as train\[:90%\]"),
+        ({"split": "train[2:2]"}, r"prompts.train.split: 'train\[2:2\]' has none of the 3 rows of .*rows.jsonl"),
+        ({"name": "main"}, r"prompts.train.name: 'main' is of a dataset on the hub, and `files` have none"),
+    ],
+)
+def test_what_local_files_do_not_have_is_refused(tmp_path: Path, given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        in_json(tmp_path, lines(*[{"prompt": "a"}] * 3), **given)
+
+
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes('{"prompt": "für"}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"files.0: cannot read .*rows.jsonl: UnicodeDecodeError.*must be UTF-8"):
@@ -139,6 +169,19 @@ def test_a_csv_column_has_numbers_where_all_of_its_cells_are_some(tmp_path: Path
     assert first == {"prompt": "q", "text": "007", "whole": 1, "broken": 2.5, "other": "NA"}
     assert middle == {"prompt": "q", "text": "3.10", "whole": 2, "broken": 1000.0, "other": "5"}
     assert last == {"prompt": "q", "text": "NA", "whole": None, "broken": -0.5, "other": "6"}
+
+
+def test_a_comma_at_the_end_of_each_line_of_a_csv_file_is_no_cell(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer,level\n1+1=,two,easy,\n2+2=,four,hard,\n")
+    rows = open_source(HubData(path="csv", files=[str(tmp_path / "rows.csv")], truth_key="answer", chat=False))
+    assert [(row.text, row.truth) for row in rows] == [("1+1=", "two"), ("2+2=", "four")]
+
+
+@pytest.mark.parametrize("line", ["1+1=,two,easy,more", "1+1=,two,easy\n2+2=,four,hard,more"])
+def test_a_cell_of_a_csv_file_without_a_column_is_an_error(tmp_path: Path, line: str) -> None:
+    (tmp_path / "rows.csv").write_text(f"prompt,answer,level\n{line}\n")
+    with pytest.raises(DataError, match=r"prompts.train.files: cannot read .*rows.csv: Parser(Warning|Error): "):
+        open_source(HubData(path="csv", files=[str(tmp_path / "rows.csv")], truth_key="answer"))
 
 
 def test_integers_that_no_message_has_room_for_are_text_in_a_csv_file_and_an_error_in_a_json_file(

@@ -1,0 +1,55 @@
+"""A model's sizes, as its config.json has them, are those that transformers makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.pipeline.config import load
+from penstock.pipeline.resources.memory import plan
+from penstock.pipeline.resources.model_shape import Shape, shape_of
+from penstock.services.modeling.families import PLAIN, STAGED, TIED
+from penstock.services.modeling.lengths import positions_of
+from penstock.services.modeling.load import load_config
+
+QWEN = Path("pipeline/resources/models/Qwen--Qwen3-8B/config.json")
+
+
+def shaped(folder: Path, described: dict[str, Any]) -> Shape:
+    (folder / "config.json").write_text(json.dumps(described))
+    found = shape_of(load(Path("configs/grpo-8b.yaml"), [f"model.path={folder}"]))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}}, 81920),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 40960),
+        ({"rope_scaling": None}, 40960),
+    ],
+)
+def test_positions_are_those_that_a_run_has(tmp_path: Path, rope: dict[str, Any], positions: int) -> None:
+    shape = shaped(tmp_path, json.loads(QWEN.read_text()) | rope)
+    assert (shape.max_length, positions_of(load_config(str(tmp_path)))) == (positions, positions)
+    keys = [f"model.path={tmp_path}", f"rollout.engine.max_length={positions}"]
+    assert not plan(load(Path("configs/grpo-8b.yaml"), keys)).problems
+
+
+@pytest.mark.parametrize("family", sorted(PLAIN | STAGED | TIED))
+def test_a_head_is_the_embedding_where_transformers_says_so(tmp_path: Path, family: str) -> None:
+    """Gemma's files, for one, do not say it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    described = json.loads(QWEN.read_text()) | {"model_type": family}
+    del described["tie_word_embeddings"]
+    if family == "qwen3_moe":
+        described |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    assert shaped(tmp_path, described).tied == CONFIG_MAPPING[family]().tie_word_embeddings
+    assert not shaped(tmp_path, described | {"tie_word_embeddings": False}).tied
