@@ -295,7 +295,8 @@ def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Pat
     rows: list[Any] = [penstock.Prompt(index=0, text="1+1=", truth="2"), {"prompt": "2+3=", "truth": 5}]
     trainer = penstock.Trainer(
         {"model": {"type": "tiny"}, "trainer": None}, name="one", folder=tmp_path, prompts=rows,
-        reward=[rewards.plenty, "exact_match"], loss="gspo", advantage={"type": "rloo"}, correction=rewards.plenty,
+        reward=[rewards.plenty, "exact_match", {"function": "length", "weight": 0}], loss="gspo",
+        advantage={"type": "rloo"}, correction=rewards.plenty,
     )  # fmt: skip
     monkeypatch.setattr("penstock.pipeline.api.trainer.launched", lambda *args: args)
     command, folder = trainer.start()  # type: ignore[misc]
@@ -304,6 +305,7 @@ def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Pat
     assert data["reward"]["functions"] == [
         {"function": "tests.e2e.rewards:plenty", "name": "plenty"},
         {"function": "exact_match"},
+        {"function": "length", "weight": 0},
     ]
     assert data["trainer"]["algorithm"] == {
         "loss": {"type": "gspo"},
