@@ -99,7 +99,7 @@ class Functions:
         try:
             source = textwrap.dedent(inspect.getsource(value))
         except (OSError, TypeError) as error:
-            raise ConfigError(f"{key}: the source of {name} is not known ({error}); put it into a module") from error
+            raise ConfigError(f"{key}: the source of {name} is not known ({error}); put it into a module") from None
         known = _around(value)
         _refuse_unnamed(name, value, source, known, key)
         if value.__name__ != name:

@@ -7,15 +7,19 @@ import json
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
+from rich.console import Console
 
 from penstock.pipeline.api.functions import Defined, Functions
 from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_folder
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import as_overrides, read_sections
+from penstock.pipeline.report.console import print_findings
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.resume import NOWHERE
 from penstock.protocols.experience import Prompt
@@ -111,6 +115,9 @@ class Trainer:
                 _show(run)
         except KeyboardInterrupt:
             run.stop()
+            if (run.folder / "config.yaml").is_file():  # it had begun
+                again = f"penstock.Run({str(run.folder)!r}).resume()"
+                typer.echo(f"stopped: the run is in {run.folder}; go on with {again}", err=True)
             raise
         return run
 
@@ -172,17 +179,33 @@ def _section(data: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _show(run: Run) -> None:
-    """A progress bar; in a notebook too."""
+    """How far it is, step by step; at the end, what one should look at."""
+    console = Console()
+    bare = console.is_jupyter and find_spec("ipywidgets") is None  # rich draws its bar there with these alone
+    summary = run.wait(on_step=_print_line) if bare else _show_bar(run, console)
+    print_findings(console, summary)
+
+
+def _words(row: dict[str, Any]) -> str:
+    return f"reward {row['reward']:.3f}  lag {row['lag_mean']:.2f}"
+
+
+def _print_line(row: dict[str, Any]) -> None:
+    """In the place of the line before."""
+    typer.echo(f"\r{row['step'] + 1} steps  {_words(row)}", nl=False)
+
+
+def _show_bar(run: Run, console: Console) -> dict[str, Any]:
+    """A progress bar, in a notebook too. Returns the summary."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("starting", total=None)
 
         def on_step(row: dict[str, Any]) -> None:
             if progress.tasks[0].total is None:
                 progress.update(task, total=read_sections(run.folder / "config.yaml")["trainer"]["steps"])
-            words = f"reward {row['reward']:.3f}  lag {row['lag_mean']:.2f}"
-            progress.update(task, completed=row["step"] + 1, description=words)
+            progress.update(task, completed=row["step"] + 1, description=_words(row))
 
-        run.wait(on_step=on_step)
+        return run.wait(on_step=on_step)

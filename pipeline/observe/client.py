@@ -40,7 +40,7 @@ def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tupl
             raise ConfigError(f"RUN: no such folder: {run}")
         if not address_file(run).is_file():
             if (run / "config.yaml").is_file():
-                raise ConfigError(f"RUN: the run in {run} is being prepared: its broker does not listen yet; ask again")
+                raise ConfigError(f"RUN: no broker has listened for {run} yet; {_silent(keys, run)}")
             raise ConfigError(f"RUN: no broker has ever listened for {run}; is it a run's folder?")
         broker = address_file(run).read_text().strip()
     elif not ADDRESS.fullmatch(broker):

@@ -20,10 +20,15 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> No
     """The main numbers, what one should look at, and where the report is."""
     shown = {key: summary[key] for key in (*SHOWN, "error") if key in summary}
     console.print(json.dumps(shown, indent=2, ensure_ascii=False), highlight=False, markup=False, soft_wrap=True)
+    print_findings(console, summary)
+    report = folder / "report.html"
+    if report.is_file():
+        console.print(f"report: {report}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_findings(console: Console, summary: dict[str, Any]) -> None:
+    """What one should look at; nothing where all went well."""
     if summary.get("look_at_this"):
         console.print("look at this:", style="bold yellow")
         for finding in summary["look_at_this"]:
             console.print(f"  - {finding}", highlight=False, markup=False, soft_wrap=True)
-    report = folder / "report.html"
-    if report.is_file():
-        console.print(f"report: {report}", highlight=False, markup=False, soft_wrap=True)

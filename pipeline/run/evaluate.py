@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.config.origin import key_of
+from penstock.pipeline.report.console import print_findings
 from penstock.pipeline.run.start import start
 from penstock.pipeline.tools.merge import adapter_of
 from penstock.services.modeling.adapter_files import AdapterShape
@@ -56,12 +57,12 @@ def print_evaluation(console: Console, summary: dict[str, Any], folder: Path) ->
     """The mean reward of every set, and what several answers to a prompt tell."""
     found = summary["evaluations"].get("before", {})
     measures = list(dict.fromkeys(name.partition("/")[2] or "reward" for name in found))
-    table = Table(title=Text(f"evaluation; see {folder / 'metrics.jsonl'}"))
+    console.print(f"evaluation; see {folder / 'metrics.jsonl'}", highlight=False, markup=False, soft_wrap=True)
+    table = Table()
     for column in ("set", *measures):
         table.add_column(column)
     for name in dict.fromkeys(name.partition("/")[0] for name in found):
         values = [found.get(name if measure == "reward" else f"{name}/{measure}") for measure in measures]
         table.add_row(Text(name), *("-" if value is None else f"{value:.4f}" for value in values))
     console.print(table)
-    for finding in summary.get("look_at_this", []):
-        console.print(f"  - {finding}", highlight=False, markup=False, soft_wrap=True)
+    print_findings(console, summary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,48 @@ def test_each_step_is_told_once(tmp_path: Path) -> None:
     assert told == [(0, 0.0), (1, 0.0), (2, 0.5)]
 
 
+def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass") -> penstock.Trainer:
+    """A trainer whose run in ``tmp_path / "run"`` has done a step, from which nothing was learned, and is over once
+    ``code`` is."""
+    folder = tmp_path / "run"
+
+    def launched(*_: Any) -> penstock.Run:
+        folder.mkdir()
+        (folder / "config.yaml").write_text("trainer: {steps: 1}\n")
+        (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.5, "lag_mean": 0.0}\n')
+        summary = {"outcome": "complete", "look_at_this": ["nothing was learned: the gradient was 0 in every step"]}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return penstock.Run(folder, subprocess.Popen([sys.executable, "-c", code]))
+
+    monkeypatch.setattr("penstock.pipeline.api.trainer.launched", launched)
+    return penstock.Trainer({"model": {"type": "tiny"}}, name="run", folder=tmp_path)
+
+
+def test_what_one_should_look_at_is_said_at_the_end(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    of_a_run(tmp_path, monkeypatch).train()
+    said = capsys.readouterr().out
+    assert "look at this:" in said and "nothing was learned: the gradient was 0 in every step" in said
+
+
+def test_a_notebook_without_widgets_is_told_each_step(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("penstock.pipeline.api.trainer.find_spec", lambda _: None)
+    monkeypatch.setattr("penstock.pipeline.api.trainer.print_findings", lambda *_: None)
+    of_a_run(tmp_path, monkeypatch).train()
+    assert capsys.readouterr().out == "\r1 steps  reward 0.500  lag 0.00"
+
+
+def test_whoever_interrupts_is_told_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    def interrupt(_: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    trainer = of_a_run(tmp_path, monkeypatch, "import time; time.sleep(60)")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(on_step=interrupt)
+    folder = tmp_path / "run"
+    assert f"the run is in {folder}; go on with penstock.Run('{folder}').resume()" in capsys.readouterr().err
+
+
 def test_what_no_process_could_find_is_refused() -> None:
     def local(response: str) -> float:
         return 1.0
@@ -280,6 +323,13 @@ def test_what_no_process_could_find_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Functions("written").name(value, "reward")  # type: ignore[arg-type]
+
+
+def test_of_a_function_without_source_one_error_is_told(tmp_path: Path) -> None:
+    lines = ["from penstock.pipeline.api.functions import Functions", "exec('def typed(response): return 1.0')"]
+    (tmp_path / "script.py").write_text("\n".join([*lines, "Functions('written').name(typed, 'reward')"]))
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True)
+    assert "reward: the source of typed is not known" in done.stderr and "direct cause" not in done.stderr
 
 
 def test_a_value_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -295,7 +345,8 @@ def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Pat
     rows: list[Any] = [penstock.Prompt(index=0, text="1+1=", truth="2"), {"prompt": "2+3=", "truth": 5}]
     trainer = penstock.Trainer(
         {"model": {"type": "tiny"}, "trainer": None}, name="one", folder=tmp_path, prompts=rows,
-        reward=[rewards.plenty, "exact_match"], loss="gspo", advantage={"type": "rloo"}, correction=rewards.plenty,
+        reward=[rewards.plenty, "exact_match", {"function": "length", "weight": 0}], loss="gspo",
+        advantage={"type": "rloo"}, correction=rewards.plenty,
     )  # fmt: skip
     monkeypatch.setattr("penstock.pipeline.api.trainer.launched", lambda *args: args)
     command, folder = trainer.start()  # type: ignore[misc]
@@ -304,6 +355,7 @@ def test_rows_and_functions_take_the_place_of_what_the_config_says(tmp_path: Pat
     assert data["reward"]["functions"] == [
         {"function": "tests.e2e.rewards:plenty", "name": "plenty"},
         {"function": "exact_match"},
+        {"function": "length", "weight": 0},
     ]
     assert data["trainer"]["algorithm"] == {
         "loss": {"type": "gspo"},

@@ -47,6 +47,7 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(), steps(), [DROP], "1 prompts were dropped, since they cannot be used; the last one: row 7"),
         (state(totals={"eval_unusable": 2}), steps(), [], "2 evaluation prompts have no reward"),
         (state(), steps(finished_share=0.2), [], "80 % of the last steps' answers were cut off"),
+        (state(), steps(finished_share=0.2, turns=3.0), [], "of an environment, at rollout.environment.max_turns"),
         (
             state(),
             steps(mismatch_kl_k3=0.2, mismatch_fresh_kl_k3=0.3),

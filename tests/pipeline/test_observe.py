@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.harness.answering import AnsweringBroker
 from penstock.pipeline.observe import client
+from penstock.pipeline.run.lock import held
 from penstock.protocols import messages as m
 
 
@@ -43,3 +45,12 @@ def test_a_broker_that_lets_one_in_and_says_nothing_more_is_an_error_in_words(co
 def test_what_is_no_address_is_named(address: str) -> None:
     done = CliRunner().invoke(app, ["status", "--broker", address])
     assert isinstance(done.exception, ConfigError) and f"--broker: {address!r} is not an address" in str(done.exception)
+
+
+def test_of_a_run_that_never_began_it_is_told_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with held(tmp_path):
+        done = CliRunner().invoke(app, ["status", str(tmp_path)])
+        assert f"no broker has listened for {tmp_path} yet; penstock run is at work in" in str(done.exception)
+    done = CliRunner().invoke(app, ["status", str(tmp_path)])
+    assert str(done.exception).endswith(f"go on with: penstock run --resume {tmp_path}")

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from penstock.pipeline.run import finish
+from penstock.pipeline.run.evaluate import print_evaluation
 from penstock.pipeline.run.finish import conclude
 from penstock.pipeline.run.summary import WINDOW, finite, read_summary
 from penstock.protocols.messages import LedgerReply
@@ -49,3 +51,10 @@ def test_a_report_that_is_not_written_costs_no_summary(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         conclude(tmp_path, STATE, LedgerReply(steps=12, untrained=[]), 0, "complete")
     assert read_summary(tmp_path)
+
+
+def test_an_evaluation_says_where_it_lies_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"evaluations": {"before": {"held_out": 0.25}}, "look_at_this": ["2 evaluation prompts have no reward"]}
+    print_evaluation(Console(width=40), found, tmp_path)
+    said = capsys.readouterr().out
+    assert f"see {tmp_path / 'metrics.jsonl'}\n" in said and "0.2500" in said and "look at this:" in said
