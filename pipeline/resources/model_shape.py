@@ -178,7 +178,9 @@ def _shape(name: str, data: dict[str, Any]) -> Shape | None:
     plain = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1
     if experts and (data.get("model_type") not in MIXTURES or plain):
         return None  # other mixtures are not counted
-    positions = stretched(data.get("max_position_embeddings"), data.get("rope_scaling") or data.get("rope_parameters"))
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    original = {"original_max_position_embeddings": data.get("original_max_position_embeddings")}  # as Phi-3 has it
+    positions = stretched(data.get("max_position_embeddings"), original | rope)
     tied = data.get("tie_word_embeddings", data.get("model_type") in TIED)
     try:
         heads = data["num_attention_heads"]

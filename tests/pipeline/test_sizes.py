@@ -18,6 +18,13 @@ from penstock.services.modeling.load import load_config
 QWEN = Path("pipeline/resources/models/Qwen--Qwen3-8B/config.json")
 
 
+FACTORS = [1.0] * (json.loads(QWEN.read_text())["head_dim"] // 2)
+LONG = {
+    "rope_type": "longrope", "factor": 10.0, "short_factor": FACTORS, "long_factor": FACTORS,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
 def shaped(folder: Path, described: dict[str, Any]) -> Shape:
     (folder / "config.json").write_text(json.dumps(described))
     found = shape_of(load(Path("configs/grpo-8b.yaml"), [f"model.path={folder}"]))
@@ -32,6 +39,8 @@ def shaped(folder: Path, described: dict[str, Any]) -> Shape:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}}, 81920),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 40960),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 40960),
+        ({"rope_scaling": LONG}, 4096),
         ({"rope_scaling": None}, 40960),
     ],
 )

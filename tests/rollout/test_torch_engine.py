@@ -116,6 +116,27 @@ def test_logprobs_are_those_of_transformers(family: str) -> None:
         )
 
 
+def test_sequences_are_as_long_as_their_positions_do_not_depend_on_who_is_beside_them() -> None:
+    """Of Phi-3's long contexts: all keys of a batch would be others with one sequence beyond what was learned."""
+    factors = [[float(each) for each in range(first, first + 8)] for first in (1, 3)]
+    rope = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
+    given = {name: value for name, value in TINY.items() if name not in ("head_dim", "max_position_embeddings")}
+    config = Phi3Config(
+        **given, sliding_window=None, max_position_embeddings=64, original_max_position_embeddings=16,
+        rope_parameters=rope,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    engine = engine_for(model)
+    with pytest.raises(RequestError, match=r"exceed rollout\.engine\.max_length=16"):
+        engine.submit(Request(0, 7, np.arange(2, 12, dtype=np.int32), Sampling(max_new_tokens=8)))
+    asked = [Request(i, 7, np.arange(2, 4 + i, dtype=np.int32), Sampling(max_new_tokens=12 - i)) for i in range(3)]
+    for request in asked:
+        engine.submit(request)
+    for completion in drain(engine):
+        wanted = expected_logprobs(model, asked[completion.number].tokens, completion.tokens)
+        np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3", "mamba"])
 def test_any_kind_of_model_sleeps_and_goes_on(family: str) -> None:
     model = make(family)
