@@ -116,6 +116,8 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
 def _run(console: Console, config: Config, origin: Origin, folder: Path, show: Show) -> int:
     begin(config, folder, origin)
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
+    if config.gateway.count:
+        console.print(waits_for_agents(folder), highlight=False, markup=False, soft_wrap=True)
     try:
         summary = launch(config, folder, console)
     except RunError as error:
@@ -126,6 +128,14 @@ def _run(console: Console, config: Config, origin: Origin, folder: Path, show: S
         return COMPLETE
     console.print(go_on(folder), highlight=False, markup=False, soft_wrap=True)
     return INTERRUPTED
+
+
+def waits_for_agents(folder: Path) -> str:
+    """What the user has yet to start, where agents make the groups of a run."""
+    return (
+        f"it waits for agents, which you start beside it: penstock play {shlex.quote(str(folder))} my_env:MyClass, or "
+        f"a program with penstock.AgentClient({str(folder)!r})"
+    )
 
 
 def go_on(folder: Path) -> str:
