@@ -12,16 +12,17 @@ from pydantic import BaseModel
 from penstock.pipeline.config.schema import Config
 from penstock.services.broker.config import ONE_SET
 
+ALIKE = 0.75
+"""Above it a name is taken for a slip of the pen, below it rather for another key's."""
+MOST_MEANT = 3
+
 
 def explain(data: Any, problem: Any) -> str:
     """One line for one of the ``errors()`` of a `ValidationError` that validating ``data`` as a `Config` raised."""
     path = _path(data, problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
-        near = difflib.get_close_matches(str(path[-1]), known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"{'.'.join(map(str, path))}: unknown key; {hint}"
+        return f"{'.'.join(map(str, path))}: unknown key; {_meant(data, path)}"
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, path))}: missing; give it a value"
     if problem["type"] == "literal_error":
@@ -38,6 +39,24 @@ def explain(data: Any, problem: Any) -> str:
     elif problem["type"] != "value_error":
         message += f", got {problem['input']!r}"
     return f"{'.'.join(map(str, path)) or 'config'}: {message}"
+
+
+def _meant(data: Any, path: list[Any]) -> str:
+    """What the unknown key at ``path`` may stand for: the same of another kind of section, one here that is spelled
+    almost alike, one of the same name elsewhere, one here that is spelled a little alike."""
+    from penstock.pipeline.config.key_reference import find, same_name  # parses docstrings, and imports this module
+
+    dotted, last = ".".join(map(str, path)), str(path[-1])
+    kinds = dict.fromkeys(", ".join(key.needs) for key in find(dotted) if key.needs and key.path.endswith(f".{last}"))
+    if kinds:
+        return f"it belongs to {' or '.join(kinds)}"
+    known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
+    near = difflib.get_close_matches(last, known, 1)
+    if near and (near[0].startswith(last) or difflib.SequenceMatcher(None, last, near[0]).ratio() > ALIKE):
+        return f"did you mean {near[0]!r}?"
+    if elsewhere := same_name(dotted)[:MOST_MEANT]:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
 
 
 def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:

@@ -30,6 +30,9 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
     ("override", "message"),
     [
         ("gate.max_lagg=1", "gate.max_lagg: unknown key; did you mean 'max_lag'?"),
+        ("max_lag=2", "max_lag: unknown key; did you mean gate.max_lag?"),
+        ("trainer.lr=1e-4", "trainer.lr: unknown key; did you mean trainer.optimizer.lr or "),
+        ("model.path=x", "model.path: unknown key; it belongs to model.type=pretrained"),
         ("gatee.max_lag=1", "gatee: unknown key; did you mean 'gate'?"),
         ("rollout.engine.max_seqs=1", "rollout.engine.max_seqs: unknown key; did you mean 'max_sequences'?"),
         ("trainer.algorithm.loss.clip=1", "trainer.algorithm.loss.clip: unknown key; did you mean 'clip_"),
