@@ -97,8 +97,9 @@ def _read(file: str | None, overrides: list[str], resume: Path | None) -> tuple[
 
 
 def _show(config: Config, report: Report, changed: list[str]) -> int:
-    """The resolved config, and what was found as its comments."""
-    typer.echo(dump(config), nl=False)
+    """The resolved config where a run could work by it, and what was found as its comments."""
+    if not report.problems:
+        typer.echo(dump(config), nl=False)
     for change in changed:
         typer.echo(f"# changed: {change}")
     for line in report.lines:
