@@ -36,9 +36,25 @@ def explain(data: Any, problem: Any) -> str:
         near = difflib.get_close_matches(problem["ctx"]["tag"], known.split("'"), 1)
         message = f"type is {problem['ctx']['tag']!r}, but must be one of {known}"
         message += f"; did you mean {near[0]!r}?" if near else ""
+    elif problem["type"] == "string_pattern_mismatch" and "A-Za-z0-9" in problem["ctx"]["pattern"]:
+        message = f"{problem['input']!r} is no name: give letters, digits, ., _ and - alone, a letter or digit first"
+    elif problem["type"] in ("model_type", "model_attributes_type"):
+        message = f"{problem['input']!r} is no section; give {_as_section(data, path, problem['input'])}"
     elif problem["type"] != "value_error":
         message += f", got {problem['input']!r}"
     return f"{'.'.join(map(str, path)) or 'config'}: {message}"
+
+
+def _as_section(data: Any, path: list[Any], value: Any) -> str:
+    """The section that ``value`` alone may have meant, as YAML."""
+    sections = _sections(data, path)
+    if kinds := [tag(section) for section in sections if tag(section)]:
+        return f"{{type: {value if value in kinds else kinds[0]}}}"
+    for first, field in sections[0].model_fields.items() if sections else ():
+        if isinstance(value, str) and field.annotation is str:
+            return f'{{{first}: "{value}"}}'
+        return f"keys and values, such as {{{first}: …}}"
+    return "keys and values"
 
 
 def _meant(data: Any, path: list[Any]) -> str:
