@@ -312,6 +312,15 @@ def test_whoever_interrupts_is_told_how_to_go_on(tmp_path: Path, monkeypatch: An
     assert f"the run is in {folder}; go on with penstock.Run('{folder}').resume()" in capsys.readouterr().err
 
 
+def test_a_run_that_has_just_been_started_is_being_prepared(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert penstock.Run(tmp_path / "run", process).status()["phase"] == "preparing"
+    process.kill()
+    process.wait()
+    with pytest.raises(ConfigError, match="no such folder"):
+        penstock.Run(tmp_path / "run", process).status()
+
+
 def test_what_no_process_could_find_is_refused() -> None:
     def local(response: str) -> float:
         return 1.0
