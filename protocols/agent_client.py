@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols import messages as m
-from penstock.protocols.agent_line import AgentRefusedError, Line, RunOver, answered, checked, loaded, reached
+from penstock.protocols.agent_line import AgentRefusedError, Line, RunOver, Search, answered, checked, loaded
 from penstock.protocols.experience import Finish, Prompt, Purpose, as_bytes
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.mailbox import DeadlineError
@@ -165,8 +165,8 @@ class AgentClient:
     run has ended."""
 
     def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None = None) -> None:
-        own, since = loaded(keys), time.monotonic()
-        while (line := reached(gateway, own, since)) is None:
+        search = Search(gateway, loaded(keys))
+        while (line := search.look()) is None:
             time.sleep(START_LOOK_S)
         self._line = line
 
@@ -260,8 +260,8 @@ class AsyncAgentClient:
         return AsyncAgentSession(self._line, opened)
 
     async def __aenter__(self) -> AsyncAgentClient:
-        since = time.monotonic()
-        while (line := reached(self._gateway, self._keys, since)) is None:
+        search = Search(self._gateway, self._keys)
+        while (line := search.look()) is None:
             await asyncio.sleep(START_LOOK_S)
         self._line = line
         return self

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import secrets
+import sys
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -21,6 +22,8 @@ LOOK_S = 2.0
 """Between two looks at whether the run is over, while an answer is waited for."""
 START_S = 120.0
 """How long a client waits for a run to be under way."""
+TELL_S = 3.0
+"""After which it says that it waits."""
 
 
 class AgentRefusedError(RuntimeError):
@@ -110,23 +113,34 @@ def loaded(keys: ClientKeys | str | Path | None) -> ClientKeys | None:
     return load_client(Path(keys)) if isinstance(keys, str | Path) else keys
 
 
-def reached(gateway: str | Path, keys: ClientKeys | None, since: float) -> Line | None:
-    """To one of the gateways of a run, which the run's folder names once it is under way, or to the one at an address;
-    None where there is none yet. Raises `RunOver`, or `FileNotFoundError` `START_S` after it was first looked for."""
-    if (folder := _folder(gateway)) is None:
-        return Line(gateway, str(gateway), keys)
-    if files := sorted((folder / "gateways").glob("*.json")):
-        own = folder / "keys" / "client.json"
-        keys = keys or (load_client(own).to_reach() if own.is_file() else None)
-        return Line(gateway, json.loads(random.choice(files).read_text())["zmq"], keys)
-    if _has_ended(folder):
-        raise _over(folder)
-    if time.monotonic() > since + START_S:
-        raise FileNotFoundError(
-            f"{gateway}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above 0, "
-            "under way?"
-        )
-    return None
+class Search:
+    """For one of the gateways of a run, which the run's folder names once it is under way, or the one at an address."""
+
+    def __init__(self, gateway: str | Path, keys: ClientKeys | None) -> None:
+        self._gateway, self._keys, self._since, self._told = gateway, keys, time.monotonic(), False
+
+    def look(self) -> Line | None:
+        """To the gateway; None where there is none yet, which is said once, on stderr, after `TELL_S`. Raises
+        `RunOver`, or `FileNotFoundError` `START_S` after the search began."""
+        if (folder := _folder(self._gateway)) is None:
+            return Line(self._gateway, str(self._gateway), self._keys)
+        if files := sorted((folder / "gateways").glob("*.json")):
+            own = folder / "keys" / "client.json"
+            keys = self._keys or (load_client(own).to_reach() if own.is_file() else None)
+            return Line(self._gateway, json.loads(random.choice(files).read_text())["zmq"], keys)
+        if _has_ended(folder):
+            raise _over(folder)
+        waited_s = time.monotonic() - self._since
+        if waited_s > START_S:
+            raise FileNotFoundError(
+                f"{folder}/gateways: no gateway for {START_S:g} s; is it the folder of a run with gateway.count above "
+                "0, under way?"
+            )
+        if waited_s > TELL_S and not self._told:
+            self._told = True
+            why = "none is there yet" if folder.is_dir() else "no such folder"
+            sys.stderr.write(f"waiting up to {START_S:g} s for a gateway in {folder}: {why}\n")
+        return None
 
 
 def _has_ended(folder: Path) -> bool:

@@ -78,9 +78,12 @@ class Run:
         return list(rollouts(self.folder, step))
 
     def status(self) -> dict[str, Any]:
-        """How it stands, as `penstock status --json` says it. Raises `ConfigError`."""
+        """How it stands, as `penstock status --json` says it; while its broker is not there yet, little more than the
+        phase ``preparing``. Raises `ConfigError`."""
         if (over := self.summary) is not None:
             return over
+        if self.running and not address_file(self.folder).is_file():
+            return {"run": self.folder.name, "phase": "preparing", "step": 0, "metrics": {}, "members": {}}
         from penstock.pipeline.observe.client import find_broker, state, watching
 
         with watching(*find_broker(self.folder, None, None)) as mailbox:

@@ -12,16 +12,17 @@ from pydantic import BaseModel
 from penstock.pipeline.config.schema import Config
 from penstock.services.broker.config import ONE_SET
 
+ALIKE = 0.75
+"""Above it a name is taken for a slip of the pen, below it rather for another key's."""
+MOST_MEANT = 3
+
 
 def explain(data: Any, problem: Any) -> str:
     """One line for one of the ``errors()`` of a `ValidationError` that validating ``data`` as a `Config` raised."""
     path = _path(data, problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
-        near = difflib.get_close_matches(str(path[-1]), known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"{'.'.join(map(str, path))}: unknown key; {hint}"
+        return f"{'.'.join(map(str, path))}: unknown key; {_meant(data, path)}"
     if problem["type"] == "missing":
         return f"{'.'.join(map(str, path))}: missing; give it a value"
     if problem["type"] == "literal_error":
@@ -35,9 +36,43 @@ def explain(data: Any, problem: Any) -> str:
         near = difflib.get_close_matches(problem["ctx"]["tag"], known.split("'"), 1)
         message = f"type is {problem['ctx']['tag']!r}, but must be one of {known}"
         message += f"; did you mean {near[0]!r}?" if near else ""
+    elif problem["type"] == "string_pattern_mismatch" and "A-Za-z0-9" in problem["ctx"]["pattern"]:
+        message = f"{problem['input']!r} is no name: give letters, digits, ., _ and - alone, a letter or digit first"
+    elif problem["type"] in ("model_type", "model_attributes_type"):
+        message = f"{problem['input']!r} is no section; give {_as_section(data, path, problem['input'])}"
     elif problem["type"] != "value_error":
         message += f", got {problem['input']!r}"
     return f"{'.'.join(map(str, path)) or 'config'}: {message}"
+
+
+def _as_section(data: Any, path: list[Any], value: Any) -> str:
+    """The section that ``value`` alone may have meant, as YAML."""
+    sections = _sections(data, path)
+    if kinds := [tag(section) for section in sections if tag(section)]:
+        return f"{{type: {value if value in kinds else kinds[0]}}}"
+    for first, field in sections[0].model_fields.items() if sections else ():
+        if isinstance(value, str) and field.annotation is str:
+            return f'{{{first}: "{value}"}}'
+        return f"keys and values, such as {{{first}: …}}"
+    return "keys and values"
+
+
+def _meant(data: Any, path: list[Any]) -> str:
+    """What the unknown key at ``path`` may stand for: the same of another kind of section, one here that is spelled
+    almost alike, one of the same name elsewhere, one here that is spelled a little alike."""
+    from penstock.pipeline.config.key_reference import find, same_name  # parses docstrings, and imports this module
+
+    dotted, last = ".".join(map(str, path)), str(path[-1])
+    kinds = dict.fromkeys(", ".join(key.needs) for key in find(dotted) if key.needs and key.path.endswith(f".{last}"))
+    if kinds:
+        return f"it belongs to {' or '.join(kinds)}"
+    known = sorted({name for model in _sections(data, path[:-1]) for name in model.model_fields})
+    near = difflib.get_close_matches(last, known, 1)
+    if near and (near[0].startswith(last) or difflib.SequenceMatcher(None, last, near[0]).ratio() > ALIKE):
+        return f"did you mean {near[0]!r}?"
+    if elsewhere := same_name(dotted)[:MOST_MEANT]:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
 
 
 def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:

@@ -11,6 +11,7 @@ parsed when somebody asks: pydantic's ``use_attribute_docstrings`` would do so i
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import json
 import re
@@ -100,13 +101,37 @@ def find(path: str) -> list[Key]:
     Positions in lists may be given or left out. A name inside a free map, as in
     ``rollout.engine.vllm.enforce_eager``, finds the map.
     """
-    parts = [part for part in path.split(".") if not part.isdigit()]
-    name = ".".join(parts)
+    name = _without_positions(path)
+    parts = name.split(".")
     maps = [key.path for key in walk() if key.blocks and is_map(key.field.annotation)]
     called = {name, *(re.sub(rf"^{path}\.\w+", f"{path}.NAME", name) for path in maps)}
     exact = [key for key in walk() if key.path in called or (key.chooses and f"{key.path}.type" in called)]
     above = [".".join(parts[:length]) for length in range(1, len(parts))]
     return exact or [key for key in walk() if key.path in above and is_map(key.field.annotation)]
+
+
+def same_name(path: str) -> list[str]:
+    """The keys whose last name is that of ``path``, those most like it first."""
+    wanted = _without_positions(path)
+    same = {key.path for key in walk() if key.path.rpartition(".")[2] == wanted.rpartition(".")[2]}
+    return sorted(same, key=lambda known: (-difflib.SequenceMatcher(None, wanted, known).ratio(), known))
+
+
+def nearest(path: str, count: int = 3) -> list[str]:
+    """The keys that ``path`` may have meant: one that has its last name, those that look like it,
+    then those whose last name does."""
+    paths = list(dict.fromkeys(key.path for key in walk()))
+    wanted, same = _without_positions(path), same_name(path)
+    names: dict[str, list[str]] = {}
+    for known in paths:
+        names.setdefault(known.rpartition(".")[2], []).append(known)
+    close = difflib.get_close_matches(wanted, paths, count, 0.75)
+    alike = [known for name in difflib.get_close_matches(wanted, names, count, 0.75) for known in names[name]]
+    return list(dict.fromkeys([*same[:1], *close, *same, *alike]))[:count]
+
+
+def _without_positions(path: str) -> str:
+    return ".".join(part for part in path.split(".") if not part.isdigit())
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:

@@ -26,13 +26,13 @@ def look(config: Config, report: Report) -> None:
         pool = EnvironmentPool(environment, start_s=IMPORT_S)
         try:
             if report.row is not None:
-                report.notes += _play(environment, pool, report.row)
+                _play(environment, pool, report.row, report)
         finally:
             pool.close()
 
 
-def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt) -> list[str]:
-    """One turn, with an answer that need not make sense. Returns what one should know. Raises `SetupError`."""
+def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, report: Report) -> None:
+    """One turn, with an answer that need not make sense. Adds to ``report`` what came of it. Raises `SetupError`."""
     truth = row.truth if isinstance(row.truth, str) and row.truth else ANSWER
     calls: dict[str, Callable[[Answered], None]] = {
         "reset": lambda heard: pool.reset(0, row, heard),
@@ -44,9 +44,10 @@ def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt) ->
         try:
             found, error = said.get(timeout=min(TRIAL_S, environment.timeout_s) + 2)
         except queue.Empty:
-            return [
+            report.notes.append(
                 f"{KEY}: {environment.environment}: {name} did not answer within {TRIAL_S:g} s; it was not looked at"
-            ]
+            )
+            return
         if found is None:
             raise SetupError(f"{KEY}: {environment.environment}: {name}, tried on row {row.index}, {error}")
         if found.get("tools") and not isinstance(found["prompt"], list) and row.messages is None:
@@ -54,4 +55,9 @@ def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt) ->
                 f"{KEY}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
                 "plain text; take prompts of messages (prompts.train.chat=true with a source that has it)"
             )
-    return []
+        if "reward" in found:
+            then = "ended the task" if found["done"] else "went on"
+            report.lines.append(
+                f"{KEY}: {environment.environment}: {name}, on row {row.index}, gave a reward of {found['reward']:g} "
+                f"and {then}"
+            )

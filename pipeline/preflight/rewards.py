@@ -33,28 +33,39 @@ def look(config: Config, report: Report) -> None:
         tried = [threads.submit(_try, function, index, config.columns, report.row) for index, function in functions]
     for trial in tried:
         with report.collect():
-            note = trial.result()
-            if note:
-                report.notes.append(note)
+            line, note = trial.result()
+            report.lines += [line] * bool(line)
+            report.notes += [note] * bool(note)
 
 
-def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt | None) -> str:
-    """Returns what one should know. Raises `SetupError` where the function cannot be called, or fails on every
-    answer."""
+def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt | None) -> tuple[str, str]:
+    """Returns what it gave, and what one should know; either may be empty. Raises `SetupError` where the function
+    cannot be called, or fails on every answer."""
     key = f"reward.functions.{index}"
     pool = WorkerPool(function.program(key), workers=1, limit=8, start_s=IMPORT_S)
     try:
         if row is None or not function.trial:
-            return ""
+            return "", ""
         answers = [answer for answer in (row.truth if isinstance(row.truth, str) else None, ANSWER) if answer]
         offered = [_offered(function, table, row, answer) for answer in answers]
         calls = [pool.submit(Call(each)) for each in ([together(offered)] if function.whole_group else offered)]
         done = wait(calls, TRIAL_S).done
         if function.whole_group and done:
             calls = apart(calls[0], len(answers))
-        return _judge(key, function, row, answers if len(calls) == len(answers) else answers[:1], calls)
+        answers = answers if len(calls) == len(answers) else answers[:1]
+        return _given(key, function, row, answers, calls), _judge(key, function, row, answers, calls)
     finally:
         pool.close()
+
+
+def _given(key: str, function: FunctionConfig, row: Prompt, answers: list[str], calls: list[Future[float]]) -> str:
+    """What the function gave for each answer that it was tried on; empty where it gave nothing."""
+    given = [
+        f"{call.result():g} for {'the truth' if answer == row.truth else repr(answer)}"
+        for answer, call in zip(answers, calls, strict=True)
+        if call.done() and not call.exception()
+    ]
+    return f"{key}: {function.function}, called on row {row.index}, gave {', '.join(given)}" * bool(given)
 
 
 def _judge(key: str, function: FunctionConfig, row: Prompt, answers: list[str], calls: list[Future[float]]) -> str:

@@ -137,7 +137,10 @@ class _Launch:
             foreign=True,
             preloaded=True,
         )
-        with self._console.status("making the tiny model; its warm start is supervised (about 20 s) …"):
+        words = "making the tiny model; its warm start is supervised (about 20 s) …"
+        if not self._console.is_terminal:  # where a status shows nothing
+            self._console.print(words, highlight=False)
+        with self._console.status(words):
             while child.alive:
                 self._hear_interrupt()
                 time.sleep(0.1)

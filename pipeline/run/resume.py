@@ -119,8 +119,12 @@ def _kinds(key: str) -> list[str]:
 
 
 def _words(key: str, values: dict[str, Any]) -> str:
-    """The value as YAML has it; of a section that is not there on this side, that."""
-    return json.dumps(values[key], ensure_ascii=False) if key in values else ABSENT
+    """The value as YAML has it; of a section or a map what it has, none where that is nothing, and where it is not
+    there on this side, that."""
+    if key in values:
+        return "none" if values[key] == {} else json.dumps(values[key], ensure_ascii=False)
+    below = [other.removeprefix(f"{key}.").partition(".")[0] for other in values if other.startswith(f"{key}.")]
+    return ", ".join(name for name in dict.fromkeys(below) if not name.isdigit()) or ABSENT
 
 
 def changes(began: Config, config: Config) -> list[str]:

@@ -97,8 +97,9 @@ def _read(file: str | None, overrides: list[str], resume: Path | None) -> tuple[
 
 
 def _show(config: Config, report: Report, changed: list[str]) -> int:
-    """The resolved config, and what was found as its comments."""
-    typer.echo(dump(config), nl=False)
+    """The resolved config where a run could work by it, and what was found as its comments."""
+    if not report.problems:
+        typer.echo(dump(config), nl=False)
     for change in changed:
         typer.echo(f"# changed: {change}")
     for line in report.lines:
@@ -116,6 +117,8 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
 def _run(console: Console, config: Config, origin: Origin, folder: Path, show: Show) -> int:
     begin(config, folder, origin)
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
+    if config.gateway.count:
+        console.print(waits_for_agents(folder), highlight=False, markup=False, soft_wrap=True)
     try:
         summary = launch(config, folder, console)
     except RunError as error:
@@ -126,6 +129,14 @@ def _run(console: Console, config: Config, origin: Origin, folder: Path, show: S
         return COMPLETE
     console.print(go_on(folder), highlight=False, markup=False, soft_wrap=True)
     return INTERRUPTED
+
+
+def waits_for_agents(folder: Path) -> str:
+    """What the user has yet to start, where agents make the groups of a run."""
+    return (
+        f"it waits for agents, which you start beside it: penstock play {shlex.quote(str(folder))} my_env:MyClass, or "
+        f"a program with penstock.AgentClient({str(folder)!r})"
+    )
 
 
 def go_on(folder: Path) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.config.key_reference import REQUIRED, Block, Key, find, reference, walk
+from penstock.pipeline.config.key_reference import REQUIRED, Block, Key, find, nearest, reference, walk
 
 
 def show_sections(console: Console) -> None:
@@ -34,21 +32,6 @@ def show_key(console: Console, path: str) -> None:
         if number:
             console.print()
         _show(console, key)
-
-
-def nearest(path: str, count: int = 3) -> list[str]:
-    """The keys that ``path`` may have meant: one that has its last name, those that look like it,
-    then those whose last name does."""
-    paths = list(dict.fromkeys(key.path for key in walk()))
-    wanted = ".".join(part for part in path.split(".") if not part.isdigit())
-    names: dict[str, list[str]] = {}
-    for known in paths:
-        names.setdefault(known.rpartition(".")[2], []).append(known)
-    same = names.get(wanted.rpartition(".")[2], [])
-    same = sorted(same, key=lambda known: -difflib.SequenceMatcher(None, wanted, known).ratio())
-    close = difflib.get_close_matches(wanted, paths, count, 0.75)
-    alike = [known for name in difflib.get_close_matches(wanted, names, count, 0.75) for known in names[name]]
-    return list(dict.fromkeys([*same[:1], *close, *same, *alike]))[:count]
 
 
 def _show(console: Console, key: Key) -> None:

@@ -8,7 +8,7 @@ import shlex
 from rich.console import Console
 from rich.table import Table
 
-from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.choice import (
     best_of,
     half_of_the_longest,
@@ -34,6 +34,10 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
     """Prints what each process holds, and, for ``gpus`` like 8xH100, layouts that fit; ``length`` is a response's, on
     average. Returns whether the config as it is fits. Raises `ConfigError` where the model's sizes are not known."""
     shape = shape_of(config)
+    if isinstance(config.model, TinyModel):
+        raise ConfigError(
+            "model.type: a tiny model needs no plan; give a config with model: {type: pretrained, path: …}"
+        )
     if shape is None:
         raise ConfigError("model.path: no config.json of a dense decoder at hand; give a folder that has one")
     count, device = devices_of(gpus) if gpus else (0, None)

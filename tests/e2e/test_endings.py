@@ -10,10 +10,21 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.run.summary import steps_of
-from tests.e2e.runs import SHORT, Run, check_promises, page_of
+from tests.e2e.runs import ROOT, SHORT, Run, check_promises, page_of
 
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'tests.e2e.mistakes:{}'}}"
 REWARD = "reward.functions=[{{function: 'tests.e2e.mistakes:{}', timeout_s: {}}}]"
+
+
+def test_what_a_run_waits_for_at_its_start_is_said_without_a_terminal_too(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["gateway.http=127.0.0.1:0", "gateway.bind=tcp://127.0.0.1:0"], ROOT / "configs" / "agent.yaml")
+    deadline = time.monotonic() + 60
+    while "making the tiny model; its warm start is supervised" not in (said := run.output.read_text()):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+    assert f"it waits for agents, which you start beside it: penstock play {run.folder} my_env:MyClass" in said
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(30) == 130 and f"penstock run --resume {run.folder}" in run.output.read_text()
 
 
 def test_a_loss_that_becomes_nan_ends_the_run_by_its_name(tmp_path: Path) -> None:

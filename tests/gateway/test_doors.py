@@ -458,6 +458,17 @@ def test_who_comes_after_the_runs_end_is_told_so_and_who_comes_early_holds_up_no
     assert max(asyncio.run(beside())) < 1.5
 
 
+def test_an_agent_that_waits_for_a_run_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent_line, "START_S", 1.0)
+    monkeypatch.setattr(agent_line, "TELL_S", 0.2)
+    for folder, why in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "none is there yet")):
+        with pytest.raises(FileNotFoundError, match="is it the folder of a run with gateway.count above 0"):
+            AgentClient(folder)
+        assert capsys.readouterr().err == f"waiting up to 1 s for a gateway in {folder}: {why}\n"
+
+
 def test_the_zeromq_client(house: House) -> None:
     async def agent() -> list[Any]:
         door = ZmqDoor("tcp://127.0.0.1:*", house.desk, None, NO_KEYS)

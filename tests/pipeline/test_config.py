@@ -30,6 +30,13 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
     ("override", "message"),
     [
         ("gate.max_lagg=1", "gate.max_lagg: unknown key; did you mean 'max_lag'?"),
+        ("max_lag=2", "max_lag: unknown key; did you mean gate.max_lag?"),
+        ("trainer.lr=1e-4", "trainer.lr: unknown key; did you mean trainer.optimizer.lr or "),
+        ("model.path=x", "model.path: unknown key; it belongs to model.type=pretrained"),
+        ("reward.functions=[mine:slow]", "functions.0: 'mine:slow' is no section; give {function: \"mine:slow\"}"),
+        ("trainer.algorithm.loss=gspo", "trainer.algorithm.loss: 'gspo' is no section; give {type: gspo}"),
+        ("gate=3", "gate: 3 is no section; give keys and values, such as {max_lag: …}"),
+        ("run.name=with space", "run.name: 'with space' is no name: give letters, digits, ., _ and - alone"),
         ("gatee.max_lag=1", "gatee: unknown key; did you mean 'gate'?"),
         ("rollout.engine.max_seqs=1", "rollout.engine.max_seqs: unknown key; did you mean 'max_sequences'?"),
         ("trainer.algorithm.loss.clip=1", "trainer.algorithm.loss.clip: unknown key; did you mean 'clip_"),

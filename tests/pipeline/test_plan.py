@@ -154,6 +154,8 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
     assert result.exit_code == 1 and "does not fit: trainer.ranks=1" in result.output.replace("\n", " ")
     result = CliRunner().invoke(app, ["plan", "configs/grpo-8b.yaml", "--gpus", "8xT1000"])
     assert result.exit_code != 0 and "'8xT1000' is not like 8xH100" in str(result.exception)
+    result = CliRunner().invoke(app, ["plan", "configs/quickstart.yaml"])
+    assert "a tiny model needs no plan; give a config with model: {type: pretrained" in str(result.exception)
 
 
 @pytest.mark.parametrize(

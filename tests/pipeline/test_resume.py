@@ -99,6 +99,12 @@ def test_another_kind_of_model_is_named_by_its_kind(folder: Path) -> None:
         resumed(folder, None, ["model={type: pretrained, path: x/y}"])
 
 
+def test_evaluation_sets_are_named_where_they_are_given_up(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump(load(Path("configs/quickstart.yaml"))))
+    with pytest.raises(ConfigError, match=r"^prompts\.eval: none, but the run began with held_out; a resumed run"):
+        resumed(tmp_path, None, ["prompts.eval=null"])
+
+
 def test_nothing_left_to_do_is_said(folder: Path) -> None:
     (folder / "ledger.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(14)))
     with pytest.raises(ConfigError, match=r"trainer\.steps: 10, but 14 steps are done already"):

@@ -67,6 +67,11 @@ class Stepless:
     pass
 
 
+class Guess:
+    def step(self, answer):
+        return penstock.Turn(reward=0.5, done=True)
+
+
 class Angry:
     def step(self, answer):
         return {}["no"]
@@ -433,8 +438,16 @@ def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
     mistake = Mistake("", (), (REWARD.format("mine:raises"),))
     done, _ = run(tmp_path, *lay_out(tmp_path, mistake), "--dry-run")
     assert done.returncode == 2 and "mine:raises, called on row 0" in done.stderr
+    assert "# prompts.train: 2 rows" in done.stdout and "\nmodel:" not in done.stdout, "what is wrong is not to be lost"
     good, _ = run(tmp_path, "config.yaml", "--dry-run", REWARD.format("mine:good"))
     assert good.returncode == 0 and "# prompts.train: 2 rows; row 0: '1+1='" in good.stdout
+    gave = "# reward.functions.0: mine:good, called on row 0, gave 1 for the truth, 0 for 'I think the answer is 42.'"
+    assert gave in good.stdout and "\nmodel:" in good.stdout
+    played, _ = run(tmp_path, "config.yaml", "--dry-run", "rollout.environment={environment: 'mine:Guess'}")
+    assert (
+        "# rollout.environment: mine:Guess: step('2'), on row 0, gave a reward of 0.5 and ended the task"
+        in played.stdout
+    )
     elsewhere, _ = run(tmp_path, "config.yaml", "--dry-run", "trainer.device=cuda")
     assert elsewhere.returncode == 0 and "# on this machine: trainer.device: cuda" in elsewhere.stdout
     assert not (tmp_path / "runs").exists()

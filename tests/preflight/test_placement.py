@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
@@ -50,9 +49,9 @@ def test_a_run_is_laid_out_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with suppress(ConfigError, SetupError):  # the model is on the hub, which may not answer
         start(Console(), str(BIG), given, None, True)
     out = capsys.readouterr().out
-    shown = yaml.safe_load(out)
-    assert 1 <= shown["trainer"]["ranks"] <= 4 and shown["rollout"]["count"] >= 1
-    assert f"trainer.ranks={shown['trainer']['ranks']}" in out.partition("# changed: run.placement: auto takes ")[2]
+    config, _, _ = laid_out(str(BIG), given, None)
+    assert 1 <= config.trainer.ranks <= 4 and config.rollout.count >= 1
+    assert f"trainer.ranks={config.trainer.ranks}" in out.partition("# changed: run.placement: auto takes ")[2]
 
 
 def test_one_machine_is_one_node_and_as_large_as_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,106 @@
+"""`penstock.Run`, and what `Trainer.train` says while it waits for one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.pipeline.config import ConfigError
+
+
+def test_each_step_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    file, told = tmp_path / "metrics.jsonl", []
+
+    def on_step(row: dict[str, Any]) -> None:
+        told.append((row["step"], row["reward"]))
+        if len(told) == 2:  # while it is waited for, one step is done again and one is new
+            with file.open("a") as more:
+                more.write("".join(f'{{"kind": "step", "step": {step}, "reward": 0.5}}\n' for step in (1, 2)))
+
+    file.write_text("".join(f'{{"kind": "step", "step": {step}, "reward": 0.0}}\n' for step in (0, 1)))
+    held = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
+    with pytest.raises(penstock.RunFailed):
+        penstock.pipeline.api.run.Run(tmp_path, held).wait(60, on_step)
+    assert told == [(0, 0.0), (1, 0.0), (2, 0.5)]
+
+
+def of_a_run(tmp_path: Path, monkeypatch: Any, code: str = "pass") -> penstock.Trainer:
+    """A trainer whose run in ``tmp_path / "run"`` has done a step, from which nothing was learned, and is over once
+    ``code`` is."""
+    folder = tmp_path / "run"
+
+    def launched(*_: Any) -> penstock.Run:
+        folder.mkdir()
+        (folder / "config.yaml").write_text("trainer: {steps: 1}\n")
+        (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.5, "lag_mean": 0.0}\n')
+        summary = {"outcome": "complete", "look_at_this": ["nothing was learned: the gradient was 0 in every step"]}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return penstock.Run(folder, subprocess.Popen([sys.executable, "-c", code]))
+
+    monkeypatch.setattr("penstock.pipeline.api.trainer.launched", launched)
+    return penstock.Trainer({"model": {"type": "tiny"}}, name="run", folder=tmp_path)
+
+
+def test_what_one_should_look_at_is_said_at_the_end(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    of_a_run(tmp_path, monkeypatch).train()
+    said = capsys.readouterr().out
+    assert "look at this:" in said and "nothing was learned: the gradient was 0 in every step" in said
+
+
+def test_a_notebook_without_widgets_is_told_each_step(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("penstock.pipeline.api.trainer.find_spec", lambda _: None)
+    monkeypatch.setattr("penstock.pipeline.api.trainer.print_findings", lambda *_: None)
+    of_a_run(tmp_path, monkeypatch).train()
+    assert capsys.readouterr().out == "\r1 steps  reward 0.500  lag 0.00"
+
+
+def test_whoever_interrupts_is_told_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    def interrupt(_: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    trainer = of_a_run(tmp_path, monkeypatch, "import time; time.sleep(60)")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(on_step=interrupt)
+    folder = tmp_path / "run"
+    assert f"the run is in {folder}; go on with penstock.Run('{folder}').resume()" in capsys.readouterr().err
+
+
+def test_a_run_that_has_just_been_started_is_being_prepared(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert penstock.Run(tmp_path / "run", process).status()["phase"] == "preparing"
+    process.kill()
+    process.wait()
+    with pytest.raises(ConfigError, match="no such folder"):
+        penstock.Run(tmp_path / "run", process).status()
+
+
+def test_a_folder_that_is_no_runs_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run's folder: it has no config.yaml"):
+        penstock.Run(tmp_path)
+
+
+def test_a_run_of_another_machine_is_under_way(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "run.lock").write_text("4242 1790000000.25")
+    (tmp_path / "broker.address").write_text("tcp://10.1.0.7:5555\n")
+    (tmp_path / "actors.jsonl").touch()
+    run = penstock.Run(tmp_path)
+    assert run.running
+    with pytest.raises(TimeoutError, match="it goes on"):
+        run.wait(0)
+    with pytest.raises(
+        ConfigError, match="stop: .* not by a penstock run of this machine .its broker is at tcp://10.1"
+    ):
+        run.stop()
+    with pytest.raises(ConfigError, match="resume: .* is under way"):
+        run.resume()
+    (tmp_path / "summary.json").write_text('{"outcome": "interrupted", "steps": 3}')
+    assert not run.running and run.wait(0)["steps"] == 3 and run.stop() is not None
