@@ -19,7 +19,7 @@ from penstock.pipeline.resources.choice import (
     seconds_of,
     shape_words,
 )
-from penstock.pipeline.resources.devices import Device, devices_of
+from penstock.pipeline.resources.devices import MACHINE, Device, devices_of
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import Shape, shape_of
@@ -94,7 +94,7 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     best, why = best_of(config, every)
     for reason in why:
         console.print(f"why: {reason}", highlight=False, markup=False)
-    taken = shlex.join(overrides(config, best, count))
+    taken = shlex.join(overrides(config, best, count > MACHINE))
     console.print(f"take the first: {taken}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -17,6 +17,7 @@ from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.memory import plan, references_each
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import Layout, layouts, shapes
 
 BIG = Path("configs/grpo-8b.yaml")
@@ -62,8 +63,21 @@ def test_gpus_of_scorers_are_theirs(also: list[str]) -> None:
     config, found = searched([scorer, *also], "8xH100")
     assert found and {layout.colocated for layout in found} == {False, True}
     for layout in found:
-        made = load(BIG, [scorer, *also, *overrides(config, layout, 8)])
+        made = load(BIG, [scorer, *also, *overrides(config, layout)])
         assert total_gpus(made) <= 8 and not plan(made).problems
+
+
+@pytest.mark.parametrize("also", [[ALONE], ["run.elsewhere=[trainer]"]])
+@pytest.mark.parametrize("gpus", ["12xA100", "40xA100"])
+def test_what_the_first_machine_has_no_gpus_for_joins(also: list[str], gpus: str) -> None:
+    """Where one machine has them all, as `run.placement: auto` supposes, nobody does."""
+    config, found = searched(["trainer.algorithm.kl.coefficient=0.001", *also], gpus)
+    assert any(layout.trainer.nodes == 1 for layout in found)
+    for layout in found:
+        made = load(BIG, [*also, *overrides(config, layout, several=True)])
+        place(made, [str(number) for number in range(8)])
+        if layout.trainer.nodes == 1:
+            assert not load(BIG, [*also, *overrides(config, layout)]).run.elsewhere
 
 
 def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
@@ -73,7 +87,7 @@ def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
     config, found = searched([engine.format(48)], "8xH100")
     assert {layout.colocated for layout in found} == {False, True}
     for layout in found:
-        assert not plan(load(BIG, [engine.format(48), *overrides(config, layout, 8)])).problems
+        assert not plan(load(BIG, [engine.format(48), *overrides(config, layout)])).problems
 
 
 def test_several_references_may_lie_on_one_gpu() -> None:
@@ -81,7 +95,7 @@ def test_several_references_may_lie_on_one_gpu() -> None:
     shared = [layout for layout in found if layout.colocated]
     assert shared and references_each(config, 2) == 2 and references_each(config, 4) == 1
     for layout in shared:
-        made = load(BIG, ["reference.count=3", *overrides(config, layout, 2), "run.gpu_gib=141"])
+        made = load(BIG, ["reference.count=3", *overrides(config, layout), "run.gpu_gib=141"])
         assert not plan(made).problems
         assert layout.share == pytest.approx(
             math.floor(20 * (1 - (1.5 + 2 * (16.38e9 / 2**30 + 3)) / 141)) / 20, abs=0.051
