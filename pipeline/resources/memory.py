@@ -183,7 +183,7 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     trainer, room = config.trainer, config.run.gpu_gib
     need, tokens = trainer_gib(shape, trainer, room), trainer.tokens_per_micro_batch
     line = f"trainer: {trainer.ranks} ranks, about {need:.1f} GiB each with {tokens:,} tokens a micro-batch"
-    mapped = mapped_gib(config, shape)
+    mapped = mapped_gib(config, shape, trainer)
     found.lines.append(line + (f", and {mapped:.1f} GiB of versions that engines map" if mapped else ""))
     if not room or need + mapped <= room:
         return
@@ -247,12 +247,12 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
         )
 
 
-def mapped_gib(config: Config, shape: Shape) -> float:
-    """GiB of the versions that a trainer has on its GPU for engines that map them (`weights.transport`: cuda_ipc),
+def mapped_gib(config: Config, shape: Shape, trainer: TrainerConfig) -> float:
+    """GiB of the versions that a ``trainer`` has on its GPU for engines that map them (`weights.transport`: cuda_ipc),
     beside the one that is published; 0 where nobody can."""
-    if config.weights.transport != "cuda_ipc" or config.trainer.ranks > 1:
+    if config.weights.transport != "cuda_ipc" or trainer.ranks > 1:
         return 0.0
-    return MAPPED_VERSIONS * trainer_parts(shape, config.trainer).get("published version", 0.0)
+    return MAPPED_VERSIONS * trainer_parts(shape, trainer).get("published version", 0.0)
 
 
 def references_each(config: Config, ranks: int) -> int:

@@ -21,6 +21,7 @@ from penstock.pipeline.resources.memory import (
     as_trainer,
     embedded_gib,
     kv_tokens,
+    mapped_gib,
     reference_gib,
     references_each,
     too_large,
@@ -101,12 +102,12 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
             if (rollouts := (count - others - ranks) // tensor) >= 1
         ]
         plain = _plain(config, ranks, lora)
-        if engines and (found := _fastest(shape, plain, load, device)):
+        if engines and (found := _fastest(config, shape, plain, load, device)):
             generate_s, tensor, rollouts = min(engines)
             trainer, seconds, faster, faster_s = found
             yield Layout(
-                trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, rollouts, tensor,
-                faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s,
+                trainer, _rank_gib(config, shape, trainer, device), seconds, generate_s, rollouts, tensor,
+                faster, _rank_gib(config, shape, faster, device) if faster else 0.0, faster_s,
                 values_s=values, critic_s=learns,
             )  # fmt: skip
 
@@ -165,13 +166,13 @@ def _colocated(
         for tensor in tensors
         if ranks >= tensor and _has_room(config, shape, tensor, device, share)
     ]
-    found = _fastest(shape, _plain(config, ranks, lora), load, device, asleep)
+    found = _fastest(config, shape, _plain(config, ranks, lora), load, device, asleep)
     if engines and found:
         generate_s, tensor = min(engines)
         trainer, seconds, faster, faster_s = found
         yield Layout(
-            trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, ranks // tensor, tensor,
-            faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s, True, round(share, 2),
+            trainer, _rank_gib(config, shape, trainer, device), seconds, generate_s, ranks // tensor, tensor,
+            faster, _rank_gib(config, shape, faster, device) if faster else 0.0, faster_s, True, round(share, 2),
             switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
         )  # fmt: skip
 
@@ -184,8 +185,13 @@ def _ranks(count: int) -> Iterator[int]:
         ranks += 1 if ranks < MACHINE else MACHINE * (1 + ranks // (16 * MACHINE))
 
 
+def _rank_gib(config: Config, shape: Shape, trainer: TrainerConfig, device: Device) -> float:
+    """Of one rank at its peak, with the versions that engines map."""
+    return trainer_gib(shape, trainer, device.gib) + mapped_gib(config, shape, trainer)
+
+
 def _fastest(
-    shape: Shape, plain: TrainerConfig, load: Load, device: Device, taken_gib: float = 0.0
+    config: Config, shape: Shape, plain: TrainerConfig, load: Load, device: Device, taken_gib: float = 0.0
 ) -> tuple[TrainerConfig, float, TrainerConfig | None, float] | None:
     """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds; then the fastest that does
     not, where that would be faster. None: nothing fits."""
@@ -197,7 +203,7 @@ def _fastest(
     faster, faster_s = None, 0.0
     while tried:
         _, _, seconds, trainer = heapq.heappop(tried)
-        if trainer_gib(shape, trainer, device.gib) <= device.gib * FILL - taken_gib:
+        if _rank_gib(config, shape, trainer, device) <= device.gib * FILL - taken_gib:
             return trainer, seconds, faster, faster_s
         if faster is None:
             faster, faster_s = trainer, seconds

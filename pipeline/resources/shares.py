@@ -79,7 +79,7 @@ def _share(config: Config, actor: str, size: float) -> float:
     if kind == "rollout" and shape and isinstance(engine, TorchEngineConfig):
         need = embedded_gib(config, shape)
     elif kind == "trainer" and shape:
-        need = trainer_gib(shape, config.trainer, size) + mapped_gib(config, shape)
+        need = trainer_gib(shape, config.trainer, size) + mapped_gib(config, shape, config.trainer)
     elif kind == "critic":
         need = critic_gib(config, size)
     elif kind == "reference":

@@ -25,8 +25,8 @@ SMALL = "Qwen/Qwen2.5-0.5B-Instruct"
 ALONE = "trainer.algorithm.kl.coefficient=0"
 
 
-def searched(given: list[str], gpus: str) -> tuple[Config, list[Layout]]:
-    config, (count, device) = load(BIG, given), devices_of(gpus)
+def searched(given: list[str], gpus: str, path: Path = BIG) -> tuple[Config, list[Layout]]:
+    config, (count, device) = load(path, given), devices_of(gpus)
     shape = shape_of(config)
     assert shape
     return config, list(layouts(config, shape, count, device, load_of(config, half_of_the_longest(config))))
@@ -65,6 +65,15 @@ def test_gpus_of_scorers_are_theirs(also: list[str]) -> None:
     for layout in found:
         made = load(BIG, [scorer, *also, *overrides(config, layout)])
         assert total_gpus(made) <= 8 and not plan(made).problems
+
+
+@pytest.mark.parametrize("gpus", ["16xA100", "2xH100"])
+def test_versions_that_engines_map_have_room_beside_the_trainer(gpus: str) -> None:
+    given = ["weights.transport=cuda_ipc", ALONE, f"run.gpu_gib={devices_of(gpus)[1].gib:g}"]
+    config, found = searched(given, gpus, path := Path("configs/grpo-3b.yaml"))
+    assert any(layout.trainer.ranks == 1 for layout in found)
+    for layout in found:
+        assert not plan(load(path, [*given, *overrides(config, layout)])).problems
 
 
 @pytest.mark.parametrize("also", [[ALONE], ["run.elsewhere=[trainer]"]])

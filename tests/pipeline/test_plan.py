@@ -259,7 +259,7 @@ def test_versions_that_engines_map_are_counted_where_that_is_asked_for() -> None
     path, named, room = Path("configs/grpo-3b.yaml"), "weights.transport=cuda_ipc", "run.gpu_gib=70"
     config = load(path, [named, room])
     shape = shape_of(config)
-    assert shape and mapped_gib(config, shape) == pytest.approx(3 * 2 * 3.09e9 / 2**30, rel=0.01)
+    assert shape and mapped_gib(config, shape, config.trainer) == pytest.approx(3 * 2 * 3.09e9 / 2**30, rel=0.01)
     (problem,) = plan(config).problems
     assert problem.startswith(f"{named}: ") and problem.endswith("use auto")
     for fits in ([room], [named, room, "trainer.ranks=2"], [named, room, "trainer.lora={rank: 32, publish: adapter}"]):
