@@ -10,7 +10,6 @@ from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import Shape, shape_of, tiny_shape
 from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib, trainer_parts
-from penstock.services.critic.config import CriticConfig
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
@@ -180,7 +179,7 @@ def _fewer(config: Config, shape: Shape, room: float) -> str:
 
 
 def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
-    trainer, room = config.trainer, config.run.gpu_gib
+    trainer, room = trainer_of(config), config.run.gpu_gib
     need, tokens = trainer_gib(shape, trainer, room), trainer.tokens_per_micro_batch
     line = f"trainer: {trainer.ranks} ranks, about {need:.1f} GiB each with {tokens:,} tokens a micro-batch"
     mapped = mapped_gib(config, shape, trainer)
@@ -216,7 +215,7 @@ def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float) -> int | 
 def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> None:
     """What lies on a GPU at once: the trainer's peak beside who sleeps; who is awake beside the trainer's context."""
     references = references_each(config, config.trainer.ranks)
-    peak = trainer_gib(shape, config.trainer, room) + (1 + references) * OVERHEAD_GIB
+    peak = trainer_gib(shape, trainer_of(config), room) + (1 + references) * OVERHEAD_GIB
     found.lines.append(f"at work: the trainer beside who sleeps, {peak:.1f} GiB of each GPU")
     if peak > room:
         found.problems.append(
@@ -276,11 +275,17 @@ def critic_gib(config: Config, gpu_gib: float | None) -> float | None:
     """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted. None where
     the sizes of its model are not known here."""
     shape = shape_of(config, config.critic.path)
-    return None if shape is None else trainer_gib(shape, as_trainer(config.critic), gpu_gib)
+    return None if shape is None else trainer_gib(shape, critic_of(config), gpu_gib)
 
 
-def as_trainer(critic: CriticConfig) -> TrainerConfig:
-    """A trainer that is cut and spares memory as this critic does."""
+def trainer_of(config: Config) -> TrainerConfig:
+    """The trainer as its ranks have it: of a deterministic run pinned."""
+    return config.trainer.pinned() if config.run.deterministic else config.trainer
+
+
+def critic_of(config: Config) -> TrainerConfig:
+    """A trainer that is cut and spares memory as the critic's ranks do."""
+    critic = config.critic.pinned() if config.run.deterministic else config.critic
     return TrainerConfig(**{name: getattr(critic, name) for name in LearnerConfig.model_fields})
 
 

@@ -18,13 +18,14 @@ from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
     VLLM_DEFAULT,
-    as_trainer,
+    critic_of,
     embedded_gib,
     kv_tokens,
     mapped_gib,
     reference_gib,
     references_each,
     too_large,
+    trainer_of,
 )
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.placement import GUESTS
@@ -138,12 +139,12 @@ def critic_times(config: Config, load: Load, device: Device) -> tuple[float, flo
     shape = shape_of(config, config.critic.path) if config.with_critic else None
     if shape is None:
         return 0.0, 0.0
-    critic = as_trainer(config.critic)
+    critic = critic_of(config)
     return values_s(shape, critic, load, device), train_s(shape, critic, load, device)
 
 
 def _plain(config: Config, ranks: int, lora: LoraConfig | None) -> TrainerConfig:
-    return config.trainer.model_copy(update={"ranks": ranks, "nodes": max(1, ranks // MACHINE), "lora": lora})
+    return trainer_of(config).model_copy(update={"ranks": ranks, "nodes": max(1, ranks // MACHINE), "lora": lora})
 
 
 def _colocated(

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.devices import Device
-from penstock.pipeline.resources.memory import VLLM_DEFAULT
+from penstock.pipeline.resources.memory import VLLM_DEFAULT, trainer_of
 from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_times, sequences
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
@@ -134,7 +134,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     kv = (prompt + length / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
     flops = device.tflops * 1e12 * FLOPS_SHARE
     step = Load(max(1.0, length) * config.gate.groups_per_step * config.sampling.trajectories, prompt + length)
-    trained = train_s(shape, config.trainer, step, device) / step.tokens
+    trained = train_s(shape, trainer_of(config), step, device) / step.tokens
     whole = prompt + length
     values_s, critic_s = critic_times(config, step, device)
     found = {

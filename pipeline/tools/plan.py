@@ -21,7 +21,7 @@ from penstock.pipeline.resources.choice import (
 )
 from penstock.pipeline.resources.devices import MACHINE, Device, devices_of
 from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.memory import plan
+from penstock.pipeline.resources.memory import plan, trainer_of
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE
@@ -58,7 +58,7 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
 
 
 def _print_parts(console: Console, config: Config, shape: Shape) -> None:
-    parts = trainer_parts(shape, config.trainer, config.run.gpu_gib)
+    parts = trainer_parts(shape, trainer_of(config), config.run.gpu_gib)
     table = Table(title=f"a trainer's rank of {config.trainer.ranks}")
     table.add_column("at its peak")
     table.add_column("GiB", justify="right")

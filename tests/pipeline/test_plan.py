@@ -24,7 +24,7 @@ from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import FILL, critic_times, layouts, shapes, unsearched
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
-from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, keeps_whole_gradients, trainer_gib
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.world import World
 from penstock.services.runtime import registry
@@ -267,6 +267,20 @@ def test_versions_that_engines_map_are_counted_where_that_is_asked_for() -> None
     share = "rollout.engine.vllm.gpu_memory_utilization=0.82"
     small = [load(Path("configs/grpo-0.5b.yaml"), [share, *more]) for more in ([], [named])]
     assert [len(too_much(each, {"trainer": "0", "rollout-0": "0"}, {"0": 80.0})) for each in small] == [0, 1]
+
+
+def test_a_deterministic_run_is_counted_as_it_sums_its_gradients() -> None:
+    """Micro-batch by micro-batch where nothing else is said: what memory is free decides nothing."""
+    path, critic = Path("configs/grpo-3b.yaml"), ["trainer.algorithm.preset=ppo", "rollout.sampling.n=2"]
+    full = "{ranks: 8, gradient_checkpointing: false, tokens_per_micro_batch: 14500}"
+    given = [f"trainer={full}", *critic, f"critic={full}", "run.gpu_gib=80"]
+    refused = [problem.partition("=")[0] for problem in plan(load(path, given)).problems]
+    assert refused == ["trainer.ranks", "critic.ranks"]
+    config, (count, device) = load(path, [*given, "run.deterministic=true"]), devices_of("18xH100")
+    shape = shape_of(config)
+    assert shape and not plan(config).problems
+    found = [*layouts(config, shape, count, device, Load(1e6, 1e3))]
+    assert found and not any(keeps_whole_gradients(layout.trainer, shape, device.gib) for layout in found)
 
 
 def test_adapters_are_counted_by_the_ends_of_full_names() -> None:
