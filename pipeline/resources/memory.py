@@ -145,7 +145,9 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
         line += (
             f", room for the KV of {tokens:,} tokens: {tokens // engine.max_length} sequences of {engine.max_length:,}"
         )
-        if tokens < engine.max_length:
+        if engine.unsized:
+            line += f"; all of it in {shape.dtype}: what {engine.unsized} makes of it is not counted"
+        elif tokens < engine.max_length:
             found.problems.append(
                 f"rollout.engine.vllm.tensor_parallel_size={tensor}: {each:.1f} GiB of weights leave no room for one "
                 f"sequence of {engine.max_length} tokens on GPUs of {room:g} GiB"

@@ -123,12 +123,18 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
 def unsearched(config: Config, device: Device) -> str | None:
     """Why there is no layout of this config whatever the number of GPUs."""
     engine = config.rollout.engine
-    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
-    for name in ("data_parallel_size", "pipeline_parallel_size"):
-        if int(options.get(name, 1)) > 1:
+    if isinstance(engine, VllmEngineConfig):
+        by_hand = "or lay the run out by hand (run.placement=as_given)"
+        for name in ("data_parallel_size", "pipeline_parallel_size"):
+            if int(engine.vllm.get(name, 1)) > 1:
+                return (
+                    f"rollout.engine.vllm.{name}={engine.vllm[name]}: layouts are searched for engines without it; "
+                    f"set it to 1, {by_hand}"
+                )
+        if name := engine.unsized or "":
             return (
-                f"rollout.engine.vllm.{name}={options[name]}: layouts are searched for engines without it; set it to "
-                "1, or lay the run out by hand (run.placement=as_given)"
+                f"rollout.engine.vllm.{name}={engine.vllm[name]}: what memory an engine takes with it is not known; "
+                f"leave it out, {by_hand}"
             )
     return next(iter(too_large(config, device.gib)), None)
 

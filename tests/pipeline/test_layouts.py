@@ -112,8 +112,13 @@ def test_several_references_may_lie_on_one_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["rollout.engine.vllm.data_parallel_size=2", "rollout.engine.vllm.pipeline_parallel_size=2"]
-)
+    "key",
+    [
+        "rollout.engine.vllm.data_parallel_size=2", "rollout.engine.vllm.pipeline_parallel_size=2",
+        "rollout.engine.vllm.quantization=fp8", "rollout.engine.vllm.kv_cache_dtype=fp8",
+        "rollout.engine.vllm.kv_cache_memory_bytes=1000000000",
+    ],
+)  # fmt: skip
 def test_what_keeps_the_search_from_looking_is_said(key: str) -> None:
     config, found = searched([key], "8xH100")
     assert not found

@@ -283,6 +283,16 @@ def test_a_deterministic_run_is_counted_as_it_sums_its_gradients() -> None:
     assert found and not any(keeps_whole_gradients(layout.trainer, shape, device.gib) for layout in found)
 
 
+@pytest.mark.parametrize("size", ["quantization=fp8", "kv_cache_dtype=fp8", "kv_cache_memory_bytes=4000000000"])
+def test_an_engine_whose_size_is_not_known_is_not_refused(size: str) -> None:
+    path, one = Path("configs/grpo-70b.yaml"), "rollout.engine.vllm.tensor_parallel_size=1"
+    kept = [one, "rollout.engine.vllm.kv_cache_dtype=auto"]
+    assert any("leave no room for one sequence" in problem for problem in plan(load(path, kept)).problems)
+    found = plan(load(path, [one, f"rollout.engine.vllm.{size}"]))
+    assert not found.problems
+    assert any(f"what {size.partition('=')[0]} makes of it is not counted" in line for line in found.lines)
+
+
 def test_adapters_are_counted_by_the_ends_of_full_names() -> None:
     shape = shape_of(load(Path("configs/grpo-8b.yaml")))
     assert shape
