@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
-import typer
 import yaml
 from rich import box
 from rich.console import Console
@@ -22,6 +21,7 @@ from penstock.pipeline.simulate import costs as known
 from penstock.pipeline.simulate.calibrate import like
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.world import Outcome, World
+from penstock.pipeline.tools.arguments import warn
 
 BUSY = 0.9
 """Who is busy for more of the time than this is what a run waits for."""
@@ -37,17 +37,13 @@ def costs_of(
     changed = {key: yaml.safe_load(value) for key, value in (_pair("--cost", change) for change in changes)}
     if "length" in changed:
         changed.setdefault("lengths", ())
-    fixed = like(run, _warn) if run is not None else known.of_file(file) if file is not None else None
+    fixed = like(run, warn) if run is not None else known.of_file(file) if file is not None else None
 
     def of(config: Config) -> Costs:
         found = fixed or _on_gpus(config, gpus or "", length, prompt)
         return known.checked("--cost", found.model_dump() | changed)
 
     return of
-
-
-def _warn(text: str) -> None:
-    typer.echo(f"warning: {text}", err=True)
 
 
 def _on_gpus(config: Config, gpus: str, length: float | None, prompt: float) -> Costs:
