@@ -20,10 +20,13 @@ from penstock.pipeline.resources.choice import (
     shape_words,
 )
 from penstock.pipeline.resources.devices import MACHINE, Device, devices_of
+from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import plan, trainer_of
 from penstock.pipeline.resources.model_shape import Shape, shape_of
+from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
+from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE
 from penstock.pipeline.resources.trainer_memory import trainer_parts
 
@@ -40,6 +43,7 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
     if device:
         config = config.model_copy(update={"run": config.run.model_copy(update={"gpu_gib": device.gib})})
     found = plan(config)
+    found.problems += _too_few(config, count, device) if device else []
     for line in found.lines:
         console.print(line, highlight=False, markup=False)
     _print_parts(console, config, shape)
@@ -55,6 +59,18 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
         response = length or half_of_the_longest(config)
         _print_layouts(console, config, shape, count, device, response)
     return not found.problems
+
+
+def _too_few(config: Config, count: int, device: Device) -> list[str]:
+    """Why ``count`` GPUs are too few for ``config`` as it is, whatever machines they are in."""
+    if total_gpus(config) <= count:
+        return []
+    here = config.model_copy(update={"run": config.run.model_copy(update={"elsewhere": ()})})
+    gpus = [str(number) for number in range(count)]
+    try:
+        return too_much(here, place(here, gpus), dict.fromkeys(gpus, device.gib))
+    except ConfigError as error:
+        return [str(error)]
 
 
 def _print_parts(console: Console, config: Config, shape: Shape) -> None:

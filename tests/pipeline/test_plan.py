@@ -157,6 +157,21 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "gpus", "says"),
+    [
+        ("grpo-8b", "4xH100", "does not fit: this run wants 8 GPUs (trainer 4,"),
+        ("grpo-32b", "8xH100", "does not fit: this run wants 24 GPUs (trainer 16,"),
+        ("grpo-8b", "8xH100", ""),
+        ("grpo-3b", "2xA100-40", "GPU 0 (40 GiB) is shared by"),
+        ("grpo-0.5b", "2xH100", ""),  # which they share, as in a run
+    ],
+)
+def test_a_config_that_wants_more_gpus_does_not_fit(path: str, gpus: str, says: str) -> None:
+    result = CliRunner().invoke(app, ["plan", f"configs/{path}.yaml", "--gpus", gpus])
+    assert result.exit_code == bool(says) and says in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize(
     ("path", "override", "message"),
     [
         ("grpo-70b", "rollout.engine.vllm.tensor_parallel_size=1", r"tensor_parallel_size=1: 131\.\d GiB .* no room"),
