@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import Shape, shape_of
-from penstock.pipeline.resources.trainer_memory import GIB
+from penstock.pipeline.resources.trainer_memory import GIB, version_bytes
 from penstock.services.learning.config import CheckpointConfig, LearnerConfig
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.runtime import registry
@@ -126,7 +126,7 @@ def host_needs(config: Config) -> HostNeeds | None:
     frozen = shape.learned_bytes * shape.parameters / GIB if lora else 0.0
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
     state = 12 * trained / GIB  # fp32 weights and AdamW's two moments
-    published = 4 * trained / GIB if config.trainer.sends_adapter else version
+    published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
     offloaded = copies * (16 * trained / GIB + frozen) * config.trainer.offload  # and gradients

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
+from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.simulate import costs as known
 from penstock.pipeline.simulate.calibrate import like
@@ -50,7 +51,10 @@ def _on_gpus(config: Config, gpus: str, length: float | None, prompt: float) -> 
     shape = shape_of(config)
     if shape is None:
         raise ConfigError("model.path: the model's sizes are not known here; give a folder with its config.json")
-    _, device = devices_of(gpus if gpus[:1].isdigit() else f"1x{gpus}")
+    counted = gpus[:1].isdigit()
+    count, device = devices_of(gpus if counted else f"1x{gpus}")
+    if counted and count < (wanted := total_gpus(config)):
+        warn(f"--gpus {gpus}: the run wants {wanted} GPUs, and is simulated as if there were so many")
     response = config.rollout.sampling.max_new_tokens / 2 if length is None else length
     return known.on_gpus(config, shape, device, response, prompt)
 
