@@ -274,8 +274,9 @@ def status(
         else:
             print_summary(console, over, run)
         return
-    with watching(*find_broker(run, broker, keys)) as mailbox:
-        now = state(mailbox)
+    address, own_keys, folder = find_broker(run, broker, keys)
+    with watching(address, own_keys, folder) as mailbox:
+        now = state(mailbox, folder)
     if as_json:
         typer.echo(json.dumps(finite(now)))
     else:

@@ -87,7 +87,7 @@ class Run:
         from penstock.pipeline.observe.client import find_broker, state, watching
 
         with watching(*find_broker(self.folder, None, None)) as mailbox:
-            return state(mailbox)
+            return state(mailbox, self.folder)
 
     def wait(self, seconds: float | None = None, on_step: OnStep = lambda row: None) -> dict[str, Any]:
         """Until it is over; ``on_step`` is called with each step's metrics as it is complete. Returns the summary.

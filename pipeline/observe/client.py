@@ -93,10 +93,21 @@ def _silent(keys: Path | None, run: Path | None) -> str:
     )
 
 
-def state(mailbox: Mailbox) -> dict[str, Any]:
-    """The run as it is now (`protocols.messages.Status`). Raises `DeadlineError`."""
+class AnotherRunError(ConfigError):
+    """Where a run's broker was, another run's is now."""
+
+
+def state(mailbox: Mailbox, run: Path | None = None) -> dict[str, Any]:
+    """The run as it is now (`protocols.messages.Status`). Raises `DeadlineError`, and `AnotherRunError` where it is not
+    the one in the folder ``run``."""
     status = mailbox.ask(StatusRequest(), DEADLINE_S)
     assert isinstance(status, Status)
+    if run and (name := run / "run.name").is_file() and name.read_text().strip() != status.state["run"]:
+        raise AnotherRunError(
+            f"RUN: the broker at {address_file(run).read_text().strip()} is of another run by now, "
+            f"{status.state['run']}; the one in {run} goes on by: penstock run --resume {shlex.quote(str(run))}, with "
+            "a broker.bind that nobody has"
+        )
     return status.state
 
 
@@ -108,9 +119,9 @@ def follow(
     over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Shows the run until it is over, as the broker or ``over`` says. Raises `ConfigError` where the broker was silent
-    for too long."""
+    for too long, or is of another run."""
     with watching(broker, keys, run) as mailbox:
-        now = state(mailbox)
+        now = state(mailbox, run)
         heard = time.monotonic()
         with View(console, f"penstock {now['run']}") as view:
             while True:
@@ -119,7 +130,11 @@ def follow(
                     return
                 time.sleep(EVERY_S)
                 try:
-                    now, heard = state(mailbox), time.monotonic()
+                    now, heard = state(mailbox, run), time.monotonic()
+                except AnotherRunError:
+                    if over():
+                        return
+                    raise
                 except DeadlineError as late:
                     if over():
                         return

@@ -96,7 +96,12 @@ class Texts:
 
 def _of_step(folder: Path, step: int) -> Iterator[tuple[Group, dict[str, np.ndarray]]]:
     """Groups of an archived step that can be read, with their columns."""
-    if (read := archive.read_step(folder, step)) is not None:
+    try:
+        read = archive.read_step(folder, step)
+    except archive.ArchiveError as error:
+        log.warning("a step is not on the page", step=step, error=str(error))
+        return
+    if read is not None:
         yield from readable(read[0])
 
 

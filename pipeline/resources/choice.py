@@ -10,10 +10,13 @@ from typing import Any
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.resources.devices import MACHINE, Device, device_called
+from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.placement import GUESTS
 from penstock.pipeline.resources.search import Layout, layouts, unsearched
 from penstock.pipeline.resources.step_time import Load
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime import registry
 from penstock.services.runtime.gpus import chosen_gpus
 from penstock.services.trainer.config import TrainerConfig
 
@@ -64,7 +67,7 @@ def choose(config: Config) -> Choice:
     if not every:
         raise ConfigError(f"run.placement: auto: {nothing_fits(config, len(gpus), device)}")
     best, why = best_of(config, every)
-    taken = overrides(config, best, len(gpus))
+    taken = overrides(config, best)
     title = f"run.placement: auto takes {shlex.join(taken)} on {len(gpus)} x {device.name}, the fastest on paper"
     return Choice(tuple(taken), tuple(_as_given(config, taken)), "; ".join([title, *why]))
 
@@ -123,8 +126,8 @@ def seconds_of(config: Config) -> Callable[[Layout], float]:
     return lambda layout: layout.step_s if config.gate.max_lag else layout.synchronous_s
 
 
-def overrides(config: Config, layout: Layout, count: int) -> list[str]:
-    """What makes a config this layout on ``count`` GPUs."""
+def overrides(config: Config, layout: Layout, several: bool = False) -> list[str]:
+    """What makes a config this layout, on ``several`` machines of `MACHINE` GPUs or on one."""
     words = [
         f"trainer.{key}={_yaml(value)}"
         for key in SEARCHED
@@ -135,17 +138,32 @@ def overrides(config: Config, layout: Layout, count: int) -> list[str]:
     words.append(f"rollout.count={layout.rollouts}")
     if layout.colocated and isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.gpu_memory_utilization={layout.share:g}")
-    if layout.trainer.nodes > 1 and "trainer" not in config.run.elsewhere:
-        more = ",reference" * (layout.colocated and config.with_reference)
-        words.append(f"run.elsewhere=[rollout,trainer{more}]")
-    others = [kind for kind in config.run.elsewhere if kind not in PLACED]
-    if count <= MACHINE and len(others) < len(config.run.elsewhere):  # nobody is to join what is on one machine
-        words.append(f"run.elsewhere=[{','.join(others)}]")
+    elsewhere = _elsewhere(config, layout, several)
+    if elsewhere != list(config.run.elsewhere):
+        words.append(f"run.elsewhere=[{','.join(elsewhere)}]")
     if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
     if layout.trainer.lora and config.trainer.lora is None:
         words.append(f"trainer.lora={{rank: {layout.trainer.lora.rank}}}")
     return words
+
+
+def _elsewhere(config: Config, layout: Layout, several: bool) -> list[str]:
+    """Kinds of actors that join: those of ``config``, and what the first of ``several`` machines has no GPUs for."""
+    kinds = list(config.run.elsewhere)
+    if not several:  # nobody is to join what is on one machine
+        return [kind for kind in kinds if kind not in PLACED]
+    if layout.colocated if "trainer" in kinds else layout.trainer.nodes > 1:  # guests come with it
+        more = ["rollout", "trainer"] + ["reference"] * (layout.colocated and config.with_reference)
+        kinds += [kind for kind in more if kind not in kinds]
+    shared = GUESTS if layout.colocated else ()
+    for kind in PLACED[1:]:
+        here = gpus_but(config, ("trainer", "rollout", *shared, *kinds))
+        here += layout.trainer.ranks * ("trainer" not in kinds)
+        here += layout.rollouts * layout.tensor_parallel * ("rollout" not in (*shared, *kinds))
+        if here > MACHINE and kind not in (*shared, *kinds) and registry.actors(config)[kind].count(config):
+            kinds.append(kind)
+    return kinds
 
 
 def _yaml(value: object) -> str:

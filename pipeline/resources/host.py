@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import Shape, shape_of
-from penstock.pipeline.resources.trainer_memory import GIB
+from penstock.pipeline.resources.trainer_memory import GIB, version_bytes
 from penstock.services.learning.config import CheckpointConfig, LearnerConfig
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.runtime import registry
@@ -37,7 +37,7 @@ class HostNeeds:
     resting: float
     """What a trainer has there while it rests (`run.placement`: colocated): what it keeps between two steps."""
     staging: float
-    """Copies of weights and optimizer's state while a checkpoint is written."""
+    """Copies of weights and optimizer's state while a checkpoint is written, of all replicas."""
     routing: float
     """Which experts the embedded engine has sent the tokens of its slots to (`rollout.sampling.routing_replay`)."""
     checkpoints: float
@@ -126,24 +126,26 @@ def host_needs(config: Config) -> HostNeeds | None:
     frozen = shape.learned_bytes * shape.parameters / GIB if lora else 0.0
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
     state = 12 * trained / GIB  # fp32 weights and AdamW's two moments
-    published = 4 * trained / GIB if config.trainer.sends_adapter else version
+    published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
-    offloaded = (16 * trained / GIB + frozen) * config.trainer.offload  # and gradients
+    copies = config.trainer.replicas  # each has all of it, and so has the host of each
+    offloaded = copies * (16 * trained / GIB + frozen) * config.trainer.offload  # and gradients
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
         routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
         routing = engine.max_sequences * engine.max_length * routed / GIB
     resting = 0.0
     if config.run.colocated and not config.trainer.offload:
-        resting = state + frozen
+        resting = copies * (state + frozen)
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, critic = _version(others[0]), 12 * others[1].parameters / GIB * config.with_critic
     checkpoints = _kept(config.trainer.checkpoint) * state + _kept(config.critic.checkpoint) * critic
     kept = _activations(shape, config.trainer)
     of_critic = _activations(others[1], config.critic) * config.with_critic
     return HostNeeds(
-        version, shared, offloaded, kept, resting, state, routing, checkpoints, reference, critic, of_critic
-    )
+        version, shared, offloaded, kept, resting, copies * state, routing, checkpoints, reference,
+        config.critic.replicas * critic, of_critic,
+    )  # fmt: skip
 
 
 def _activations(shape: Shape, learner: LearnerConfig) -> float:

@@ -10,7 +10,6 @@ from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import Shape, shape_of, tiny_shape
 from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib, trainer_parts
-from penstock.services.critic.config import CriticConfig
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
@@ -146,7 +145,9 @@ def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) ->
         line += (
             f", room for the KV of {tokens:,} tokens: {tokens // engine.max_length} sequences of {engine.max_length:,}"
         )
-        if tokens < engine.max_length:
+        if engine.unsized:
+            line += f"; all of it in {shape.dtype}: what {engine.unsized} makes of it is not counted"
+        elif tokens < engine.max_length:
             found.problems.append(
                 f"rollout.engine.vllm.tensor_parallel_size={tensor}: {each:.1f} GiB of weights leave no room for one "
                 f"sequence of {engine.max_length} tokens on GPUs of {room:g} GiB"
@@ -180,10 +181,10 @@ def _fewer(config: Config, shape: Shape, room: float) -> str:
 
 
 def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
-    trainer, room = config.trainer, config.run.gpu_gib
+    trainer, room = trainer_of(config), config.run.gpu_gib
     need, tokens = trainer_gib(shape, trainer, room), trainer.tokens_per_micro_batch
     line = f"trainer: {trainer.ranks} ranks, about {need:.1f} GiB each with {tokens:,} tokens a micro-batch"
-    mapped = mapped_gib(config, shape)
+    mapped = mapped_gib(config, shape, trainer)
     found.lines.append(line + (f", and {mapped:.1f} GiB of versions that engines map" if mapped else ""))
     if not room or need + mapped <= room:
         return
@@ -216,7 +217,7 @@ def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float) -> int | 
 def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> None:
     """What lies on a GPU at once: the trainer's peak beside who sleeps; who is awake beside the trainer's context."""
     references = references_each(config, config.trainer.ranks)
-    peak = trainer_gib(shape, config.trainer, room) + (1 + references) * OVERHEAD_GIB
+    peak = trainer_gib(shape, trainer_of(config), room) + (1 + references) * OVERHEAD_GIB
     found.lines.append(f"at work: the trainer beside who sleeps, {peak:.1f} GiB of each GPU")
     if peak > room:
         found.problems.append(
@@ -247,12 +248,12 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
         )
 
 
-def mapped_gib(config: Config, shape: Shape) -> float:
-    """GiB of the versions that a trainer has on its GPU for engines that map them (`weights.transport`: cuda_ipc),
+def mapped_gib(config: Config, shape: Shape, trainer: TrainerConfig) -> float:
+    """GiB of the versions that a ``trainer`` has on its GPU for engines that map them (`weights.transport`: cuda_ipc),
     beside the one that is published; 0 where nobody can."""
-    if config.weights.transport != "cuda_ipc" or config.trainer.ranks > 1:
+    if config.weights.transport != "cuda_ipc" or trainer.ranks > 1:
         return 0.0
-    return MAPPED_VERSIONS * trainer_parts(shape, config.trainer).get("published version", 0.0)
+    return MAPPED_VERSIONS * trainer_parts(shape, trainer).get("published version", 0.0)
 
 
 def references_each(config: Config, ranks: int) -> int:
@@ -276,11 +277,17 @@ def critic_gib(config: Config, gpu_gib: float | None) -> float | None:
     """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted. None where
     the sizes of its model are not known here."""
     shape = shape_of(config, config.critic.path)
-    return None if shape is None else trainer_gib(shape, as_trainer(config.critic), gpu_gib)
+    return None if shape is None else trainer_gib(shape, critic_of(config), gpu_gib)
 
 
-def as_trainer(critic: CriticConfig) -> TrainerConfig:
-    """A trainer that is cut and spares memory as this critic does."""
+def trainer_of(config: Config) -> TrainerConfig:
+    """The trainer as its ranks have it: of a deterministic run pinned."""
+    return config.trainer.pinned() if config.run.deterministic else config.trainer
+
+
+def critic_of(config: Config) -> TrainerConfig:
+    """A trainer that is cut and spares memory as the critic's ranks do."""
+    critic = config.critic.pinned() if config.run.deterministic else config.critic
     return TrainerConfig(**{name: getattr(critic, name) for name in LearnerConfig.model_fields})
 
 

@@ -18,12 +18,14 @@ from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
     VLLM_DEFAULT,
-    as_trainer,
+    critic_of,
     embedded_gib,
     kv_tokens,
+    mapped_gib,
     reference_gib,
     references_each,
     too_large,
+    trainer_of,
 )
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.placement import GUESTS
@@ -101,12 +103,12 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
             if (rollouts := (count - others - ranks) // tensor) >= 1
         ]
         plain = _plain(config, ranks, lora)
-        if engines and (found := _fastest(shape, plain, load, device)):
+        if engines and (found := _fastest(config, shape, plain, load, device)):
             generate_s, tensor, rollouts = min(engines)
             trainer, seconds, faster, faster_s = found
             yield Layout(
-                trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, rollouts, tensor,
-                faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s,
+                trainer, _rank_gib(config, shape, trainer, device), seconds, generate_s, rollouts, tensor,
+                faster, _rank_gib(config, shape, faster, device) if faster else 0.0, faster_s,
                 values_s=values, critic_s=learns,
             )  # fmt: skip
 
@@ -121,12 +123,18 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
 def unsearched(config: Config, device: Device) -> str | None:
     """Why there is no layout of this config whatever the number of GPUs."""
     engine = config.rollout.engine
-    options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
-    for name in ("data_parallel_size", "pipeline_parallel_size"):
-        if int(options.get(name, 1)) > 1:
+    if isinstance(engine, VllmEngineConfig):
+        by_hand = "or lay the run out by hand (run.placement=as_given)"
+        for name in ("data_parallel_size", "pipeline_parallel_size"):
+            if int(engine.vllm.get(name, 1)) > 1:
+                return (
+                    f"rollout.engine.vllm.{name}={engine.vllm[name]}: layouts are searched for engines without it; "
+                    f"set it to 1, {by_hand}"
+                )
+        if name := engine.unsized or "":
             return (
-                f"rollout.engine.vllm.{name}={options[name]}: layouts are searched for engines without it; set it to "
-                "1, or lay the run out by hand (run.placement=as_given)"
+                f"rollout.engine.vllm.{name}={engine.vllm[name]}: what memory an engine takes with it is not known; "
+                f"leave it out, {by_hand}"
             )
     return next(iter(too_large(config, device.gib)), None)
 
@@ -137,12 +145,12 @@ def critic_times(config: Config, load: Load, device: Device) -> tuple[float, flo
     shape = shape_of(config, config.critic.path) if config.with_critic else None
     if shape is None:
         return 0.0, 0.0
-    critic = as_trainer(config.critic)
+    critic = critic_of(config)
     return values_s(shape, critic, load, device), train_s(shape, critic, load, device)
 
 
 def _plain(config: Config, ranks: int, lora: LoraConfig | None) -> TrainerConfig:
-    return config.trainer.model_copy(update={"ranks": ranks, "nodes": max(1, ranks // MACHINE), "lora": lora})
+    return trainer_of(config).model_copy(update={"ranks": ranks, "nodes": max(1, ranks // MACHINE), "lora": lora})
 
 
 def _colocated(
@@ -165,13 +173,13 @@ def _colocated(
         for tensor in tensors
         if ranks >= tensor and _has_room(config, shape, tensor, device, share)
     ]
-    found = _fastest(shape, _plain(config, ranks, lora), load, device, asleep)
+    found = _fastest(config, shape, _plain(config, ranks, lora), load, device, asleep)
     if engines and found:
         generate_s, tensor = min(engines)
         trainer, seconds, faster, faster_s = found
         yield Layout(
-            trainer, trainer_gib(shape, trainer, device.gib), seconds, generate_s, ranks // tensor, tensor,
-            faster, trainer_gib(shape, faster, device.gib) if faster else 0.0, faster_s, True, round(share, 2),
+            trainer, _rank_gib(config, shape, trainer, device), seconds, generate_s, ranks // tensor, tensor,
+            faster, _rank_gib(config, shape, faster, device) if faster else 0.0, faster_s, True, round(share, 2),
             switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
         )  # fmt: skip
 
@@ -184,8 +192,13 @@ def _ranks(count: int) -> Iterator[int]:
         ranks += 1 if ranks < MACHINE else MACHINE * (1 + ranks // (16 * MACHINE))
 
 
+def _rank_gib(config: Config, shape: Shape, trainer: TrainerConfig, device: Device) -> float:
+    """Of one rank at its peak, with the versions that engines map."""
+    return trainer_gib(shape, trainer, device.gib) + mapped_gib(config, shape, trainer)
+
+
 def _fastest(
-    shape: Shape, plain: TrainerConfig, load: Load, device: Device, taken_gib: float = 0.0
+    config: Config, shape: Shape, plain: TrainerConfig, load: Load, device: Device, taken_gib: float = 0.0
 ) -> tuple[TrainerConfig, float, TrainerConfig | None, float] | None:
     """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds; then the fastest that does
     not, where that would be faster. None: nothing fits."""
@@ -197,7 +210,7 @@ def _fastest(
     faster, faster_s = None, 0.0
     while tried:
         _, _, seconds, trainer = heapq.heappop(tried)
-        if trainer_gib(shape, trainer, device.gib) <= device.gib * FILL - taken_gib:
+        if _rank_gib(config, shape, trainer, device) <= device.gib * FILL - taken_gib:
             return trainer, seconds, faster, faster_s
         if faster is None:
             faster, faster_s = trainer, seconds

@@ -13,6 +13,7 @@ from penstock.pipeline.resources.memory import (
     embedded_gib,
     mapped_gib,
     reference_gib,
+    trainer_of,
 )
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import is_guest
@@ -79,7 +80,8 @@ def _share(config: Config, actor: str, size: float) -> float:
     if kind == "rollout" and shape and isinstance(engine, TorchEngineConfig):
         need = embedded_gib(config, shape)
     elif kind == "trainer" and shape:
-        need = trainer_gib(shape, config.trainer, size) + mapped_gib(config, shape)
+        trainer = trainer_of(config)
+        need = trainer_gib(shape, trainer, size) + mapped_gib(config, shape, trainer)
     elif kind == "critic":
         need = critic_gib(config, size)
     elif kind == "reference":

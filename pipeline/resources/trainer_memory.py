@@ -85,6 +85,12 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
     return {name: size / GIB for name, size in parts.items() if size} | {"context": OVERHEAD_GIB}
 
 
+def version_bytes(shape: Shape, trainer: TrainerConfig) -> float:
+    """Of a version that is published: the model's, or those of an adapter alone, in fp32."""
+    lora = trainer.lora if trainer.sends_adapter else None
+    return 4 * shape.adapter(lora.rank, lora.targets) if lora else shape.parameters * shape.served_bytes
+
+
 def activations(shape: Shape, trainer: TrainerConfig, in_flight: int = 1) -> tuple[float, float]:
     """Bytes that a backward begins with: what all layers keep, of each micro-batch ``in_flight``, and what one of them
     has beside it."""

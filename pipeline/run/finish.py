@@ -11,6 +11,7 @@ import structlog
 from penstock.pipeline.page.build import write
 from penstock.pipeline.run.summary import summarize
 from penstock.protocols.messages import LedgerReply
+from penstock.services.runtime.files import write_whole
 
 log = structlog.get_logger()
 
@@ -34,9 +35,8 @@ def conclude(
         summary["error"] = error
     for gone in (folder / "gateways").glob("*.json"):  # of gateways that were killed: agents look there
         gone.unlink(missing_ok=True)
-    aside = folder / ".summary.json"
-    aside.write_text(json.dumps(summary, indent=2) + "\n")
-    aside.rename(folder / "summary.json")  # in one piece: who finds it knows that the run is over
+    # In one piece: who finds it knows that the run is over.
+    write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n", durable=True)
     try:  # last: it is large, and who is killed meanwhile leaves a summary
         write([folder], folder / "report.html", REPORT_TOKENS, REPORT_LETTERS)
     except Exception as failed:  # a page that cannot be drawn is no reason to fail

@@ -78,6 +78,8 @@ class _Join:
         self._name, self._patience_s, self._overrides = name, patience_s, overrides
         self._interrupted = interrupted
         """Signals that came, one after the other."""
+        self._other: client.AnotherRunError | None = None
+        """What is where the run's broker was."""
 
     def run(self) -> bool:
         try:
@@ -120,9 +122,12 @@ class _Join:
         mailbox, at_work = None, False
         try:
             mailbox = client.join(self._address(), pair)
-            at_work = client.state(mailbox)["phase"] not in OVER
+            at_work = client.state(mailbox, self._folder)["phase"] not in OVER
+            self._other = None
         except DeadlineError:
             pass
+        except client.AnotherRunError as other:  # ours may move, and write where it is
+            self._other = other
         finally:
             if mailbox and not at_work:
                 mailbox.close()
@@ -135,6 +140,8 @@ class _Join:
         waited = f"no broker of the run in {self._folder} was at work within {self._patience_s:g} s (--patience)"
         if not address_file(self._folder).is_file():
             return f"{waited}: none has ever listened; start the run, or give the folder that it runs in"
+        if self._other:
+            return f"{waited}: {self._other}"
         address = self._address()
         if keys.is_loopback(address):
             return (
@@ -194,9 +201,9 @@ class _Join:
                 restarts = supervisor.restarts
                 self._say(f"{restarts} times a process has died here and was started again")
             try:
-                state = client.state(mailbox)
+                state = client.state(mailbox, self._folder)
                 heard = time.monotonic()
-            except DeadlineError:
+            except (DeadlineError, client.AnotherRunError):
                 if time.monotonic() - heard > BROKER_SILENT_S or read_summary(self._folder):
                     return
                 continue

@@ -73,9 +73,13 @@ def finite(data: Any) -> Any:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """What the run in ``folder`` came to; None while it is not over."""
-    path = folder / "summary.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    """What the run in ``folder`` came to; None while it is not over, or where its file was cut short: a run that is
+    resumed writes it again."""
+    try:
+        found = json.loads((folder / "summary.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

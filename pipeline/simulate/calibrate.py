@@ -39,14 +39,14 @@ STOOD = 10
 
 def like(run: Path, warn: Callable[[str], None]) -> Costs:
     """As the run in this folder had them, on this machine. Raises `ConfigError` where it says too little; ``warn`` is
-    told where it does not show what decoding takes."""
+    told where it does not show what decoding takes, and of what cannot be read."""
     config = load(run / "config.yaml")
     rows = steps_of(run)[SKIPPED:]
     if len(rows) < LEAST:
         raise ConfigError(f"--like {run}: {len(rows) + SKIPPED} steps say too little; it takes {LEAST + SKIPPED}")
     every = read_lines(run / "weights.jsonl")
     loads = [row for row in every if "gather_s" in row]  # the others are of versions that were there already
-    lengths, prompt = _lengths(run)
+    lengths, prompt = _lengths(run, warn)
     tokens = sum(row["tokens"] for row in rows)
     known = Costs(
         length=mean([row["response_tokens"] for row in rows]),
@@ -77,11 +77,11 @@ def _gaps(times: Sequence[float]) -> list[float]:
     return [gap if gap <= longest else 0.0 for gap in gaps]
 
 
-def _lengths(run: Path) -> tuple[tuple[int, ...], float]:
+def _lengths(run: Path, warn: Callable[[str], None]) -> tuple[tuple[int, ...], float]:
     """Of the responses in the archive, where there is one; and of a prompt on average."""
     found: list[int] = []
     prompts: list[int] = []
-    for batch, _ in islice(archive.read(run), READ_STEPS):
+    for batch, _ in islice(archive.read(run, unread=warn), READ_STEPS):
         for taken in batch.groups:
             for trajectory in archive.open_group(taken).trajectories:
                 sampled = int(trajectory.loss_mask.sum())

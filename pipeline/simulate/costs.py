@@ -12,11 +12,12 @@ from pydantic import Field, ValidationError
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.resources.devices import Device
-from penstock.pipeline.resources.memory import VLLM_DEFAULT
+from penstock.pipeline.resources.memory import VLLM_DEFAULT, trainer_of
 from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, critic_times, sequences
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s
-from penstock.services.rollout.config import VllmEngineConfig
+from penstock.pipeline.resources.trainer_memory import version_bytes
+from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.settings import Section
 
 NETWORK_GB_S = 10.0
@@ -123,7 +124,7 @@ def save(costs: Costs, path: Path) -> None:
 
 
 def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt: float) -> Costs:
-    """On paper: rooflines, as `penstock plan` counts them."""
+    """On paper: rooflines, as `penstock plan` counts them. Raises `ConfigError` where an engine has no room."""
     engine = config.rollout.engine
     options = engine.vllm if isinstance(engine, VllmEngineConfig) else {}
     tensor, stages, data = (int(options.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
@@ -134,13 +135,20 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     kv = (prompt + length / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
     flops = device.tflops * 1e12 * FLOPS_SHARE
     step = Load(max(1.0, length) * config.gate.groups_per_step * config.sampling.trajectories, prompt + length)
-    trained = train_s(shape, config.trainer, step, device) / step.tokens
+    trained = train_s(shape, trainer_of(config), step, device) / step.tokens
     whole = prompt + length
     values_s, critic_s = critic_times(config, step, device)
+    most = data * int(sequences(config, shape, tensor, device, whole, share))
+    if not most and not isinstance(engine, PluginEngineConfig) and not getattr(engine, "unsized", None):
+        raise ConfigError(
+            f"--gpus: an engine's {tensor * stages} x {device.name} of {device.gib:g} GiB have no room for a sequence "
+            f"beside {shape.name}; take larger ones, a shorter rollout.engine.max_length, or more for each engine "
+            "(rollout.engine.vllm.tensor_parallel_size)"
+        )
     found = {
         "length": length,
         "prompt": prompt,
-        "most_sequences": max(1, data * int(sequences(config, shape, tensor, device, whole, share))),
+        "most_sequences": max(1, most),
         "decode_compute_s": 2 * shape.met / (tensor * parts * flops),
         "decode_s": weights / tensor / bandwidth,  # stage after stage, so all of them
         "decode_sequence_s": kv / parts / bandwidth,
@@ -149,7 +157,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         "score_token_s": 2 * shape.met / flops,
         "critic_values_token_s": values_s / step.tokens,
         "critic_train_token_s": critic_s / step.tokens,
-        "publish_s": weights / (NETWORK_GB_S * 1e9),
+        "publish_s": version_bytes(shape, config.trainer) / (NETWORK_GB_S * 1e9),
         "pause_s": weights / (tensor * stages) / bandwidth,
         "switch_s": switch_s(shape, config.trainer, tensor * stages, device) if config.run.colocated else 0.0,
     }

@@ -7,12 +7,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.tools.arguments import warn
 
 COLUMNS = ("session", "key", "turns", "tokens", "waiting", "silent_s", "error")
 ANSWER_S = 10.0
@@ -39,7 +39,7 @@ def sessions(run: Path) -> dict[str, list[dict[str, Any]]]:
     if silent and not found:
         raise ConfigError(f"RUN: {'; '.join(silent)}")
     for each in silent:
-        typer.echo(f"warning: {each}", err=True)
+        warn(each)
     return found
 
 

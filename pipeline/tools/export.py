@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.tools.rollouts import archived, by_token_values, of_tokens, readable
+from penstock.pipeline.tools.rollouts import archived, batches, by_token_values, of_tokens, readable
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Group
-from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
 from penstock.services.data import need
 from penstock.services.trainer import judged
@@ -68,9 +67,7 @@ def _columns(run: Path, step: int | None, table: ColumnTable) -> dict[str, bool]
     """Whether a column has a value for each token, by its name: of those of ``table``, and of what else the archive
     has. Raises `ConfigError` where one has in some steps, and in others not."""
     found: dict[str, bool] = {}
-    for batch, _ in archive.read(run, step or 0):
-        if step is not None and batch.step != step:
-            break
+    for batch in batches(run, step, lambda _: None):  # what is left out is said when it is written
         for group, columns in readable(batch):
             by_token = of_tokens(group, columns, table)
             for name in columns:

@@ -19,11 +19,14 @@ from penstock.pipeline.resources.choice import (
     seconds_of,
     shape_words,
 )
-from penstock.pipeline.resources.devices import Device, devices_of
+from penstock.pipeline.resources.devices import MACHINE, Device, devices_of
+from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.memory import plan
+from penstock.pipeline.resources.memory import plan, trainer_of
 from penstock.pipeline.resources.model_shape import Shape, shape_of
+from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
+from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE
 from penstock.pipeline.resources.trainer_memory import trainer_parts
 
@@ -44,6 +47,7 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
     if device:
         config = config.model_copy(update={"run": config.run.model_copy(update={"gpu_gib": device.gib})})
     found = plan(config)
+    found.problems += _too_few(config, count, device) if device else []
     for line in found.lines:
         console.print(line, highlight=False, markup=False)
     _print_parts(console, config, shape)
@@ -61,8 +65,20 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
     return not found.problems
 
 
+def _too_few(config: Config, count: int, device: Device) -> list[str]:
+    """Why ``count`` GPUs are too few for ``config`` as it is, whatever machines they are in."""
+    if total_gpus(config) <= count:
+        return []
+    here = config.model_copy(update={"run": config.run.model_copy(update={"elsewhere": ()})})
+    gpus = [str(number) for number in range(count)]
+    try:
+        return too_much(here, place(here, gpus), dict.fromkeys(gpus, device.gib))
+    except ConfigError as error:
+        return [str(error)]
+
+
 def _print_parts(console: Console, config: Config, shape: Shape) -> None:
-    parts = trainer_parts(shape, config.trainer, config.run.gpu_gib)
+    parts = trainer_parts(shape, trainer_of(config), config.run.gpu_gib)
     table = Table(title=f"a trainer's rank of {config.trainer.ranks}")
     table.add_column("at its peak")
     table.add_column("GiB", justify="right")
@@ -98,7 +114,7 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     best, why = best_of(config, every)
     for reason in why:
         console.print(f"why: {reason}", highlight=False, markup=False)
-    taken = shlex.join(overrides(config, best, count))
+    taken = shlex.join(overrides(config, best, count > MACHINE))
     console.print(f"take the first: {taken}", highlight=False, markup=False, soft_wrap=True)
 
 

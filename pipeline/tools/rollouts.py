@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 
 from penstock.pipeline.config import ConfigError, load
 from penstock.pipeline.run.summary import check_run
+from penstock.pipeline.tools.arguments import warn
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import ExperienceError, Group
 from penstock.protocols.messages import Batch
@@ -42,17 +42,24 @@ def archived(
 
     def groups() -> Iterator[tuple[int, Group, dict[str, np.ndarray]]]:
         unreadable = 0
-        for batch, _ in archive.read(folder, step or 0):
-            if step is not None and batch.step != step:
-                break
+        for batch in batches(folder, step):
             unreadable += len(batch.groups)
             for group, columns in readable(batch):
                 unreadable -= 1
                 yield batch.step, group, columns
         if unreadable:
-            typer.echo(f"warning: groups of {folder} that cannot be read, and are left out: {unreadable}", err=True)
+            warn(f"groups of {folder} that cannot be read, and are left out: {unreadable}")
 
     return load(folder / "config.yaml").columns, groups()
+
+
+def batches(folder: Path, step: int | None, unread: Callable[[str], None] = warn) -> Iterator[Batch]:
+    """The archived steps of the run in ``folder``, or one ``step``. Those whose file cannot be read are left out, which
+    ``unread`` is told; of the one raises `ArchiveError`."""
+    if step is None:
+        yield from (batch for batch, _ in archive.read(folder, unread=unread))
+    elif (found := archive.read_step(folder, step)) is not None:
+        yield found[0]
 
 
 def check_archive(folder: Path, step: int | None) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
-import typer
 import yaml
 from rich import box
 from rich.console import Console
@@ -17,11 +16,13 @@ from rich.text import Text
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.resources.devices import devices_of
+from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.simulate import costs as known
 from penstock.pipeline.simulate.calibrate import like
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.world import Outcome, World
+from penstock.pipeline.tools.arguments import warn
 
 BUSY = 0.9
 """Who is busy for more of the time than this is what a run waits for."""
@@ -37,7 +38,7 @@ def costs_of(
     changed = {key: yaml.safe_load(value) for key, value in (_pair("--cost", change) for change in changes)}
     if "length" in changed:
         changed.setdefault("lengths", ())
-    fixed = like(run, _warn) if run is not None else known.of_file(file) if file is not None else None
+    fixed = like(run, warn) if run is not None else known.of_file(file) if file is not None else None
 
     def of(config: Config) -> Costs:
         found = fixed or _on_gpus(config, gpus or "", length, prompt)
@@ -46,15 +47,14 @@ def costs_of(
     return of
 
 
-def _warn(text: str) -> None:
-    typer.echo(f"warning: {text}", err=True)
-
-
 def _on_gpus(config: Config, gpus: str, length: float | None, prompt: float) -> Costs:
     shape = shape_of(config)
     if shape is None:
         raise ConfigError("model.path: the model's sizes are not known here; give a folder with its config.json")
-    _, device = devices_of(gpus if gpus[:1].isdigit() else f"1x{gpus}")
+    counted = gpus[:1].isdigit()
+    count, device = devices_of(gpus if counted else f"1x{gpus}")
+    if counted and count < (wanted := total_gpus(config)):
+        warn(f"--gpus {gpus}: the run wants {wanted} GPUs, and is simulated as if there were so many")
     response = config.rollout.sampling.max_new_tokens / 2 if length is None else length
     return known.on_gpus(config, shape, device, response, prompt)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +10,7 @@ from penstock.protocols import wire
 from penstock.protocols.experience import Group, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import unpack_group
+from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import write_whole
 
 Keep = Literal["all", "none"] | int
@@ -45,6 +46,10 @@ def _file(archive: Path, step: int) -> Path:
     return archive / f"step-{step:06d}.msgpack"
 
 
+class ArchiveError(SetupError):
+    """A step's file that cannot be read; says which."""
+
+
 def open_group(taken: TakenGroup) -> Group:
     """Its trajectories. Raises `ExperienceError` or `WireError` where they cannot be read."""
     return unpack_group(taken.experience.data)
@@ -55,23 +60,35 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "archive").glob("step-*.msgpack"))
 
 
-def read(folder: Path, first: int = 0) -> Iterator[tuple[Batch, str]]:
+def read(folder: Path, first: int = 0, unread: Callable[[str], None] | None = None) -> Iterator[tuple[Batch, str]]:
     """The archived steps of a run from step ``first`` on, in order, each with the digest that it yielded; those that a
-    run which keeps its last steps alone removes meanwhile are left out."""
+    run which keeps its last steps alone removes meanwhile are left out, and so are those whose file cannot be read,
+    which ``unread`` is told. None: they raise `ArchiveError`."""
     for number in steps(folder):
-        if number >= first and (found := read_step(folder, number)) is not None:
+        try:
+            found = read_step(folder, number) if number >= first else None
+        except ArchiveError as error:
+            if unread is None:
+                raise
+            unread(f"{error}; it is left out")
+            continue
+        if found is not None:
             yield found
 
 
 def read_step(folder: Path, number: int) -> tuple[Batch, str] | None:
-    """Step ``number`` of a run's archive, and the digest that it yielded; None where it is not there (any more)."""
+    """Step ``number`` of a run's archive, and the digest that it yielded; None where it is not there (any more). Raises
+    `ArchiveError` where its file cannot be read."""
+    path = _file(folder / "archive", number)
     try:
-        row = wire.unpack(_file(folder / "archive", number).read_bytes())
+        row = wire.unpack(path.read_bytes())
+        groups = [
+            TakenGroup(number=g["number"], experience=as_bytes(g["experience"].tobytes()), columns=dict(g["columns"]))
+            for g in row["groups"]
+        ]
+        step, bound = row["step"], row["max_lag"]
+        return Batch(step=step, seed=row["seed"], max_lag=bound, groups=groups, committed=step), row["digest"]
     except FileNotFoundError:
         return None
-    groups = [
-        TakenGroup(number=g["number"], experience=as_bytes(g["experience"].tobytes()), columns=dict(g["columns"]))
-        for g in row["groups"]
-    ]
-    step, bound = row["step"], row["max_lag"]
-    return Batch(step=step, seed=row["seed"], max_lag=bound, groups=groups, committed=step), row["digest"]
+    except (wire.WireError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArchiveError(f"{path} cannot be read, as if cut short: {error}") from None

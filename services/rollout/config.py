@@ -70,7 +70,15 @@ class VllmEngineConfig(Section):
                 raise ValueError(f"{name} is set by {ours}")
         return value
 
+    @property
+    def unsized(self) -> str | None:
+        """The engine argument by which its weights or KV take other memory than `model.dtype` says; None: there is
+        none."""
+        return next((name for name in VLLM_SIZES if self.vllm.get(name) not in (None, "auto")), None)
 
+
+VLLM_SIZES = ("quantization", "kv_cache_dtype", "kv_cache_memory_bytes")
+"""Engine arguments of vLLM that decide what memory is for."""
 VLLM_OWNED = {
     "model": "model.path",
     "tokenizer": "model.path",

@@ -17,6 +17,7 @@ from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.memory import plan, references_each
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import Layout, layouts, shapes
 
 BIG = Path("configs/grpo-8b.yaml")
@@ -24,8 +25,8 @@ SMALL = "Qwen/Qwen2.5-0.5B-Instruct"
 ALONE = "trainer.algorithm.kl.coefficient=0"
 
 
-def searched(given: list[str], gpus: str) -> tuple[Config, list[Layout]]:
-    config, (count, device) = load(BIG, given), devices_of(gpus)
+def searched(given: list[str], gpus: str, path: Path = BIG) -> tuple[Config, list[Layout]]:
+    config, (count, device) = load(path, given), devices_of(gpus)
     shape = shape_of(config)
     assert shape
     return config, list(layouts(config, shape, count, device, load_of(config, half_of_the_longest(config))))
@@ -62,8 +63,30 @@ def test_gpus_of_scorers_are_theirs(also: list[str]) -> None:
     config, found = searched([scorer, *also], "8xH100")
     assert found and {layout.colocated for layout in found} == {False, True}
     for layout in found:
-        made = load(BIG, [scorer, *also, *overrides(config, layout, 8)])
+        made = load(BIG, [scorer, *also, *overrides(config, layout)])
         assert total_gpus(made) <= 8 and not plan(made).problems
+
+
+@pytest.mark.parametrize("gpus", ["16xA100", "2xH100"])
+def test_versions_that_engines_map_have_room_beside_the_trainer(gpus: str) -> None:
+    given = ["weights.transport=cuda_ipc", ALONE, f"run.gpu_gib={devices_of(gpus)[1].gib:g}"]
+    config, found = searched(given, gpus, path := Path("configs/grpo-3b.yaml"))
+    assert any(layout.trainer.ranks == 1 for layout in found)
+    for layout in found:
+        assert not plan(load(path, [*given, *overrides(config, layout)])).problems
+
+
+@pytest.mark.parametrize("also", [[ALONE], ["run.elsewhere=[trainer]"]])
+@pytest.mark.parametrize("gpus", ["12xA100", "40xA100"])
+def test_what_the_first_machine_has_no_gpus_for_joins(also: list[str], gpus: str) -> None:
+    """Where one machine has them all, as `run.placement: auto` supposes, nobody does."""
+    config, found = searched(["trainer.algorithm.kl.coefficient=0.001", *also], gpus)
+    assert any(layout.trainer.nodes == 1 for layout in found)
+    for layout in found:
+        made = load(BIG, [*also, *overrides(config, layout, several=True)])
+        place(made, [str(number) for number in range(8)])
+        if layout.trainer.nodes == 1:
+            assert not load(BIG, [*also, *overrides(config, layout)]).run.elsewhere
 
 
 def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
@@ -73,7 +96,7 @@ def test_the_embedded_engine_is_laid_out_where_all_its_slots_fit() -> None:
     config, found = searched([engine.format(48)], "8xH100")
     assert {layout.colocated for layout in found} == {False, True}
     for layout in found:
-        assert not plan(load(BIG, [engine.format(48), *overrides(config, layout, 8)])).problems
+        assert not plan(load(BIG, [engine.format(48), *overrides(config, layout)])).problems
 
 
 def test_several_references_may_lie_on_one_gpu() -> None:
@@ -81,7 +104,7 @@ def test_several_references_may_lie_on_one_gpu() -> None:
     shared = [layout for layout in found if layout.colocated]
     assert shared and references_each(config, 2) == 2 and references_each(config, 4) == 1
     for layout in shared:
-        made = load(BIG, ["reference.count=3", *overrides(config, layout, 2), "run.gpu_gib=141"])
+        made = load(BIG, ["reference.count=3", *overrides(config, layout), "run.gpu_gib=141"])
         assert not plan(made).problems
         assert layout.share == pytest.approx(
             math.floor(20 * (1 - (1.5 + 2 * (16.38e9 / 2**30 + 3)) / 141)) / 20, abs=0.051
@@ -89,8 +112,13 @@ def test_several_references_may_lie_on_one_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["rollout.engine.vllm.data_parallel_size=2", "rollout.engine.vllm.pipeline_parallel_size=2"]
-)
+    "key",
+    [
+        "rollout.engine.vllm.data_parallel_size=2", "rollout.engine.vllm.pipeline_parallel_size=2",
+        "rollout.engine.vllm.quantization=fp8", "rollout.engine.vllm.kv_cache_dtype=fp8",
+        "rollout.engine.vllm.kv_cache_memory_bytes=1000000000",
+    ],
+)  # fmt: skip
 def test_what_keeps_the_search_from_looking_is_said(key: str) -> None:
     config, found = searched([key], "8xH100")
     assert not found

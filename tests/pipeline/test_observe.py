@@ -41,6 +41,20 @@ def test_a_broker_that_lets_one_in_and_says_nothing_more_is_an_error_in_words(co
     assert any(said in str(done.exception) for said in ("no broker answers at tcp://", "refuses: not now"))
 
 
+@pytest.mark.parametrize("command", ["status", "top", "join"])
+def test_another_runs_broker_is_not_taken_for_the_runs_own(tmp_path: Path, command: str) -> None:
+    """As with a `broker.bind` that two runs have, of which the first is gone."""
+    (tmp_path / "config.yaml").write_text(Path("configs/quickstart.yaml").read_text())
+    (tmp_path / "run.name").write_text("first")
+    more = ["rollout", "--patience", "0.1"] if command == "join" else []
+    with Broker(m.Status(state={"run": "second", "phase": "training"})) as broker:
+        (tmp_path / "broker.address").write_text(broker.address)
+        done = CliRunner().invoke(app, [command, str(tmp_path), *more])
+    assert done.exit_code, done.output
+    said = f"RUN: the broker at {broker.address} is of another run by now, second; the one in {tmp_path} goes on by"
+    assert said in done.output + str(done.exception)
+
+
 @pytest.mark.parametrize("address", ["notanaddress", "tcp://host", "127.0.0.1:5555", "tcp://host:port"])
 def test_what_is_no_address_is_named(address: str) -> None:
     done = CliRunner().invoke(app, ["status", "--broker", address])

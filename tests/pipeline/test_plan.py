@@ -24,7 +24,7 @@ from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import FILL, critic_times, layouts, shapes, unsearched
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import Load, train_s
-from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, keeps_whole_gradients, trainer_gib
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.world import World
 from penstock.services.runtime import registry
@@ -159,6 +159,21 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "gpus", "says"),
+    [
+        ("grpo-8b", "4xH100", "does not fit: this run wants 8 GPUs (trainer 4,"),
+        ("grpo-32b", "8xH100", "does not fit: this run wants 24 GPUs (trainer 16,"),
+        ("grpo-8b", "8xH100", ""),
+        ("grpo-3b", "2xA100-40", "GPU 0 (40 GiB) is shared by"),
+        ("grpo-0.5b", "2xH100", ""),  # which they share, as in a run
+    ],
+)
+def test_a_config_that_wants_more_gpus_does_not_fit(path: str, gpus: str, says: str) -> None:
+    result = CliRunner().invoke(app, ["plan", f"configs/{path}.yaml", "--gpus", gpus])
+    assert result.exit_code == bool(says) and says in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize(
     ("path", "override", "message"),
     [
         ("grpo-70b", "rollout.engine.vllm.tensor_parallel_size=1", r"tensor_parallel_size=1: 131\.\d GiB .* no room"),
@@ -261,7 +276,7 @@ def test_versions_that_engines_map_are_counted_where_that_is_asked_for() -> None
     path, named, room = Path("configs/grpo-3b.yaml"), "weights.transport=cuda_ipc", "run.gpu_gib=70"
     config = load(path, [named, room])
     shape = shape_of(config)
-    assert shape and mapped_gib(config, shape) == pytest.approx(3 * 2 * 3.09e9 / 2**30, rel=0.01)
+    assert shape and mapped_gib(config, shape, config.trainer) == pytest.approx(3 * 2 * 3.09e9 / 2**30, rel=0.01)
     (problem,) = plan(config).problems
     assert problem.startswith(f"{named}: ") and problem.endswith("use auto")
     for fits in ([room], [named, room, "trainer.ranks=2"], [named, room, "trainer.lora={rank: 32, publish: adapter}"]):
@@ -269,6 +284,30 @@ def test_versions_that_engines_map_are_counted_where_that_is_asked_for() -> None
     share = "rollout.engine.vllm.gpu_memory_utilization=0.82"
     small = [load(Path("configs/grpo-0.5b.yaml"), [share, *more]) for more in ([], [named])]
     assert [len(too_much(each, {"trainer": "0", "rollout-0": "0"}, {"0": 80.0})) for each in small] == [0, 1]
+
+
+def test_a_deterministic_run_is_counted_as_it_sums_its_gradients() -> None:
+    """Micro-batch by micro-batch where nothing else is said: what memory is free decides nothing."""
+    path, critic = Path("configs/grpo-3b.yaml"), ["trainer.algorithm.preset=ppo", "rollout.sampling.n=2"]
+    full = "{ranks: 8, gradient_checkpointing: false, tokens_per_micro_batch: 14500}"
+    given = [f"trainer={full}", *critic, f"critic={full}", "run.gpu_gib=80"]
+    refused = [problem.partition("=")[0] for problem in plan(load(path, given)).problems]
+    assert refused == ["trainer.ranks", "critic.ranks"]
+    config, (count, device) = load(path, [*given, "run.deterministic=true"]), devices_of("18xH100")
+    shape = shape_of(config)
+    assert shape and not plan(config).problems
+    found = [*layouts(config, shape, count, device, Load(1e6, 1e3))]
+    assert found and not any(keeps_whole_gradients(layout.trainer, shape, device.gib) for layout in found)
+
+
+@pytest.mark.parametrize("size", ["quantization=fp8", "kv_cache_dtype=fp8", "kv_cache_memory_bytes=4000000000"])
+def test_an_engine_whose_size_is_not_known_is_not_refused(size: str) -> None:
+    path, one = Path("configs/grpo-70b.yaml"), "rollout.engine.vllm.tensor_parallel_size=1"
+    kept = [one, "rollout.engine.vllm.kv_cache_dtype=auto"]
+    assert any("leave no room for one sequence" in problem for problem in plan(load(path, kept)).problems)
+    found = plan(load(path, [one, f"rollout.engine.vllm.{size}"]))
+    assert not found.problems
+    assert any(f"what {size.partition('=')[0]} makes of it is not counted" in line for line in found.lines)
 
 
 def test_adapters_are_counted_by_the_ends_of_full_names() -> None:

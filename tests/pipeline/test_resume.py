@@ -17,6 +17,7 @@ from penstock.pipeline.run.folder import begin, named, run_name
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
+from penstock.pipeline.run.summary import read_summary
 from penstock.services.broker.trackers import run_id
 from penstock.services.runtime.user_folders import FIRST, VARIABLE, find_file
 
@@ -112,6 +113,13 @@ def test_nothing_left_to_do_is_said(folder: Path) -> None:
     (folder / "summary.json").write_text('{"outcome": "complete", "steps": 50}')
     for steps, over in ((10, True), (50, True), (60, False)):
         assert bool(complete(folder, resumed(folder, None, [f"trainer.steps={steps}"])[0])) is over
+
+
+@pytest.mark.parametrize("text", ["", '{"outcome": "comp', "\0" * 16])
+def test_a_summary_that_was_cut_short_is_written_again(folder: Path, text: str) -> None:
+    (folder / "summary.json").write_text(text)
+    config, _, _ = resumed(folder, None, [])
+    assert complete(folder, config) is None and read_summary(folder) is None
 
 
 def test_only_one_at_a_time_runs_in_a_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ from penstock.pipeline.tools.rollouts import rollouts
 from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import pack_group
-from penstock.services.broker.archive import Archive
+from penstock.services.broker.archive import Archive, ArchiveError
 from penstock.services.data.config import SortData
 from penstock.services.data.sort import SortSource
 
@@ -95,6 +95,25 @@ def test_a_group_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
     assert f"warning: groups of {folder} that cannot be read, and are left out: 1" in done.stderr
     done = CliRunner().invoke(app, ["rollouts", str(folder), "--export", str(tmp_path / "out.parquet")])
     assert "4 trajectories" in done.stdout and "left out: 1" in done.stderr
+
+
+def test_a_step_whose_file_is_cut_short_costs_itself_alone(tmp_path: Path) -> None:
+    folder = run(tmp_path, CONFIG, *([a_group(number, rewards())] for number in range(3)))
+    for step, size in ((1, 40), (2, 0)):
+        file = tmp_path / "archive" / f"step-{step:06d}.msgpack"
+        file.write_bytes(file.read_bytes()[:size])
+    (tmp_path / "archive" / "judged-000000.msgpack").touch()
+    done = CliRunner().invoke(app, ["rollouts", str(folder)])
+    assert done.exit_code == 0 and len(done.stdout.splitlines()) == 2
+    assert [f"step-00000{step}.msgpack cannot be read" in done.stderr for step in range(3)] == [False, True, True]
+    pytest.importorskip("pyarrow.parquet")
+    done = CliRunner().invoke(app, ["rollouts", str(folder), "--export", str(tmp_path / "out.parquet")])
+    assert done.exit_code == 0 and done.stderr.count("it is left out") == 2, done.output
+    assert [group["step"] for group in groups_of(folder)] == [0]
+    make_model(folder)
+    for command in ("rollouts", "replay"):
+        refused = CliRunner().invoke(app, [command, str(folder), "--step", "1"])
+        assert isinstance(refused.exception, ArchiveError) and "step-000001.msgpack" in str(refused.exception)
 
 
 def make_model(folder: Path) -> None:

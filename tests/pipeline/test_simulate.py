@@ -178,6 +178,29 @@ def test_several_engines_of_a_rollout_decode_more_and_stages_need_less_memory() 
     assert (on(gpu_memory_utilization=0.6).most_sequences or 0) < one.most_sequences
 
 
+def test_fewer_gpus_than_the_run_wants_are_said() -> None:
+    call = ["simulate", "configs/grpo-8b.yaml", "--steps", "2", "--gpus"]
+    for gpus, says in (("2xH100", "the run wants 8 GPUs"), ("8xH100", ""), ("H100", "")):
+        done = CliRunner().invoke(app, [*call, gpus])
+        assert done.exit_code == 0 and bool(says) == ("warning" in done.stderr) and says in done.stderr
+
+
+def test_what_is_not_known_of_an_engine_is_not_refused() -> None:
+    engine = "rollout.engine.vllm={tensor_parallel_size: 1, gpu_memory_utilization: 0.5, quantization: fp8}"
+    done = CliRunner().invoke(app, ["simulate", "configs/grpo-8b.yaml", "--gpus", "L4", "--steps", "2", engine])
+    assert done.exit_code == 0, done.output
+
+
+def test_an_adapter_that_is_published_alone_arrives_sooner() -> None:
+    def published(publish: str) -> float:
+        made = load(Path("configs/grpo-8b.yaml"), [f"trainer.lora={{rank: 32, publish: {publish}}}"])
+        shape = shape_of(made)
+        assert shape
+        return on_gpus(made, shape, devices_of("1xH100")[1], 1500, 256).publish_s
+
+    assert published("adapter") == pytest.approx(published("merged") * 4 * 87.3e6 / (2 * 8.19e9), rel=0.01)
+
+
 def test_deterministic_runs_decode_each_group_alone() -> None:
     """Four groups of a second, one after the other."""
     found = World(in_one_go(**{"run.deterministic": "true"}), alike(), 10).run()
@@ -222,7 +245,10 @@ def test_values_are_no_markup() -> None:
     [([], "one of --like RUN"), (["--gpus", "T1000"], "T1000"), (["--gpus", "H100", "--cost", "reward=4"], "reward"),
      (["--gpus", "H100", "--cost", "decode_s=-1"], "decode_s"), (["--costs", "no.yaml"], "no.yaml"),
      (["--gpus", "H100", "--length", "0"], "length"), (["--gpus", "H100", "--save", "no/such/costs.yaml"], "--save"),
-     (["--gpus", "H100", "--vary", "gate"], "KEY=VALUE")],
+     (["--gpus", "H100", "--vary", "gate"], "KEY=VALUE"),
+     (["--gpus", "L4", "rollout.engine.vllm={tensor_parallel_size: 1, gpu_memory_utilization: 0.5}"],
+      "1 x L4 of 22.4 GiB have no room for a sequence beside"),
+     (["--gpus", "L4", "rollout.engine={type: torch, max_length: 4096}"], "1 x L4 of 22.4 GiB have no room")],
 )  # fmt: skip
 def test_what_it_cannot_take_is_named(arguments: list[str], says: str) -> None:
     done = CliRunner().invoke(app, ["simulate", "configs/grpo-8b.yaml", "--steps", "2", *arguments])

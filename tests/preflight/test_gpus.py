@@ -182,6 +182,18 @@ def test_what_lies_on_the_host_of_an_adapters_trainer_is_counted() -> None:
     assert needs and needs.checkpoints == pytest.approx(3 * needs.staging), "the newest, the best, the next one"
 
 
+@pytest.mark.parametrize("more", ["trainer.offload=true", "run.placement=colocated", "trainer.lora={rank: 32}"])
+def test_each_replica_has_a_copy_on_its_host(more: str) -> None:
+    """Of all but what lies on the disk, where a checkpoint is written once."""
+    given = ["trainer={ranks: 8, gradient_checkpointing: true}", more, "trainer.algorithm.preset=ppo"]
+    given += ["rollout.sampling.n=2", "critic={ranks: 8, offload: true}"]
+    counts = ([f"trainer.replicas={count}", f"critic.replicas={count}"] for count in (1, 4))
+    one, four = (host_needs(load(Path("configs/grpo-8b.yaml"), [*given, *count])) for count in counts)
+    assert one and four and one.checkpoints == four.checkpoints
+    for name in ("offloaded", "resting", "staging", "critic"):
+        assert getattr(four, name) == pytest.approx(4 * getattr(one, name)), name
+
+
 def test_compose_is_given_what_the_model_needs() -> None:
     config = load(Path("configs/grpo-8b.yaml"))
     needs = host_needs(config)
