@@ -11,8 +11,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.protocols import wire
+from penstock.protocols.connection import set_up
 from penstock.protocols.keys import BrokerKeys, Door, is_loopback
-from penstock.protocols.mailbox import BESIDE, AddressError, set_up
+from penstock.protocols.mailbox import BESIDE, AddressError
 from penstock.protocols.messages import HeartbeatAck, Message, Refused, from_envelope, to_envelope
 
 log = structlog.get_logger()

@@ -25,7 +25,7 @@ from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.supervisor import Child, Supervisor
 from penstock.protocols.keys import load_client
-from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
+from penstock.protocols.mailbox import LATE_S, DeadlineError, Mailbox, RefusedError, answer_to, incarnation_of
 from penstock.protocols.messages import (
     Heartbeat,
     Hello,
@@ -324,12 +324,13 @@ class _Launch:
         it at once."""
         assert self._mailbox
         answer = self._mailbox.ask_later(message, BROKER_SILENT_S)
-        while not answer.done():
+        until = time.monotonic() + BROKER_SILENT_S + LATE_S
+        while not answer.done() and time.monotonic() < until:
             if not begun:
                 self._hear_interrupt()
             self._keep_books()
             time.sleep(0.02)
-        return answer.result()
+        return answer_to(answer, 0.0)
 
     def _keep_books(self) -> None:
         """Broker and store are needed to the last, when nobody else is started again."""

@@ -28,6 +28,7 @@ from penstock.services.runtime import logs, registry
 from penstock.services.runtime.actor import ActorContext, on_stop
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
+from penstock.services.runtime.files import write_whole
 from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
@@ -180,7 +181,7 @@ def _serve_broker(
     if ready_fd is not None:
         os.write(ready_fd, f"{broker.address}\n".encode())
         os.close(ready_fd)
-    address_file(context.folder).write_text(broker.address + "\n")
+    write_whole(address_file(context.folder), broker.address + "\n")
     try:
         error = broker.serve()
     finally:
