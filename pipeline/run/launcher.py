@@ -177,10 +177,15 @@ class _Launch:
         # Started again, it listens where the others look for it.
         ready = child.command.index("--ready-fd")
         del child.command[ready : ready + 2]
-        child.command.append(
-            f"broker.bind={address if not self._config.broker.advertise else self._config.broker.bind}"
-        )
+        child.command.append(f"broker.bind={self._bound(address)}")
         return address
+
+    def _bound(self, address: str) -> str:
+        """What a broker that is reached at ``address`` binds once more: the same host, and now the same port."""
+        bind = self._config.broker.bind
+        if self._config.broker.advertise:  # of what lies in between, whose port may be another
+            return bind
+        return f"{bind.rpartition(':')[0]}:{address.rpartition(':')[2]}"
 
     def _start(
         self,
