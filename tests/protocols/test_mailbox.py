@@ -34,6 +34,7 @@ from penstock.protocols.messages import (
     Stop,
     Take,
     Welcome,
+    from_envelope,
 )
 from penstock.protocols.router_server import RouterServer
 from tests.weights.channel import until
@@ -164,6 +165,21 @@ def test_a_malformed_message_costs_only_itself(broker: Answering, box: Mailbox) 
     assert box.ask(Take(step=1), 5) == Ack()
     assert broker.exchange.refused == 4
     rogue.close()
+    context.term()
+
+
+def test_a_malformed_message_is_not_quoted_whole(broker: Answering, box: Mailbox) -> None:
+    """Its text, escaped, would be larger than any message may be."""
+    lie = msgpack.ExtType(1, msgpack.packb(["\0" * (20 << 20), [1], b"x"]))
+    context = zmq.Context()
+    rogue = context.socket(zmq.DEALER)
+    rogue.connect(broker.exchange.address)
+    rogue.send(msgpack.packb([wire.PROTOCOL, "Take", 1, 0, {"step": lie}]))
+    assert rogue.poll(5000)
+    refused = from_envelope(wire.decode(rogue.recv_multipart()))
+    assert isinstance(refused, Refused) and "dtype" in refused.reason and len(refused.reason) < 3000
+    assert box.ask(Take(step=1), 5) == Ack()
+    rogue.close(0)
     context.term()
 
 
