@@ -21,10 +21,19 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols import messages as m
-from penstock.protocols.agent_line import AgentRefusedError, Line, RunOver, Search, answered, checked, loaded
+from penstock.protocols.agent_line import (
+    AgentRefusedError,
+    Line,
+    RunOver,
+    Search,
+    answered,
+    checked,
+    loaded,
+    settled,
+)
 from penstock.protocols.experience import Finish, Prompt, Purpose, as_bytes
 from penstock.protocols.keys import ClientKeys
-from penstock.protocols.mailbox import DeadlineError
+from penstock.protocols.mailbox import LATE_S, DeadlineError, answer_to
 
 __all__ = [
     "AgentClient", "AgentRefusedError", "AgentSession", "AsyncAgentClient", "AsyncAgentSession", "Reply", "RunOver",
@@ -36,6 +45,8 @@ SAY_S = 120.0
 OPEN_S = 20.0
 GRACE_S = 10.0
 """What an answer may be late by, beyond what the gateway was told to wait."""
+OPENED_S = OPEN_S + GRACE_S + LATE_S
+"""By then it is known whether there is a session."""
 START_LOOK_S = 0.2
 """Between two looks at whether a run is under way."""
 
@@ -161,8 +172,8 @@ class AgentSession(_Asked):
 
 class AgentClient:
     """``gateway``: the folder of a run, or a gateway's address, ``tcp://host:port``; then, beyond the loopback, with
-    ``keys``: the file that ``penstock keys add`` has written. Raises `KeysError` where it is none, `RunOver` where the
-    run has ended."""
+    ``keys``: the file that ``penstock keys add`` has written. Raises `KeysError` where it is none, `AddressError` where
+    the address is, `RunOver` where the run has ended."""
 
     def __init__(self, gateway: str | Path, keys: ClientKeys | str | Path | None = None) -> None:
         search = Search(gateway, loaded(keys))
@@ -173,7 +184,7 @@ class AgentClient:
     def session(self, wait_s: float = 60.0) -> AgentSession:
         """The next task that no agent has. Raises `RunOver`, or `AgentRefusedError` where none is free for so long."""
         deadline = time.monotonic() + wait_s
-        while (opened := _opened(self._line, _open(self._line, deadline), deadline)) is None:
+        while (opened := _opened(self._line, settled(_open(self._line, deadline), OPENED_S), deadline)) is None:
             pass
         return AgentSession(self._line, opened)
 
@@ -197,7 +208,7 @@ def _open(line: Line, deadline: float) -> Future[m.Message]:
 def _opened(line: Line, asked: Future[m.Message], deadline: float) -> m.AgentOpened | None:
     """The session; None where it is to be asked for again."""
     try:
-        found = asked.result()
+        found = answer_to(asked, 0.0)
     except DeadlineError:
         line.check_over()
         if time.monotonic() < deadline:
@@ -255,7 +266,7 @@ class AsyncAgentClient:
     async def session(self, wait_s: float = 60.0) -> AsyncAgentSession:
         """See `AgentClient.session`."""
         deadline = time.monotonic() + wait_s
-        while (opened := _opened(self._line, await answered(_open(self._line, deadline)), deadline)) is None:
+        while (opened := _opened(self._line, await answered(_open(self._line, deadline), OPENED_S), deadline)) is None:
             pass
         return AsyncAgentSession(self._line, opened)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.protocols import messages as m
 from penstock.protocols.keys import ClientKeys, load_client
-from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
+from penstock.protocols.mailbox import LATE_S, DeadlineError, Mailbox, answer_to, incarnation_of
 
 BEAT_S = 3.0
 LOOK_S = 2.0
@@ -79,7 +79,7 @@ class Line:
         deadline, said = time.monotonic() + deadline_s, None
         while True:
             asked = self.ask(message, deadline - time.monotonic())
-            while not wait([asked], LOOK_S).done:
+            while not wait([asked], LOOK_S).done and time.monotonic() < deadline + LATE_S:
                 self.check_over()
             said = _said(asked, said)
             if (pause := _pause(said, deadline)) is None:
@@ -92,7 +92,7 @@ class Line:
         while True:
             asked = self.ask(message, deadline - time.monotonic())
             waited = _for_asyncio(asked)
-            while not (await asyncio.wait([waited], timeout=LOOK_S))[0]:
+            while not (await asyncio.wait([waited], timeout=LOOK_S))[0] and time.monotonic() < deadline + LATE_S:
                 self.check_over()
             said = _said(asked, said)
             if (pause := _pause(said, deadline)) is None:
@@ -159,7 +159,7 @@ def _said(asked: Future[m.Message], before: m.Message | None) -> m.Message:
     """The answer. Where none comes in time, what was said ``before``, if anything was: it says why. Raises
     `DeadlineError`."""
     try:
-        return asked.result()
+        return answer_to(asked, 0.0)
     except DeadlineError:
         if before is None:
             raise
@@ -179,9 +179,15 @@ def checked(message: m.Message) -> Any:
     return message
 
 
-async def answered(asked: Future[m.Message]) -> Future[m.Message]:
+def settled(asked: Future[m.Message], most_s: float) -> Future[m.Message]:
     """``asked``, once it has its answer or never will."""
-    await asyncio.wait([_for_asyncio(asked)])
+    wait([asked], most_s)
+    return asked
+
+
+async def answered(asked: Future[m.Message], most_s: float) -> Future[m.Message]:
+    """The same, for asyncio."""
+    await asyncio.wait([_for_asyncio(asked)], timeout=most_s)
     return asked
 
 

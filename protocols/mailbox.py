@@ -23,6 +23,7 @@ import structlog
 import zmq
 
 from penstock.protocols import wire
+from penstock.protocols.connection import Connection, is_address
 from penstock.protocols.keys import ClientKeys
 from penstock.protocols.messages import (
     Fenced,
@@ -44,6 +45,9 @@ SLOW_LINE = 1 << 20
 """Bytes a second: what is still on its way by such a line is not sent once more behind itself."""
 MOST_RESEND_S = 60.0
 """One whose answer may take long is sent again less and less often, down to this."""
+
+LATE_S = 5.0
+"""So long after its deadline at the latest a request has its answer, or the error that there is none."""
 
 BESIDE = "~beats"
 """Heartbeats, and their answers, have a connection of their own, by this name: on the other they would wait behind what
@@ -87,16 +91,15 @@ class _Request:
     """Each pause is twice the one before, up to this."""
 
 
-def set_up(sock: zmq.Socket, address: str) -> None:
-    """For what is bound, or connected, to ``address``. Nothing is dropped for want of room, and no frame is larger than
-    the wire allows. A connection on which nobody says anything for long is not forgotten by what lies between, or is
-    made anew."""
-    options = {zmq.LINGER: 2000, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.MAXMSGSIZE: wire.MAX_FRAME_BYTES}
-    options |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
-    options |= {zmq.HEARTBEAT_IVL: 30_000, zmq.HEARTBEAT_TIMEOUT: 600_000}  # in ms; behind a large frame it waits
-    options |= {zmq.IPV6: int("[" in address)}  # with it, one of IPv4 would be written as one of IPv6
-    for option, value in options.items():
-        sock.setsockopt(option, value)
+def answer_to(asked: Future[Message], within_s: float) -> Message:
+    """Of `Mailbox.ask_later`. Raises what `Mailbox.ask` does, and `DeadlineError` where even the mailbox's own thread
+    says nothing ``within_s``."""
+    try:
+        return asked.result(within_s)
+    except DeadlineError:
+        raise
+    except TimeoutError:
+        raise DeadlineError("the mailbox's thread does not answer") from None
 
 
 def incarnation_of(name: str) -> str:
@@ -118,10 +121,13 @@ class Mailbox:
 
     ``identity`` is ``name#incarnation``: the broker fences by it. ``inbox`` holds what the broker sends unasked, and
     what the actor's own threads `post`. ``beat`` makes the message that is told every ``beat_s``; ``hello`` those that
-    are said when the broker no longer knows this actor, before anything else is sent again.
+    are said when the broker no longer knows this actor, before anything else is sent again. Raises `AddressError` where
+    ``address`` is none.
     """
 
     def __init__(self, address: str, identity: str, keys: ClientKeys | None = None) -> None:
+        if not is_address(address):
+            raise AddressError(f"{address!r} is not an address such as tcp://127.0.0.1:5555")
         self.address, self.identity, self._keys = address, identity, keys
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.beat: Callable[[], Message] | None = None
@@ -135,6 +141,7 @@ class Mailbox:
         self.fenced: FencedError | None = None
         self.heard_at = time.monotonic()
         """When the broker last sent anything, on the monotonic clock."""
+        self._heard = False
         self._hello_next = 0.0
         """When the next hello may be said to a broker that has not answered the last one."""
         self._ids = itertools.count(1)
@@ -148,13 +155,7 @@ class Mailbox:
 
     def ask(self, message: Message, deadline_s: float) -> Message:
         """Sends ``message`` and waits for its answer. Raises `DeadlineError`, `RefusedError` or `FencedError`."""
-        future = self.ask_later(message, deadline_s)
-        try:
-            return future.result(deadline_s + 5)
-        except DeadlineError:
-            raise
-        except TimeoutError:
-            raise DeadlineError(f"the mailbox thread did not answer for {type(message).__name__}") from None
+        return answer_to(self.ask_later(message, deadline_s), deadline_s + LATE_S)
 
     def ask_later(
         self, message: Message, deadline_s: float, again: bool = True, patient: bool = False
@@ -205,30 +206,29 @@ class Mailbox:
 
     def _run(self) -> None:
         context, poller = zmq.Context(), zmq.Poller()
-        sock = self._connect(context, self.identity)
-        beats: zmq.Socket | None = None
-        poller.register(sock, zmq.POLLIN)
+        line: Connection | None = None
+        beats: Connection | None = None
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         waiting: dict[int, _Request] = {}
         beat_at = time.monotonic() + self.beat_s
         try:
+            line = Connection(context, poller, self.address, self.identity, self._keys)
             while True:
                 now = time.monotonic()
                 ready = dict(poller.poll(int(max(10, min(200, (beat_at - now) * 1000)))))
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)
-                self._transmit(sock, waiting)
-                while self._receive(sock, sock, waiting):
+                self._transmit(line, waiting)
+                while self._receive(line, line, waiting):
                     pass
-                while beats and self._receive(beats, sock, waiting):
+                while beats and self._receive(beats, line, waiting):
                     pass
                 now = time.monotonic()
-                self._overdue(sock, waiting, now)
+                self._overdue(line, waiting, now)
                 if now >= beat_at:
                     beat_at = now + self.beat_s
                     if self.beat and not beats:
-                        beats = self._connect(context, self.identity + BESIDE)
-                        poller.register(beats, zmq.POLLIN)
+                        beats = Connection(context, poller, self.address, self.identity + BESIDE, self._keys)
                     if beats:
                         self._tell_beat(beats)
                 if self._closing.is_set() and self._outgoing.empty():
@@ -244,27 +244,14 @@ class Mailbox:
                     waiting[item.future.penstock_id] = item  # type: ignore[attr-defined]
             for request in waiting.values():
                 request.future.set_exception(DeadlineError(f"{request.what}: {self._ended}"))
-            for each in (sock, beats):
+            for each in (line, beats):
                 if each:
                     each.close()
             context.term()
             self._wake_read.close()
             self._wake_write.close()
 
-    def _connect(self, context: zmq.Context, identity: str) -> zmq.Socket:
-        sock = context.socket(zmq.DEALER)
-        sock.setsockopt(zmq.IDENTITY, identity.encode())
-        set_up(sock, self.address)
-        sock.setsockopt(zmq.RECONNECT_IVL, 100)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if self._keys:
-            sock.setsockopt(zmq.CURVE_SERVERKEY, self._keys.broker_public.encode())
-            sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
-            sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
-        sock.connect(self.address)
-        return sock
-
-    def _tell_beat(self, sock: zmq.Socket) -> None:
+    def _tell_beat(self, line: Connection) -> None:
         if self.beat is None:
             return
         try:
@@ -272,9 +259,9 @@ class Mailbox:
         except Exception:  # answers need this thread, and the next heartbeat may be sound
             log.warning("a heartbeat could not be made", exc_info=True)
             return
-        sock.send_multipart(frames, copy=False)
+        line.send(frames)
 
-    def _transmit(self, sock: zmq.Socket, waiting: dict[int, _Request]) -> None:
+    def _transmit(self, line: Connection, waiting: dict[int, _Request]) -> None:
         while True:
             try:
                 item = self._outgoing.get_nowait()
@@ -282,16 +269,15 @@ class Mailbox:
                 return
             if isinstance(item, _Request):
                 waiting[item.future.penstock_id] = item  # type: ignore[attr-defined]
-                sock.send_multipart(item.frames, copy=False)
+                line.send(item.frames)
             else:
-                sock.send_multipart(item, copy=False)
+                line.send(item)
 
-    def _receive(self, line: zmq.Socket, sock: zmq.Socket, waiting: dict[int, _Request]) -> bool:
-        try:
-            parts = line.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+    def _receive(self, source: Connection, line: Connection, waiting: dict[int, _Request]) -> bool:
+        parts = source.receive()
+        if parts is None:
             return False
-        self.heard_at = time.monotonic()
+        self.heard_at, self._heard = time.monotonic(), True
         try:
             envelope = wire.decode([part.buffer for part in parts])
             message = from_envelope(envelope)
@@ -318,7 +304,7 @@ class Mailbox:
                 behind = sum(len(frame) for request in waiting.values() for frame in request.frames)
                 self._hello_next = now + min(MOST_REHELLO_S, REHELLO_S + behind / SLOW_LINE)
                 for introduction in self.hello():
-                    sock.send_multipart(wire.encode(to_envelope(introduction)), copy=False)
+                    line.send(wire.encode(to_envelope(introduction)))
                 for request in waiting.values():
                     request.resend_at = now
                 self.inbox.put(message)
@@ -339,12 +325,14 @@ class Mailbox:
                 log.exception("a message could not be handled", type=type(message).__name__)
         return True
 
-    def _overdue(self, sock: zmq.Socket, waiting: dict[int, _Request], now: float) -> None:
+    def _overdue(self, line: Connection, waiting: dict[int, _Request], now: float) -> None:
+        never = "" if self._heard else "; it has answered nothing so far: are keys missing, wrong, or not wanted there?"
         for request_id, request in list(waiting.items()):
             if now >= request.deadline:
                 del waiting[request_id]
-                request.future.set_exception(DeadlineError(f"{request.what}: no answer from {self.address} in time"))
+                late = f"{request.what}: no answer from {self.address} in time{never}"
+                request.future.set_exception(DeadlineError(late))
             elif now >= request.resend_at:
                 request.pause_s = min(2 * request.pause_s, request.most_pause_s)
                 request.resend_at = now + request.pause_s
-                sock.send_multipart(request.frames, copy=False)
+                line.send(request.frames)

@@ -11,14 +11,17 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.protocols import wire
+from penstock.protocols.connection import set_up
 from penstock.protocols.keys import BrokerKeys, Door, is_loopback
-from penstock.protocols.mailbox import BESIDE, AddressError, set_up
+from penstock.protocols.mailbox import BESIDE, AddressError
 from penstock.protocols.messages import HeartbeatAck, Message, Refused, from_envelope, to_envelope
 
 log = structlog.get_logger()
 
 TURN_BYTES = 256 << 20
 """Received at once: all of a turn is made durable in one write, and Redis takes a gigabyte."""
+MOST_REASON = 2000
+"""Characters of a refusal, which may quote what was refused."""
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -121,8 +124,8 @@ class RouterServer:
     def _refuse(self, identity: str, error: Exception, reply_to: int, protocol: int = wire.PROTOCOL) -> None:
         """In the peer's own protocol, which it can read; a refusal has looked the same in all of them."""
         self.refused += 1
-        log.warning("a message was refused", sender=identity[:80], error=str(error))
-        refusal = Refused(code="bad_message", reason=str(error))
+        refusal = Refused(code="bad_message", reason=reason_of(error))
+        log.warning("a message was refused", sender=identity[:80], error=refusal.reason)
         self._outgoing.append((identity, wire.encode(to_envelope(refusal, reply_to=reply_to), protocol)))
 
     def flush(self) -> None:
@@ -141,6 +144,13 @@ class RouterServer:
     def close(self) -> None:
         """Closes. What is queued is not sent: it was not made durable, or `flush` was not called."""
         self._close()
+
+
+def reason_of(error: Exception | str) -> str:
+    """What ``error`` says, at a length that can be sent and logged."""
+    said = str(error)
+    short = said if len(said) <= MOST_REASON else f"{said[:MOST_REASON]}…"
+    return short.encode(errors="replace").decode()  # what is no text would not cross the wire
 
 
 def _close(

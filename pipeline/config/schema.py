@@ -37,7 +37,7 @@ from penstock.services.rollout.config import (
 )
 from penstock.services.runtime import registry
 from penstock.services.runtime.custom_scorer import ScorerConfig
-from penstock.services.runtime.settings import Section
+from penstock.services.runtime.settings import MOST_PORT, Section
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.weights.config import WeightsConfig
 
@@ -49,7 +49,7 @@ class RunConfig(Section):
     """Name of the run's folder, e.g. ``first-try``; null: the config file's name and the time."""
     folder: str = "runs"
     """Folder in which the folders of runs are made, e.g. ``/data/runs``."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     """Every random number of the run follows from it: the order of the prompts, the tokens that are sampled."""
     deterministic: bool = False
     """The same weights bit by bit from the same ledger, on the same kind of machine; generation is slower, since each
@@ -87,6 +87,13 @@ class RunConfig(Section):
     def colocated(self) -> bool:
         """The trainer's devices are the rollouts' and the reference's too."""
         return self.placement == "colocated"
+
+    @field_validator("prometheus")
+    @classmethod
+    def _a_port(cls, value: str | None) -> str | None:
+        if value is not None and int(value.rpartition(":")[2]) > MOST_PORT:
+            raise ValueError(f"{value}: ports end at {MOST_PORT}")
+        return value
 
     @field_validator("folder")
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import socket
 import time
@@ -18,6 +17,7 @@ from penstock.pipeline.config import ConfigError
 from penstock.pipeline.observe.terminal import View
 from penstock.pipeline.run.folder import address_file, keys_folder
 from penstock.pipeline.run.lock import holder
+from penstock.protocols.connection import is_address
 from penstock.protocols.keys import ClientKeys, load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
 from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusRequest
@@ -25,7 +25,6 @@ from penstock.protocols.messages import Bye, Heartbeat, Hello, Status, StatusReq
 DEADLINE_S = 5.0
 SILENT_S = 60.0
 EVERY_S = 1.0
-ADDRESS = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 
 
 def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tuple[str, Path | None, Path | None]:
@@ -43,7 +42,7 @@ def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tupl
                 raise ConfigError(f"RUN: no broker has listened for {run} yet; {_silent(keys, run)}")
             raise ConfigError(f"RUN: no broker has ever listened for {run}; is it a run's folder?")
         broker = address_file(run).read_text().strip()
-    elif not ADDRESS.fullmatch(broker):
+    elif not is_address(broker):
         raise ConfigError(f"--broker: {broker!r} is not an address such as tcp://127.0.0.1:5555")
     if keys is None and run and (keys_folder(run) / "client.json").is_file():
         keys = keys_folder(run) / "client.json"

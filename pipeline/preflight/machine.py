@@ -17,12 +17,15 @@ from penstock.pipeline.config import Config, ConfigError, hide_password
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.host import PROCESS_GIB, host_needs
 from penstock.pipeline.resources.trainer_memory import GIB
+from penstock.pipeline.run.folder import keys_folder
 from penstock.pipeline.run.redis_server import find_server
 from penstock.protocols.keys import is_loopback
 from penstock.services.broker import traces
 from penstock.services.broker.trackers import PACKAGES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
+from penstock.services.runtime.address import interface_of, own_address, own_endpoint
+from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.install import install
 from penstock.services.weights.transports.shared_memory import SEGMENTS, directory
 
@@ -62,10 +65,35 @@ def look(config: Config, folder: Path, report: Report) -> None:
                 f"weights.host={config.weights.host}: the machines of {kind}.nodes do not reach each other there; give "
                 "their network, e.g. weights.host=10.1.0.0/16"
             )
+    _look_at_networks(config, folder, report)
     _look_at_store(config, report)
     _look_at_disk(config, folder, report)
     _look_at_memory(config, report)
     _look_at_limits(config, report)
+
+
+def _look_at_networks(config: Config, folder: Path, report: Report) -> None:
+    """This host is where the config says, and what others reach is under the run's keys, which the broker makes."""
+    host = config.weights.host
+    try:
+        own_endpoint(config.broker.bind, "broker.bind")
+        if not {"trainer", "rollout"} <= set(config.run.elsewhere):
+            host = own_address(host)
+            if not is_loopback(f"tcp://{host}:1"):
+                interface_of(host)
+    except SetupError as error:
+        report.here.append(str(error))
+    if not is_loopback(config.broker.bind) or (keys_folder(folder) / "client.json").is_file():
+        return
+    for key, said, at in (
+        ("weights.host", config.weights.host, f"tcp://{host}:1"),
+        *([("gateway.bind", config.gateway.bind, config.gateway.bind)] if config.gateway.count else []),
+    ):
+        if not is_loopback(at):
+            report.problems.append(
+                f"{key}={said}: others can reach it, and it needs the run's keys, which there are where the broker "
+                "listens on a network; set broker.bind=tcp://NETWORK:0, e.g. tcp://10.1.0.0/16:0"
+            )
 
 
 def _look_at_store(config: Config, report: Report) -> None:

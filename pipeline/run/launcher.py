@@ -25,7 +25,7 @@ from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.supervisor import Child, Supervisor
 from penstock.protocols.keys import load_client
-from penstock.protocols.mailbox import DeadlineError, Mailbox, RefusedError, incarnation_of
+from penstock.protocols.mailbox import LATE_S, DeadlineError, Mailbox, RefusedError, answer_to, incarnation_of
 from penstock.protocols.messages import (
     Heartbeat,
     Hello,
@@ -180,10 +180,15 @@ class _Launch:
         # Started again, it listens where the others look for it.
         ready = child.command.index("--ready-fd")
         del child.command[ready : ready + 2]
-        child.command.append(
-            f"broker.bind={address if not self._config.broker.advertise else self._config.broker.bind}"
-        )
+        child.command.append(f"broker.bind={self._bound(address)}")
         return address
+
+    def _bound(self, address: str) -> str:
+        """What a broker that is reached at ``address`` binds once more: the same host, and now the same port."""
+        bind = self._config.broker.bind
+        if self._config.broker.advertise:  # of what lies in between, whose port may be another
+            return bind
+        return f"{bind.rpartition(':')[0]}:{address.rpartition(':')[2]}"
 
     def _start(
         self,
@@ -327,12 +332,13 @@ class _Launch:
         it at once."""
         assert self._mailbox
         answer = self._mailbox.ask_later(message, BROKER_SILENT_S)
-        while not answer.done():
+        until = time.monotonic() + BROKER_SILENT_S + LATE_S
+        while not answer.done() and time.monotonic() < until:
             if not begun:
                 self._hear_interrupt()
             self._keep_books()
             time.sleep(0.02)
-        return answer.result()
+        return answer_to(answer, 0.0)
 
     def _keep_books(self) -> None:
         """Broker and store are needed to the last, when nobody else is started again."""

@@ -28,6 +28,7 @@ from penstock.services.runtime import logs, registry
 from penstock.services.runtime.actor import ActorContext, on_stop
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
 from penstock.services.runtime.errors import EXIT_SETUP, SetupError
+from penstock.services.runtime.files import write_whole
 from penstock.services.runtime.gpus import visible_gpus
 from penstock.services.runtime.processes import raise_file_limit
 from penstock.services.runtime.registry import ActorSpec
@@ -180,7 +181,7 @@ def _serve_broker(
     if ready_fd is not None:
         os.write(ready_fd, f"{broker.address}\n".encode())
         os.close(ready_fd)
-    address_file(context.folder).write_text(broker.address + "\n")
+    write_whole(address_file(context.folder), broker.address + "\n")
     try:
         error = broker.serve()
     finally:
@@ -194,15 +195,16 @@ def _serve_broker(
 
 
 def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
-    """With keys of its own where the broker listens beyond the loopback."""
+    """With keys where the broker listens beyond the loopback, or has done so: everybody else takes those in the run's
+    folder."""
     from penstock.services.broker.state import BrokerSettings
 
     folder = keys_folder(context.folder)
     bound = config.broker.model_copy(update={"bind": own_endpoint(config.broker.bind, "broker.bind")})
-    exposed = not keys.is_loopback(bound.bind)
-    if exposed:
+    client = folder / "client.json"
+    if not keys.is_loopback(bound.bind):
         keys.make(folder)
-        log.info("keys", client=str(folder / "client.json"))
+        log.info("keys", client=str(client))
     raise_file_limit()
     return BrokerSettings(
         run=context.run,
@@ -226,7 +228,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         project=config.run.project,
         described=yaml.safe_load(dump(config)),
         deterministic=config.run.deterministic,
-        keys=keys.load_broker(folder / "broker.json") if exposed else None,
+        keys=keys.load_broker(folder / "broker.json") if client.is_file() else None,
         store_key=run_key(context.folder),
     )
 

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import regex
 from pydantic import Field, field_validator, model_validator
 
+from penstock.protocols.connection import is_address
 from penstock.protocols.experience import Sampling
 from penstock.services.data.config import DataConfig
-from penstock.services.runtime.settings import Section
+from penstock.services.runtime.settings import Section, check_bind
 
 ONE_SET = "held_out"
 """The name of a single evaluation set that has none."""
@@ -184,6 +185,18 @@ class BrokerConfig(Section):
     """A group that was leased or scored this often without an answer is dropped."""
     max_consecutive_drops: int = Field(64, ge=1)
     """So many groups that failed, without one that was scored in between, end the run with an error."""
+
+    @field_validator("bind")
+    @classmethod
+    def _zmq(cls, value: str) -> str:
+        return check_bind(value, "tcp://0.0.0.0:5555")
+
+    @field_validator("advertise")
+    @classmethod
+    def _an_address(cls, value: str | None) -> str | None:
+        if value is not None and not is_address(value):
+            raise ValueError(f"{value!r} is no address, e.g. tcp://10.1.0.7:5555")
+        return value
 
 
 class ReplayConfig(Section):

@@ -12,6 +12,7 @@ from penstock.protocols import messages as m
 from penstock.protocols import wire
 from penstock.protocols.columns import ColumnError
 from penstock.protocols.experience import ExperienceError
+from penstock.protocols.router_server import reason_of
 from penstock.services.broker import clock, scoring
 from penstock.services.broker.agents import AgentDesk, NotHeldError
 from penstock.services.broker.membership import Member, MembershipError
@@ -83,16 +84,19 @@ class Handlers:
         try:
             handler(member, request, message)
         except (wire.WireError, ExperienceError, ColumnError, LedgerError) as error:
-            log.warning("a message was refused", sender=identity, type=type(message).__name__, error=str(error))
-            state.router.send(identity, m.Refused(code="bad_message", reason=str(error)), request)
+            reason = reason_of(error)
+            log.warning("a message was refused", sender=identity, type=type(message).__name__, error=reason)
+            state.router.send(identity, m.Refused(code="bad_message", reason=reason), request)
         except NotHeldError as error:
-            log.warning("a group is another's", sender=identity, type=type(message).__name__, error=str(error))
-            state.router.send(identity, m.Refused(code="not_held", reason=str(error)), request)
+            reason = reason_of(error)
+            log.warning("a group is another's", sender=identity, type=type(message).__name__, error=reason)
+            state.router.send(identity, m.Refused(code="not_held", reason=reason), request)
         except StoreError:
             raise
         except Exception as error:  # no message, however odd, may end the broker
             log.exception("a message failed", sender=identity, type=type(message).__name__)
-            state.router.send(identity, m.Refused(code="failed", reason=f"{type(error).__name__}: {error}"), request)
+            reason = reason_of(f"{type(error).__name__}: {error}")
+            state.router.send(identity, m.Refused(code="failed", reason=reason), request)
 
     def _may_say(self, member: Member, kind: type[m.Message]) -> bool:
         wanted = SENDERS.get(kind, member.kind)
@@ -113,7 +117,7 @@ class Handlers:
         try:
             older = state.members.join(identity, hello, clock.now(), kinds)
         except MembershipError as error:
-            state.router.send(identity, m.Refused(code="not_allowed", reason=str(error)), request)
+            state.router.send(identity, m.Refused(code="not_allowed", reason=reason_of(error)), request)
             return
         if older and older.identity != identity:
             state.release(older.identity)

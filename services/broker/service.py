@@ -16,6 +16,7 @@ from penstock.services.broker.state import BrokerSettings, BrokerState, Phase
 from penstock.services.broker.status import ledger_state, live_state, stall_reason
 from penstock.services.broker.tally import Tally
 from penstock.services.runtime import failpoint, health
+from penstock.services.runtime.address import reached_endpoint
 
 log = structlog.get_logger()
 
@@ -106,7 +107,7 @@ class Broker:
     @property
     def address(self) -> str:
         """Where others reach this broker."""
-        return self._state.settings.broker.advertise or self._state.router.address.replace("//0.0.0.0:", "//127.0.0.1:")
+        return self._state.settings.broker.advertise or reached_endpoint(self._state.router.address)
 
     def stop(self, reason: str) -> None:
         """Ends the run; safe from a signal handler."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from penstock.services.runtime.settings import Section
+from penstock.services.runtime.settings import Section, check_bind
 
 
 class GatewayConfig(Section):
@@ -41,3 +41,13 @@ class GatewayConfig(Section):
     ``template``: as the tokenizer's ``response_template`` says; ``vllm:llama3_json``: by vLLM's parser of that name;
     or a ``module:function`` of your own that takes what it said and returns the text that is left, and the calls. See
     docs/agents.md."""
+
+    @field_validator("http")
+    @classmethod
+    def _http(cls, value: str) -> str:
+        return check_bind(value, "0.0.0.0:8420")
+
+    @field_validator("bind")
+    @classmethod
+    def _zmq(cls, value: str) -> str:
+        return check_bind(value, "tcp://0.0.0.0:8421")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from urllib.parse import urlsplit
 
 import structlog
 import uvicorn
@@ -18,7 +17,7 @@ from penstock.services.gateway.http import make_app
 from penstock.services.gateway.patience import ImpatientProtocol
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.runtime.actor import ActorContext
-from penstock.services.runtime.address import reached_at
+from penstock.services.runtime.address import reached_at, reached_endpoint
 from penstock.services.runtime.files import write_whole
 
 log = structlog.get_logger()
@@ -51,10 +50,9 @@ class Doors:
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Says where they are, in the run's folder."""
         host, port = self._http.getsockname()[:2]
-        zmq = urlsplit(self._zmq.address)
         where = {
             "http": self._advertise or f"http://{ports.address(reached_at(host), port)}",
-            "zmq": f"tcp://{ports.address(reached_at(zmq.hostname or ''), zmq.port or 0)}",
+            "zmq": reached_endpoint(self._zmq.address),
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._file, json.dumps(where) + "\n")

@@ -29,9 +29,10 @@ def listen(key: str, host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if v6 else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, dualstack_ipv6=v6 and socket.has_dualstack_ipv6())
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else "there is no such port"
         raise AddressError(
-            f"{key}: cannot listen on {address(host, port)}: {error.strerror}; choose another port, or 0 for a free one"
+            f"{key}: cannot listen on {address(host, port)}: {why}; choose another port, or 0 for a free one"
         ) from None
 
 

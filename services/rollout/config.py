@@ -147,6 +147,13 @@ class SamplingConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end a trajectory, e.g. ``["</answer>"]``."""
 
+    @field_validator("stop")
+    @classmethod
+    def _something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty text is in every answer, and would end it before it begins; leave it out")
+        return value
+
     def training(self, greedy_baseline: bool = False) -> Sampling:
         """For training groups."""
         return Sampling(**self.model_dump(), greedy_baseline=greedy_baseline)

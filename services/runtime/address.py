@@ -71,7 +71,7 @@ def own_network(towards: str = ELSEWHERE) -> str | None:
 
 def reached_at(host: str) -> str:
     """What others on this network reach ``host`` by, where this machine listens everywhere."""
-    if host not in ("0.0.0.0", "::", ""):
+    if host not in ("0.0.0.0", "::", "[::]", ""):
         return host
     try:
         named = socket.gethostbyname(socket.gethostname())
@@ -79,6 +79,12 @@ def reached_at(host: str) -> str:
         named = "127.0.0.1"
     # Many a machine's own name is its loopback.
     return (_address_towards() or named) if named.startswith("127.") else named
+
+
+def reached_endpoint(bound: str) -> str:
+    """The same for what was bound, such as ``tcp://0.0.0.0:5555``."""
+    host, _, port = bound.removeprefix("tcp://").rpartition(":")
+    return f"tcp://{reached_at(host)}:{port}"
 
 
 def _address_towards(other: str = ELSEWHERE) -> str | None:

@@ -1,13 +1,26 @@
 """The base of every config section."""
 
 import math
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
+MOST_PORT = 65535
 NUMBERS = (int, float, int | None, float | None)
 OWN = dict[str, Any]
 """What a field is that takes a map of the user's own."""
+
+
+def check_bind(value: str, example: str) -> str:
+    """``value`` itself. Raises `ValueError` where one cannot listen there, as at ``example``: ZeroMQ (``tcp://…``) at a
+    host or on a network; HTTP at a host or, where none is named, everywhere."""
+    scheme = "tcp://" if example.startswith("tcp://") else ""
+    host = r"[^\s:/\[\]]+(/\d+)?" if scheme else r"[^\s:/\[\]]*"
+    found = re.fullmatch(rf"{scheme}(\[[^\s/\[\]]+\]|{host}):(?P<port>\d{{1,5}})", value)
+    if not found or int(found["port"]) > MOST_PORT:
+        raise ValueError(f"{value!r} is nowhere to listen; give host and port, e.g. {example}")
+    return value
 
 
 class Section(BaseModel):

@@ -362,6 +362,9 @@ def test_an_actor_that_the_run_has_not_is_refused(stage: Stage) -> None:
     box = Mailbox(stage.broker.address, "critic-0#1")
     with pytest.raises(RefusedError, match="'critic' is no actor of this run; it has observer, reward, rollout"):
         box.ask(m.Hello(kind="critic", name="critic-0", host="", pid=1), 5)
+    with pytest.raises(RefusedError, match="'xxxx") as caught:
+        box.ask(m.Hello(kind="x" * 1_000_000, name="critic-0", host="", pid=1), 5)
+    assert len(str(caught.value)) < 3000, "what it quotes may be as large as a message"
     box.close()
 
 

@@ -52,6 +52,11 @@ def test_every_container_is_confined(name: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in ports) and bool(ports) == (kind(name) in ("broker", "gateway"))
 
 
+@pytest.mark.parametrize("name", [name for name in SERVICES if kind(name) != "redis"])
+def test_whoever_may_open_a_gated_model_or_data_has_the_token(name: str) -> None:
+    assert SERVICES[name]["environment"]["HF_TOKEN"] == "${HF_TOKEN:-}"
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_networks_are_as_the_docs_say(name: str) -> None:
     expected = {"rollout": {"control", "weights"}, "trainer": {"control", "weights"}}

@@ -105,6 +105,21 @@ def test_a_deterministic_run_is_not_continued_on_another_kind_of_machine(tmp_pat
     assert done.returncode == 1 and "instruction_set" in done.stderr and "recorded 'Z80'" in done.stderr
 
 
+@pytest.mark.chaos
+def test_a_broker_that_listens_everywhere_may_die_and_later_listen_here_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, [*SHORT, "trainer.steps=100000", "prompts.eval=null", "broker.bind=tcp://0.0.0.0:0"])
+    run.wait_for_step(2)
+    address = (run.folder / "broker.address").read_text()
+    run.actors()["broker"].kill()
+    run.wait_for_step(len(steps_of(run.folder)) + 3)
+    assert (run.folder / "broker.address").read_text() == address
+    run.process.send_signal(signal.SIGINT)
+    stopped = run.wait(60, code=130)
+    again = Run.resumed(run, [f"trainer.steps={stopped['steps'] + 2}", "broker.bind=tcp://127.0.0.1:0"])
+    check_promises(again.wait(120))
+    assert "//127.0.0.1:" in (run.folder / "broker.address").read_text()
+
+
 def test_groups_that_teach_nothing_are_filtered_and_replaced(tmp_path: Path) -> None:
     overrides = ["replay.filter=zero_variance", "reward.functions=[{function: 'tests.e2e.rewards:parity'}]"]
     run = Run(tmp_path, [*SHORT, *overrides])

@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.pipeline import cli
+from penstock.pipeline.harness.ack_server import ack_server
+from penstock.protocols import agent_client
 from penstock.protocols import keys as curve
-from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentClient
+from penstock.protocols.agent_client import AgentClient, AgentRefusedError, AsyncAgentClient
 from penstock.protocols.keys import load_client
 from penstock.protocols.mailbox import DeadlineError, Mailbox, incarnation_of
 from penstock.protocols.messages import LedgerRequest
@@ -131,6 +133,21 @@ def test_a_named_key_does_not_open_the_broker(run: Path) -> None:
             asked.result(5)
         mailbox.close()
     broker.close()
+
+
+@pytest.mark.parametrize("with_key", [False, True])
+def test_an_agent_that_a_gateway_does_not_let_in_is_told_in_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch, with_key: bool
+) -> None:
+    """Without a key where one is needed, and with one where nobody has keys."""
+    monkeypatch.setattr(agent_client, "GRACE_S", 1.0)
+    own = load_client(run / "keys" / "client.json")
+    with (
+        ack_server(RouterServer("tcp://127.0.0.1:*", None if with_key else own.to_serve())) as gateway,
+        AgentClient(gateway.address, own.to_reach() if with_key else None) as client,
+        pytest.raises(DeadlineError, match=r"it has answered nothing so far: are keys missing, wrong, or not wanted"),
+    ):
+        client.session(wait_s=0.5)
 
 
 @pytest.mark.parametrize(

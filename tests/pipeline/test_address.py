@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.services.runtime import address
-from penstock.services.runtime.address import own_address, own_endpoint, own_network, reached_at
+from penstock.services.runtime.address import own_address, own_endpoint, own_network, reached_at, reached_endpoint
 from penstock.services.runtime.errors import SetupError
 
 
@@ -46,3 +46,7 @@ def test_who_listens_everywhere_is_reached_at_an_address(monkeypatch: pytest.Mon
     monkeypatch.setattr(address.socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.setattr(address, "_address_towards", lambda: "10.1.2.3")
     assert reached_at("") == "10.1.2.3", "the name of this machine is its loopback's"
+    for bound in ("tcp://0.0.0.0:5555", "tcp://[::]:5555"):
+        assert reached_endpoint(bound) == "tcp://10.1.2.3:5555"
+    for bound in ("tcp://10.1.2.4:5555", "tcp://[fd00::1]:5555"):
+        assert reached_endpoint(bound) == bound

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from penstock.pipeline.config import load
-from penstock.pipeline.run import launcher, supervisor
+from penstock.pipeline.run import launcher, serve, supervisor
 from penstock.pipeline.run.supervisor import Supervisor
+from penstock.services.runtime.actor import ActorContext
 
 
 def test_a_process_that_starts_slowly_is_not_wedged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +89,27 @@ def test_a_checkpoint_is_waited_for_longer_than_anything_else(
     launch._drain(SimpleNamespace(note=notes.append), SimpleNamespace(restarts=0), "")
     assert [note.split(" (")[0].split(" within")[0] for note in notes] == said
     assert next(waits, None) is None and set(ended) == {"rollout-9"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reached", "bound"),
+    [
+        (["broker.bind=tcp://0.0.0.0:0"], "tcp://10.1.0.7:4321", "tcp://0.0.0.0:4321"),
+        (["broker.bind=tcp://10.1.0.0/16:0"], "tcp://10.1.0.7:4321", "tcp://10.1.0.0/16:4321"),
+        ([], "tcp://127.0.0.1:4321", "tcp://127.0.0.1:4321"),
+        (["broker.bind=tcp://0.0.0.0:5555", "broker.advertise=tcp://a:1"], "tcp://a:1", "tcp://0.0.0.0:5555"),
+    ],
+)
+def test_a_broker_that_is_started_again_listens_where_the_one_before_did(
+    overrides: list[str], reached: str, bound: str
+) -> None:
+    launch: Any = launcher._Launch.__new__(launcher._Launch)
+    launch._config = load(Path("configs/quickstart.yaml"), overrides)
+    assert launch._bound(reached) == bound
+
+
+def test_a_broker_has_keys_wherever_everybody_else_of_its_run_has_them(tmp_path: Path) -> None:
+    context = ActorContext("broker", "run", tmp_path, "")
+    for bind, has_keys in (("127.0.0.1", False), ("0.0.0.0", True), ("127.0.0.1", True)):
+        config = load(Path("configs/quickstart.yaml"), [f"broker.bind=tcp://{bind}:0"])
+        assert bool(serve._broker_settings(config, context).keys) == has_keys == (tmp_path / "keys").exists()

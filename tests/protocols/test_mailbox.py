@@ -19,7 +19,7 @@ import zmq
 from penstock.protocols import mailbox as mb
 from penstock.protocols import wire
 from penstock.protocols.experience import GroupSummary, as_bytes
-from penstock.protocols.keys import load_broker, make
+from penstock.protocols.keys import BrokerKeys, load_broker, load_client, make
 from penstock.protocols.mailbox import AddressError, DeadlineError, FencedError, Mailbox, RefusedError
 from penstock.protocols.messages import (
     Ack,
@@ -34,6 +34,7 @@ from penstock.protocols.messages import (
     Stop,
     Take,
     Welcome,
+    from_envelope,
 )
 from penstock.protocols.router_server import RouterServer
 from tests.weights.channel import until
@@ -42,8 +43,8 @@ from tests.weights.channel import until
 class Answering:
     """An exchange in a thread that answers by a function."""
 
-    def __init__(self) -> None:
-        self.exchange = RouterServer("tcp://127.0.0.1:0")
+    def __init__(self, bind: str = "tcp://127.0.0.1:0", keys: BrokerKeys | None = None) -> None:
+        self.exchange = RouterServer(bind, keys)
         self.seen: list[tuple[str, int, object]] = []
         self.answer: Callable[[str, int, Any], Message | None] = lambda identity, request, message: Ack()
         self._open = True
@@ -167,9 +168,35 @@ def test_a_malformed_message_costs_only_itself(broker: Answering, box: Mailbox) 
     context.term()
 
 
+def test_a_malformed_message_is_not_quoted_whole(broker: Answering, box: Mailbox) -> None:
+    """Its text, escaped, would be larger than any message may be."""
+    lie = msgpack.ExtType(1, msgpack.packb(["\0" * (20 << 20), [1], b"x"]))
+    context = zmq.Context()
+    rogue = context.socket(zmq.DEALER)
+    rogue.connect(broker.exchange.address)
+    rogue.send(msgpack.packb([wire.PROTOCOL, "Take", 1, 0, {"step": lie}]))
+    assert rogue.poll(5000)
+    refused = from_envelope(wire.decode(rogue.recv_multipart()))
+    assert isinstance(refused, Refused) and "dtype" in refused.reason and len(refused.reason) < 3000
+    assert box.ask(Take(step=1), 5) == Ack()
+    rogue.close(0)
+    context.term()
+
+
 def test_a_busy_port_is_a_clear_error(broker: Answering) -> None:
     with pytest.raises(AddressError, match=r"broker.bind: cannot bind .*another process has this port"):
         RouterServer(broker.exchange.address)
+
+
+def again(address: str, keys: BrokerKeys | None = None) -> Answering:
+    """Another broker, where the one before has just closed its door."""
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            return Answering(address, keys)
+        except AddressError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_an_actor_outlives_its_broker() -> None:
@@ -179,21 +206,51 @@ def test_an_actor_outlives_its_broker() -> None:
     assert box.ask(Take(step=1), 5) == Ack()
     first.close()
     waiting = box.ask_later(Take(step=2), 20)
-    second = Answering.__new__(Answering)
-    deadline = time.monotonic() + 5
-    while True:
-        try:
-            second.exchange = RouterServer(address)
-            break
-        except AddressError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    second.seen, second.answer, second._open = [], lambda *_: Ack(), True
-    second._thread = threading.Thread(target=second._run, daemon=True)
-    second._thread.start()
+    second = again(address)
     assert waiting.result(20) == Ack()
     box.close()
     second.close()
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_an_actor_outlives_a_peer_that_refuses_its_keys(tmp_path: Path, has_keys: bool) -> None:
+    """For some seconds something else has the broker's port: with keys where it has none, or without."""
+    make(tmp_path)
+    served = load_broker(tmp_path / "broker.json")
+    right = served if has_keys else None
+    first = Answering(keys=right)
+    address = first.exchange.address
+    box = Mailbox(address, "tester#1", load_client(tmp_path / "client.json") if has_keys else None)
+    box.beat_s, box.beat = 0.1, lambda: Heartbeat(gauges={})
+    assert box.ask(Take(step=1), 5) == Ack()
+    first.close()
+    other = RouterServer(address, None if has_keys else served)
+    with pytest.raises(DeadlineError, match=r"Take: no answer from tcp://.* in time$"):
+        refused = box.ask_later(Take(step=2), 1.5)
+        while not refused.done():
+            assert not other.receive(0.05)
+        refused.result(0)
+    other.close()
+    second = again(address, right)
+    assert box.ask(Take(step=3), 10) == Ack()
+    until(lambda: any(isinstance(message, Heartbeat) for _, _, message in second.seen), 5, "a heartbeat")
+    box.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://127.0.0.1", "http://127.0.0.1:5555", "tcp://127.0.0.1:5555/", "10.1.0.7:5555", "tcp://127.0.0.1:99999"],
+)
+def test_what_is_no_address_is_said_at_once(address: str) -> None:
+    with pytest.raises(AddressError, match=r"is not an address such as tcp://127\.0\.0\.1:5555"):
+        Mailbox(address, "tester#1")
+
+
+def test_an_address_that_zeromq_does_not_take_is_told_to_all_who_wait() -> None:
+    box = Mailbox("tcp://*:1", "tester#1")
+    with pytest.raises(DeadlineError, match="the mailbox failed: ZMQError"):
+        box.ask(Take(step=1), 60)
 
 
 def test_a_peer_of_an_older_version_is_told_so_in_its_own_words(broker: Answering) -> None:
