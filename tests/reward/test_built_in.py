@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
@@ -74,9 +74,12 @@ def test_the_last_number_is_read_as_people_write_it(answer: str, truth: str) -> 
     assert number(answer, truth, "") == 1.0
 
 
-def test_a_prompt_without_a_truth_is_not_compared_with_the_word_none() -> None:
+@pytest.mark.parametrize("function", [exact_match, number, lambda answer, truth, _: math_verify(answer, truth)])
+def test_no_truth_and_a_whole_row_are_nothing_to_compare_with(function: Callable[..., float]) -> None:
     with pytest.raises(TypeError, match="this prompt has none"):
-        exact_match("None", None, "1 + 1?")
+        function("None", None, "1 + 1?")
+    with pytest.raises(TypeError, match="set truth_key to the column with the answer, one of question, answer"):
+        function("4", {"question": "2 + 2?", "answer": "4"}, "2 + 2?")
 
 
 def test_overlong_answers_lose_evenly() -> None:

@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import Any
 
 from penstock.services.data import need
+from penstock.services.reward.truth import as_text
 
 _MARKED = re.compile(r"\$|\\boxed|\\[(\[]")
 """The truth says itself where its formula is."""
@@ -27,10 +28,10 @@ def math_verify(response: str, truth: Any, digits: int = 6) -> float:
     """1.0 where the answer in ``response`` (the last ``\\boxed{}``, else its last formula or number) equals ``truth``,
     which is LaTeX, with or without dollars, or text with a formula or a number: ``\\frac{1}{2}`` equals 0.5. Numbers
     are compared to ``digits`` decimal places. What cannot be parsed is no answer: 0.0."""
-    library = _library()
-    wanted = _parsed_truth(library, str(truth))
+    library, said = _library(), as_text(truth)
+    wanted = _parsed_truth(library, said)
     if not wanted:
-        raise ValueError(f"the truth is no mathematics: {str(truth)[:80]!r}")
+        raise ValueError(f"the truth is no mathematics: {said[:80]!r}")
     found = library.parse(response, parsing_timeout=None)
     return float(library.verify(wanted, found, float_rounding=digits, timeout_seconds=None))
 
