@@ -46,6 +46,14 @@ from penstock.services.reward.functions.overlong import overlong
         (r"\boxed{0.0002}", 1e-4, 0.0),
         ("I do not know", "8", 0.0),
         ("", 12, 0.0),
+        (r"\boxed{5}? No: 2 + 4 is \boxed{6}.", "6", 1.0),
+        (r"\boxed{5}? No: 2 + 4 is \boxed{6}.", "5", 0.0),
+        (r"\boxed{5}? No, $\boxed{1}$, so $x_1=\boxed{2}$ and $x_2 = \boxed{3}$", "2,3", 1.0),
+        (r"\boxed{\{1\}} no, \boxed{1} and \boxed{2}", "1,2", 1.0),
+        (r"\boxed{1}, \boxed{2}, and \boxed{3}", "1,2,3", 1.0),
+        (r"\boxed{5}, no, $\boxed{\boxed{6}}$ is my answer in a \boxed{}", "6", 1.0),
+        (r"\boxed{6}", r"It is \boxed{5}; no, it is \boxed{6}", 1.0),
+        (r"\boxed{6}, or so I thought until \boxed{7", "6", 1.0),
     ],
 )
 def test_mathematics_is_compared_by_what_it_is_worth(answer: str, truth: Any, reward: float) -> None:

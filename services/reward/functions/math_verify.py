@@ -1,6 +1,7 @@
 """Mathematics by meaning: the ``math-verify`` library parses LaTeX and numbers, and compares what they are worth."""
 
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,10 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^}]*\}")
 _SCIENTIFIC = re.compile(r"[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,3}")
 _WORD = re.compile(r"(?<!\S)(?!(?:and|or)\b)(?:[A-Za-z]{3,}(?![^\s.,:;!?])|(?<=\d )[A-Za-z]{2,})")
 """A sentence's, or a unit, which in a formula would be a product of its letters."""
+_BOX, _BRACE = re.compile(r"\\boxed\s*\{"), re.compile(r"\\.|[{}]", re.DOTALL)
+_PASSED_OVER = re.compile(r"\\(?:text|quad|[ ,;!()\[\]])|[A-Za-z](?:_\{?\w+\}?)?\s*=|[\s${}]")
+"""Between two boxes: spaces, the ends of formulas, and what the second one is called."""
+_JOINED = (",", ";", "and", "or", ",and", ",or")
 
 
 @cache
@@ -25,14 +30,15 @@ def _library() -> Any:
 
 
 def math_verify(response: str, truth: Any, digits: int = 6) -> float:
-    """1.0 where the answer in ``response`` (the last ``\\boxed{}``, else its last formula or number) equals ``truth``,
-    which is LaTeX, with or without dollars, or text with a formula or a number: ``\\frac{1}{2}`` equals 0.5. Numbers
-    are compared to ``digits`` decimal places. What cannot be parsed is no answer: 0.0."""
+    """1.0 where the answer in ``response`` (the last ``\\boxed{}``, or the last ones that a comma, "and" or "or" joins,
+    else its last formula or number) equals ``truth``, which is LaTeX, with or without dollars, or text with a formula
+    or a number: ``\\frac{1}{2}`` equals 0.5. Numbers are compared to ``digits`` decimal places. What cannot be parsed
+    is no answer: 0.0."""
     library, said = _library(), as_text(truth)
     wanted = _parsed_truth(library, said)
     if not wanted:
         raise ValueError(f"the truth is no mathematics: {said[:80]!r}")
-    found = library.parse(response, parsing_timeout=None)
+    found = library.parse(_from_last_box(response), parsing_timeout=None)
     return float(library.verify(wanted, found, float_rounding=digits, timeout_seconds=None))
 
 
@@ -45,7 +51,33 @@ def _parsed_truth(library: Any, truth: str) -> list[Any]:
     formula = not _MARKED.search(truth) and not _WORD.search(_TEXT.sub("", truth))
     wanted: list[Any] = whole() if formula else []
     if all(isinstance(part, str) for part in wanted):
-        wanted = library.parse(truth, parsing_timeout=None) or wanted
+        wanted = library.parse(_from_last_box(truth), parsing_timeout=None) or wanted
     if all(isinstance(part, str) for part in wanted):
         wanted = whole() or wanted
     return wanted
+
+
+def _from_last_box(text: str) -> str:
+    """Without the boxes before the last, for the library makes a set of all; those that are joined to it stay."""
+    start, before = 0, None
+    for box in _boxes(text):
+        if before and _PASSED_OVER.sub("", text[before.stop : box.start]) not in _JOINED:
+            start = before.stop
+        before = box
+    return text[start:]
+
+
+def _boxes(text: str) -> Iterator[slice]:
+    """Those that are closed and have something in them, not those inside another."""
+    end = 0
+    while opened := _BOX.search(text, end):
+        depth = 1
+        for brace in _BRACE.finditer(text, opened.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if not depth:
+                break
+        else:
+            return
+        end = brace.end()
+        if text[opened.end() : brace.start()].strip():
+            yield slice(opened.start(), end)
