@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
@@ -46,10 +46,40 @@ from penstock.services.reward.functions.overlong import overlong
         (r"\boxed{0.0002}", 1e-4, 0.0),
         ("I do not know", "8", 0.0),
         ("", 12, 0.0),
+        (r"\boxed{5}? No: 2 + 4 is \boxed{6}.", "6", 1.0),
+        (r"\boxed{5}? No: 2 + 4 is \boxed{6}.", "5", 0.0),
+        (r"\boxed{5}? No, $\boxed{1}$, so $x_1=\boxed{2}$ and $x_2 = \boxed{3}$", "2,3", 1.0),
+        (r"\boxed{\{1\}} no, \boxed{1} and \boxed{2}", "1,2", 1.0),
+        (r"\boxed{1}, \boxed{2}, and \boxed{3}", "1,2,3", 1.0),
+        (r"\boxed{5}, no, $\boxed{\boxed{6}}$ is my answer in a \boxed{}", "6", 1.0),
+        (r"\boxed{6}", r"It is \boxed{5}; no, it is \boxed{6}", 1.0),
+        (r"\boxed{3e8}", "3e8", 1.0),
+        ("The answer is 3e8.", "3e8", 1.0),
+        ("The answer is -1.6e-19.", "-1.6E-19", 1.0),
+        (r"\boxed{1.5e3}", "1500", 1.0),
+        (r"\boxed{-1.5e3}", "-1500", 1.0),
+        (r"\boxed{0.0015}", "1.5e-3", 1.0),
+        (r"\boxed{1.6\times 10^{-19}\text{ C}}", "1.6e-19", 1.0),
+        (r"\boxed{9.9\times 10^{-19}}", "1.6e-19", 0.0),
+        (r"\boxed{9.9\cdot 10^{-19}}", r"1.6 \times 10^{-19}", 0.0),
+        (r"\boxed{0}", "1.6e-19", 0.0),
+        (r"\boxed{6.02\times 10^{23}}", "6.02E+23", 1.0),
+        (r"\boxed{6.02e23}", r"6.02\times 10^{23}", 1.0),
+        (r"\boxed{6.03\times 10^{23}}", "6.02E+23", 0.0),
+        (r"\boxed{2e-1}", "2e - 1", 1.0),
+        ("1" * 5000 + "e1", "8", 0.0),
+        (r"\boxed{x^3\times 10^2}", r"100x^3", 1.0),
+        (r"\boxed{6}, or so I thought until \boxed{7", "6", 1.0),
     ],
 )
 def test_mathematics_is_compared_by_what_it_is_worth(answer: str, truth: Any, reward: float) -> None:
     assert math_verify(answer, truth) == reward
+
+
+@pytest.mark.parametrize("truth", ["12", "12.0"])
+def test_numbers_are_compared_to_so_many_digits_whole_ones_too(truth: str) -> None:
+    assert [math_verify(r"\boxed{12.001}", truth, digits) for digits in (2, 3)] == [1.0, 0.0]
+    assert [math_verify(r"\boxed{12}", "12.001", digits) for digits in (2, 3)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +104,12 @@ def test_the_last_number_is_read_as_people_write_it(answer: str, truth: str) -> 
     assert number(answer, truth, "") == 1.0
 
 
-def test_a_prompt_without_a_truth_is_not_compared_with_the_word_none() -> None:
+@pytest.mark.parametrize("function", [exact_match, number, lambda answer, truth, _: math_verify(answer, truth)])
+def test_no_truth_and_a_whole_row_are_nothing_to_compare_with(function: Callable[..., float]) -> None:
     with pytest.raises(TypeError, match="this prompt has none"):
-        exact_match("None", None, "1 + 1?")
+        function("None", None, "1 + 1?")
+    with pytest.raises(TypeError, match="set truth_key to the column with the answer, one of question, answer"):
+        function("4", {"question": "2 + 2?", "answer": "4"}, "2 + 2?")
 
 
 def test_overlong_answers_lose_evenly() -> None:

@@ -155,6 +155,10 @@ def test_a_program_can_do_little_harm() -> None:
     assert time.monotonic() - begun < 15
 
 
+def test_numpy_has_one_thread_however_many_cores_there_are() -> None:
+    assert code_tests("import os, numpy", "assert len(os.listdir('/proc/self/task')) == 1") == 1.0
+
+
 def alive(name: str) -> bool:
     """Some process that was called so has not ended."""
     return any(name in (each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))

@@ -2,15 +2,10 @@
 
 from typing import Any
 
+from penstock.services.reward.truth import as_text
+
 
 def exact_match(response: str, truth: Any, prompt: str, strip: bool = True) -> float:
     """1.0 where ``response`` equals ``truth`` as text, else 0.0; spaces at both ends do not count where ``strip``."""
-    if truth is None:
-        raise TypeError("it compares with the truth, and this prompt has none")
-    if isinstance(truth, dict | list):
-        columns = f", one of {', '.join(truth)}" if isinstance(truth, dict) else ""
-        raise TypeError(
-            f"it compares text, and the truth is none: set truth_key to the column with the answer{columns}"
-        )
-    expected = str(truth)
+    expected = as_text(truth)
     return float((response.strip() == expected.strip()) if strip else (response == expected))

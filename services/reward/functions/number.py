@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from penstock.services.reward.truth import as_text
+
 _NUMBER = re.compile(r"(?:(?<!\w)-)?(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
 """A sign stands behind no digit or letter, where it would be a minus; a comma stands before three digits, or two before
 such (1,00,000)."""
@@ -10,9 +12,10 @@ such (1,00,000)."""
 
 def number(response: str, truth: Any, prompt: str, tolerance: float = 1e-6) -> float:
     """1.0 where the last numbers of both texts agree within ``tolerance``, else 0.0. A ``####`` is not needed."""
-    found, expected = _last(response), _last(str(truth))
+    said = as_text(truth)
+    found, expected = _last(response), _last(said)
     if expected is None:
-        raise ValueError(f"the truth has no number: {str(truth)[:80]!r}")
+        raise ValueError(f"the truth has no number: {said[:80]!r}")
     return float(found is not None and abs(found - expected) <= tolerance)
 
 

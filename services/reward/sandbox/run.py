@@ -19,6 +19,8 @@ CHILD = Path(__file__).with_name("child.py")
 OUTPUT_BYTES = 1 << 20
 END_S = 5.0
 """For all that a program has started to end."""
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL")}
+"""NumPy's libraries start a thread for each core, and each takes of the address space that a program may have."""
 
 
 class SandboxError(RuntimeError):
@@ -59,7 +61,8 @@ def run(
         with output.open("wb") as out, theirs:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, cwd=folder,
-                pass_fds=(theirs.fileno(),), env={"PATH": os.defpath, "HOME": folder}, start_new_session=True,
+                pass_fds=(theirs.fileno(),), env={"PATH": os.defpath, "HOME": folder} | ONE_THREAD,
+                start_new_session=True,
             )  # fmt: skip
         try:
             _, errors = process.communicate(stdin.encode(), timeout=seconds)
