@@ -131,7 +131,7 @@ class PublishState:
         peer = self.peers.get(identity)
         if peer is None or peer.transport is not None:
             return False
-        peer.transport = transport
+        peer.transport, peer.meet_at = transport, None
         return True
 
     def after(self, epoch: int) -> None:
