@@ -161,7 +161,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         "pause_s": weights / (tensor * stages) / bandwidth,
         "switch_s": switch_s(shape, config.trainer, tensor * stages, device) if config.run.colocated else 0.0,
     }
-    return checked("--length or --prompt:", found)
+    return checked("--gpus", found)
 
 
 def mean(values: Sequence[float]) -> float:
