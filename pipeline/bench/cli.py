@@ -22,11 +22,14 @@ def _chosen(option: str, text: str, known: Collection[str]) -> list[str]:
     return found
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    """Whole numbers between commas. Raises `ConfigError`."""
+def _numbers(option: str, text: str, least: int = 0) -> list[int]:
+    """Whole numbers between commas, none below ``least``. Raises `ConfigError`."""
     if not all(each.strip().isdecimal() for each in text.split(",")):
         raise ConfigError(f"{option}: {text!r} is not whole numbers with commas between them, e.g. 0,4")
-    return [int(each) for each in text.split(",")]
+    numbers = [int(each) for each in text.split(",")]
+    if min(numbers) < least:
+        raise ConfigError(f"{option}: {text!r} has {min(numbers)}, and each must be at least {least}")
+    return numbers
 
 
 @bench.command("generate")
@@ -36,7 +39,9 @@ def bench_generate(
         typer.Option(help="A model folder or hub name; by default the quickstart's size.", show_default=False),
     ] = None,
     engine: Annotated[str, typer.Option(help="torch, or vllm beside plain vLLM.")] = "torch",
-    requests: Annotated[int, typer.Option(help="Requests, each with a prompt and an answer of random length.")] = 512,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests, each with a prompt and an answer of random length.")
+    ] = 512,
     batch: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(help="Sequences decoded at once, by both; 128, and 32 for vllm.", show_default=False),
@@ -45,7 +50,7 @@ def bench_generate(
         Optional[int],  # noqa: UP045
         typer.Option(help="Compute threads, for both; 2, and 1 for vllm.", show_default=False),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each, in turns; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, in turns; the median counts.")] = 3,
     seed: int = 0,
 ) -> None:
     """Tokens/s of an engine beside the plain thing (model.generate, AsyncLLM), on a mix of prompt and answer lengths.
@@ -169,8 +174,8 @@ def bench_lag(
 @bench.command("broker")
 def bench_broker(
     rollouts: Annotated[str, typer.Option(help="Simulated rollouts, comma-separated.")] = "1,16,256",
-    groups: Annotated[int, typer.Option(help="Groups in each measurement.")] = 3000,
-    tokens: Annotated[int, typer.Option(help="Tokens of each of a group's 8 trajectories.")] = 256,
+    groups: Annotated[int, typer.Option(min=1, help="Groups in each measurement.")] = 3000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of a group's 8 trajectories.")] = 256,
 ) -> None:
     """Groups/s and MB/s from lease to durable, beside raw ZeroMQ and raw Redis in the same run.
 
@@ -178,7 +183,7 @@ def bench_broker(
     """
     from penstock.pipeline.bench.broker import bench as run_bench
 
-    run_bench(Console(), _numbers("--rollouts", rollouts), groups, tokens)
+    run_bench(Console(), _numbers("--rollouts", rollouts, 1), groups, tokens)
 
 
 @bench.command("weights")
@@ -199,7 +204,7 @@ def bench_weights(
     from penstock.pipeline.bench.weights import bench as run_bench
 
     asked = [int(size) for size in _chosen("--sizes", sizes, [str(size) for size in SHAPES])]
-    counts, over = _numbers("--receivers", receivers), _chosen("--transports", transports, ("shm", "gloo"))
+    counts, over = _numbers("--receivers", receivers, 1), _chosen("--transports", transports, ("shm", "gloo"))
     chosen = _chosen("--parts", parts, ("transfer", "pause", "elastic", "sparse"))
     run_bench(Console(), asked, counts, over, threads, chosen)
 

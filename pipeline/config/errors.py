@@ -78,12 +78,15 @@ def _meant(data: Any, path: list[Any]) -> str:
 def _path(data: Any, loc: tuple[Any, ...]) -> list[Any]:
     """``loc`` without the union tags that pydantic puts between the keys."""
     path: list[Any] = []
+    tagged = False
     for index, part in enumerate(loc):
         if isinstance(data, dict):
             last = index + 1 == len(loc)  # where the type is not given, that may be a key that is missing
-            is_tag = part not in data and part == data.get("type", None if last else part)
-            if is_tag and index:
+            is_tag = part == data["type"] if "type" in data else part not in data and not last
+            if is_tag and index and not tagged:
+                tagged = True  # what comes next is a key, also where that has the type's name, as vllm
                 continue
+            tagged = False
             if part == ONE_SET and part not in data:
                 continue  # the one evaluation set, that the config gives no name
             data = data.get(part)

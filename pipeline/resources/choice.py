@@ -14,7 +14,7 @@ from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
 from penstock.pipeline.resources.search import Layout, layouts, unsearched
-from penstock.pipeline.resources.step_time import Load
+from penstock.pipeline.resources.step_time import PROMPT, Load
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.gpus import chosen_gpus
@@ -94,9 +94,10 @@ def half_of_the_longest(config: Config) -> int:
     return max(1, config.rollout.sampling.max_new_tokens // 2)
 
 
-def load_of(config: Config, response: int) -> Load:
-    """A step's, with responses of so many tokens."""
-    return Load(float(config.gate.groups_per_step * config.sampling.trajectories * response), float(response))
+def load_of(config: Config, response: int, prompt: int = PROMPT) -> Load:
+    """A step's, with responses of so many tokens, to prompts of so many."""
+    sampled = config.gate.groups_per_step * config.sampling.trajectories * response
+    return Load(float(sampled), float(prompt + response), float(prompt))
 
 
 def nothing_fits(config: Config, count: int, device: Device) -> str:

@@ -300,11 +300,11 @@ def _generate_s(
 ) -> float:
     """Of engines that share a step: every decoding step reads the weights, and the KV of who is decoded."""
     most = getattr(config.rollout.engine, "max_sequences", 256)
-    tokens = load.tokens / engines
+    tokens, response = load.tokens / engines, load.length - load.prompt
     fit = sequences(config, shape, tensor, device, load.length, share)
-    batch = max(1.0, min(most, fit, tokens / load.length))
+    batch = max(1.0, min(most, fit, tokens / response))
     weights = shape.parameters * shape.served_bytes / tensor
-    kv = batch * load.length / 2 * shape.kv_bytes / min(tensor, shape.kv_heads)
+    kv = batch * (load.prompt + response / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
     read_s = (weights + kv) / (device.gb_s * 1e9 * BANDWIDTH_SHARE)
     compute_s = batch * 2 * shape.met / (tensor * device.tflops * 1e12 * FLOPS_SHARE)
     return tokens / batch * max(read_s, compute_s)

@@ -24,6 +24,9 @@ HOST_UPDATE_GB_S = 20.0
 UPDATE_BYTES = 28
 """That AdamW reads and writes of a parameter: it, its gradient, and both moments."""
 
+PROMPT = 256
+"""Tokens of a prompt, where nobody knows better."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -33,6 +36,8 @@ class Load:
     """Sampled, in all trajectories."""
     length: float
     """Of a trajectory on average, with its prompt."""
+    prompt: float = 0.0
+    """Of these, the prompt's."""
 
 
 def train_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -> float:

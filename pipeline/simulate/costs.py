@@ -134,7 +134,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
     parts = data * stages
     kv = (prompt + length / 2) * shape.kv_bytes / min(tensor, shape.kv_heads)
     flops = device.tflops * 1e12 * FLOPS_SHARE
-    step = Load(max(1.0, length) * config.gate.groups_per_step * config.sampling.trajectories, prompt + length)
+    step = Load(max(1.0, length) * config.gate.groups_per_step * config.sampling.trajectories, prompt + length, prompt)
     trained = train_s(shape, trainer_of(config), step, device) / step.tokens
     whole = prompt + length
     values_s, critic_s = critic_times(config, step, device)
@@ -161,7 +161,7 @@ def on_gpus(config: Config, shape: Shape, device: Device, length: float, prompt:
         "pause_s": weights / (tensor * stages) / bandwidth,
         "switch_s": switch_s(shape, config.trainer, tensor * stages, device) if config.run.colocated else 0.0,
     }
-    return checked("--length or --prompt:", found)
+    return checked("--gpus", found)
 
 
 def mean(values: Sequence[float]) -> float:

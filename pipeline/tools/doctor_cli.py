@@ -30,7 +30,7 @@ def doctor_machine(context: typer.Context) -> None:
 def doctor_engine(
     file: FILE,
     overrides: OVERRIDES = None,
-    prompts: Annotated[int, typer.Option(help="Of the run's prompts, answered under each version.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Of the run's prompts, answered under each version.")] = 16,
 ) -> None:
     """Check FILE's model on FILE's engine before a run spends money on it.
 

@@ -27,15 +27,16 @@ from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
 from penstock.pipeline.resources.shares import too_much
-from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE
+from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, PROMPT, Load
 from penstock.pipeline.resources.trainer_memory import trainer_parts
 
 SHOWN = 6
 
 
-def show(console: Console, config: Config, gpus: str | None, length: int | None) -> bool:
+def show(console: Console, config: Config, gpus: str | None, length: int | None, prompt: int = PROMPT) -> bool:
     """Prints what each process holds, and, for ``gpus`` like 8xH100, layouts that fit; ``length`` is a response's, on
-    average. Returns whether the config as it is fits. Raises `ConfigError` where the model's sizes are not known."""
+    average, and ``prompt`` a prompt's. Returns whether the config as it is fits. Raises `ConfigError` where the model's
+    sizes are not known."""
     shape = shape_of(config)
     if isinstance(config.model, TinyModel):
         raise ConfigError(
@@ -60,8 +61,8 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None)
             highlight=False,
         )
     if device:
-        response = length or half_of_the_longest(config)
-        _print_layouts(console, config, shape, count, device, response)
+        load = load_of(config, length or half_of_the_longest(config), prompt)
+        _print_layouts(console, config, shape, count, device, load)
     return not found.problems
 
 
@@ -89,9 +90,9 @@ def _print_parts(console: Console, config: Config, shape: Shape) -> None:
     console.print(table)
 
 
-def _print_layouts(console: Console, config: Config, shape: Shape, count: int, device: Device, response: int) -> None:
+def _print_layouts(console: Console, config: Config, shape: Shape, count: int, device: Device, load: Load) -> None:
     groups = config.gate.groups_per_step * config.sampling.trajectories
-    every = list(layouts(config, shape, count, device, load_of(config, response)))
+    every = list(layouts(config, shape, count, device, load))
     if not every:
         console.print(nothing_fits(config, count, device), style="red", highlight=False)
         return
@@ -100,9 +101,10 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         if some:
             _print_table(console, title, heapq.nsmallest(SHOWN, some, key=seconds_of(config)), count, device)
     console.print(
-        f"a step of {groups:,} responses of {response:,} tokens; roofline estimates at {FLOPS_SHARE:.0%} of the peak "
-        f"FLOPs, {BANDWIDTH_SHARE:.0%} of the memory's bandwidth and {LINK_SHARE:.0%} of what connects GPUs, for "
-        "comparing layouts: not measured. Shape: replicas (R), sequence (SP), tensor (TP), expert (EP) "
+        f"a step of {groups:,} responses of {load.length - load.prompt:,.0f} tokens to prompts of {load.prompt:,.0f}; "
+        f"roofline estimates at {FLOPS_SHARE:.0%} of the peak FLOPs, {BANDWIDTH_SHARE:.0%} of the memory's bandwidth "
+        f"and {LINK_SHARE:.0%} of what connects GPUs, for comparing layouts: not measured. "
+        "Shape: replicas (R), sequence (SP), tensor (TP), expert (EP) "
         "and pipeline parallelism (PP). "
         "Spares: memory, by computing again all or part of what a layer gave (gradient_checkpointing), and by keeping "
         "weights (off) or activations (act) on the host (offload, offload_activations). GiB of a rank. Rollouts: "

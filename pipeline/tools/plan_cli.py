@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.resources.step_time import PROMPT
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 
 
@@ -22,6 +23,7 @@ def plan_run(
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Mean tokens of a response; by default half of the longest.", show_default=False),
     ] = None,
+    prompt: Annotated[int, typer.Option(min=0, help="Mean tokens of a prompt.")] = PROMPT,
 ) -> None:
     """Print what a run takes of GPUs and hosts, part by part; and which layouts fit GPUs that nobody has rented yet.
 
@@ -31,7 +33,7 @@ def plan_run(
     """
     from penstock.pipeline.tools.plan import show
 
-    if not show(Console(), load(file, overrides), gpus, length):
+    if not show(Console(), load(file, overrides), gpus, length, prompt):
         raise typer.Exit(1)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich import box
@@ -35,7 +37,7 @@ def costs_of(
     given; with ``changes`` like ``reward_s=4``. Raises `ConfigError`."""
     if sum(source is not None for source in (run, file, gpus)) != 1:
         raise ConfigError("say what things cost by one of --like RUN, --costs FILE, --gpus H100")
-    changed = {key: yaml.safe_load(value) for key, value in (_pair("--cost", change) for change in changes)}
+    changed = dict(map(_changed, changes))
     if "length" in changed:
         changed.setdefault("lengths", ())
     fixed = like(run, warn) if run is not None else known.of_file(file) if file is not None else None
@@ -47,6 +49,14 @@ def costs_of(
     return of
 
 
+def _changed(change: str) -> tuple[str, Any]:
+    key, value = _pair("--cost", change)
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--cost {key}: {value!r} is no value: {' '.join(str(error).split())}") from None
+
+
 def _on_gpus(config: Config, gpus: str, length: float | None, prompt: float) -> Costs:
     shape = shape_of(config)
     if shape is None:
@@ -56,6 +66,8 @@ def _on_gpus(config: Config, gpus: str, length: float | None, prompt: float) -> 
     if counted and count < (wanted := total_gpus(config)):
         warn(f"--gpus {gpus}: the run wants {wanted} GPUs, and is simulated as if there were so many")
     response = config.rollout.sampling.max_new_tokens / 2 if length is None else length
+    if not (0 < response < inf and 0 <= prompt < inf):
+        raise ConfigError(f"--length {response:g} --prompt {prompt:g}: these are no numbers of tokens")
     return known.on_gpus(config, shape, device, response, prompt)
 
 

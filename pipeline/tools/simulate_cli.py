@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from penstock.pipeline.config import load
+from penstock.pipeline.resources.step_time import PROMPT
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 
 WIDTH = 110
@@ -34,7 +35,7 @@ def simulate(
         Optional[float],  # noqa: UP045
         typer.Option(help="With --gpus: tokens of a response; by default half of the longest.", show_default=False),
     ] = None,
-    prompt: Annotated[float, typer.Option(help="With --gpus: tokens of a prompt.")] = 256.0,
+    prompt: Annotated[float, typer.Option(help="With --gpus: tokens of a prompt.")] = PROMPT,
     cost: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(help="Change a cost, e.g. --cost reward_s=4; docs/simulate.md has all.", show_default=False),

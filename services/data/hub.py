@@ -86,10 +86,10 @@ def _unlike_chat(messages: list[Any], error: ValueError) -> str:
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             return f"message {number} is no map with role and content: {str(message)[:80]}"
-        for part in ("role", "content"):
-            if not isinstance(message[part], str):
-                kind = kind_of(message[part])
-                return f"{part} of message {number} is {kind}, not text (images and other parts cannot be used yet)"
+        for part, value in message.items():
+            if not isinstance(value, str):
+                said = f"{part} of message {number} is {kind_of(value)}, not text"
+                return f"{said} (images, calls of tools and other parts cannot be used yet)"
     return " ".join(str(error).split())
 
 

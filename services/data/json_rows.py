@@ -76,7 +76,10 @@ class JsonRows:
 
 def kind_of(value: Any) -> str:
     """In words."""
-    names = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "a map"}
+    names = {
+        bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "a map",
+        type(None): "null",
+    }  # fmt: skip
     return names.get(type(value), type(value).__name__)
 
 

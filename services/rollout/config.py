@@ -70,6 +70,17 @@ class VllmEngineConfig(Section):
                 raise ValueError(f"{name} is set by {ours}")
         return value
 
+    @field_validator("vllm")
+    @classmethod
+    def _counted(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in VLLM_RANKS:
+            if type(size := value.get(name, 1)) is not int or size < 1:
+                raise ValueError(f"{name}={size} is no number of GPUs; set it to one, e.g. 2, or leave it out")
+        share = value.get("gpu_memory_utilization", 1)
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization={share} is no share of a GPU; set it to one, e.g. 0.9")
+        return value
+
     @property
     def unsized(self) -> str | None:
         """The engine argument by which its weights or KV take other memory than `model.dtype` says; None: there is
@@ -77,6 +88,8 @@ class VllmEngineConfig(Section):
         return next((name for name in VLLM_SIZES if self.vllm.get(name) not in (None, "auto")), None)
 
 
+VLLM_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Engine arguments of vLLM whose product is its GPUs."""
 VLLM_SIZES = ("quantization", "kv_cache_dtype", "kv_cache_memory_bytes")
 """Engine arguments of vLLM that decide what memory is for."""
 VLLM_OWNED = {

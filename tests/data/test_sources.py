@@ -199,8 +199,11 @@ def test_integers_that_no_message_has_room_for_are_text_in_a_csv_file_and_an_err
 def test_a_key_that_only_other_messages_have_is_not_told() -> None:
     said = [{"role": "user", "content": "hi", "name": None}, {"role": "user", "content": "hi", "name": "b"}]
     assert make_prompt(0, said, "1", True, None).messages == [{"role": "user", "content": "hi"}, said[1]]
-    with pytest.raises(DataError, match="content of message 0 is NoneType"):
+    with pytest.raises(DataError, match="content of message 0 is null, not text"):
         make_prompt(0, [{"role": "user", "content": None}], "1", True, None)
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
+    with pytest.raises(DataError, match=r"row 3: tool_calls of message 1 is a list, not text \(images, calls of tools"):
+        make_prompt(3, [{"role": "user", "content": "hi"}, called], "1", True, None)
 
 
 class Odd(PromptSource):

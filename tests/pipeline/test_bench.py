@@ -35,6 +35,7 @@ RATE = 0.001
         (["gateway", "--config", str(ROOT / "configs" / "agent.yaml"), "--parts", "x"], "--parts: 'x' is not one of"),
         (["gateway", "--config", str(QUICKSTART)], "a tiny model and a gateway: use configs/agent.yaml"),
         (["peers", "--config", str(ROOT / "configs" / "gsm8k.yaml")], "bench peers compares on the sort task"),
+        (["broker", "--rollouts", "0,4"], "--rollouts: '0,4' has 0, and each must be at least 1"),
         (["lag", "--lags", "a"], "--lags: 'a' is not whole numbers"),
         (["lag", "--corrections", "a"], "--corrections: 'a' is not one of: none, token-tis"),
         (["memory"], "there is no configs/grpo-*.yaml here"),
@@ -49,6 +50,16 @@ def test_what_it_cannot_take_is_named(
     done = CliRunner().invoke(app, ["bench", *arguments])
     assert isinstance(done.exception, ConfigError) and says in str(done.exception)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["bench generate --requests 0", "bench generate --repeats 0", "bench broker --groups 0",
+     f"doctor engine {QUICKSTART} --prompts 0", f"doctor engine {QUICKSTART} --prompts -1"],
+)  # fmt: skip
+def test_nothing_cannot_be_measured(call: str) -> None:
+    done = CliRunner().invoke(app, call.split())
+    assert done.exit_code == 2 and f"Invalid value for '{call.split()[-2]}'" in done.output, done.output
 
 
 def done_run(folder: Path, overrides: list[str], steps: int, outcome: str = "complete") -> None:

@@ -19,6 +19,8 @@ from penstock.pipeline.resources.memory import plan, references_each
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import Layout, layouts, shapes
+from penstock.pipeline.resources.step_time import Load
+from penstock.pipeline.simulate.costs import on_gpus
 
 BIG = Path("configs/grpo-8b.yaml")
 SMALL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -133,6 +135,25 @@ def test_without_lag_the_first_row_is_what_is_taken(gpus: str) -> None:
     shown = CliRunner().invoke(app, ["plan", str(BIG), *given, "--gpus", gpus]).output
     first = re.findall(r"(\d+\.\d) [│┃|]\s*$", shown[shown.index(": the fastest that fit") :], re.MULTILINE)[0]
     assert first == f"{best.synchronous_s:.1f}"
+
+
+def test_a_longer_prompt_takes_longer() -> None:
+    """As the simulator says of an engine, with as many sequences as it has room for."""
+    (count, device), config = devices_of("8xH100"), load(BIG, [ALONE])
+    shape = shape_of(config)
+    assert shape and load_of(config, 100, 900) == Load(100.0 * 64 * 8, 1000.0, 900.0)
+    assert load_of(config, 100).prompt == 256
+    for prompt in (0, 256, 8000):
+        one = next(layouts(config, shape, count, device, load_of(config, 1000, prompt)))
+        made = load(BIG, [ALONE, *overrides(config, one)])
+        costs = on_gpus(made, shape, device, 1000, prompt)
+        each = 64 * 8 / one.rollouts
+        batch = min(each, costs.most_sequences or each, config.rollout.engine.max_sequences)  # type: ignore[union-attr]
+        token_s = max(costs.decode_s + batch * costs.decode_sequence_s, batch * costs.decode_compute_s)
+        assert one.generate_s == pytest.approx(1000 * each / batch * token_s, rel=0.02)
+    for more, tokens in (([], "256"), (["--prompt", "8000"], "8,000")):
+        shown = CliRunner().invoke(app, ["plan", str(BIG), "--gpus", "8xH100", *more]).output
+        assert f"tokens to prompts of {tokens};" in " ".join(shown.split())
 
 
 def test_a_response_has_a_length() -> None:

@@ -25,6 +25,14 @@ VLLM = "rollout.engine={type: vllm, max_length: 32}"
     [
         (["rollout.engine.vllm.max_model_len=64"], "max_model_len is set by rollout.engine.max_length"),
         (["rollout.engine.vllm.dtype=float16"], "dtype is set by model.dtype"),
+        (["rollout.engine.vllm.tensor_parallel_size=null"], r"tensor_parallel_size=None is no number of GPUs; set it"),
+        (["rollout.engine.vllm.data_parallel_size=auto"], r"rollout.engine.vllm: data_parallel_size=auto is no number"),
+        (["rollout.engine.vllm.pipeline_parallel_size=0"], r"pipeline_parallel_size=0 is no number of GPUs"),
+        (
+            ["rollout.engine.vllm.gpu_memory_utilization=90%"],
+            r"gpu_memory_utilization=90% is no share of a GPU; set it",
+        ),
+        (["rollout.engine.vllm.gpu_memory_utilization=90"], r"gpu_memory_utilization=90 is no share of a GPU"),
         (["weights.canary_tokens=64"], "weights.canary_tokens=64 exceeds rollout.engine.max_length=32"),
         (["rollout.sampling.top_k=5", "rollout.sampling.temperature=0.7"], "set candidates=true"),
         (["rollout.sampling.top_p=0.9", "rollout.sampling.candidates=true"], "vLLM needs top_k"),
