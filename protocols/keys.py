@@ -109,9 +109,13 @@ def _read(path: Path, kind: type) -> dict[str, str]:
     except ValueError:
         raise KeysError(f"--keys: {path} is not a key file") from None
     expected = {field.name for field in fields_of(kind)}
-    if not isinstance(fields, dict) or fields.keys() != expected or not all(len(v) == 40 for v in fields.values()):
+    if not isinstance(fields, dict) or fields.keys() != expected or not all(map(_is_key, fields.values())):
         raise KeysError(f"--keys: {path} does not hold {', '.join(sorted(expected))}")
     return fields
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 40
 
 
 class Door:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 from rich.console import Console
 
 from penstock.pipeline.api.functions import Defined, Functions
 from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_folder
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.config.load import as_overrides, read_sections
+from penstock.pipeline.config.load import as_overrides, as_yaml, read_sections
 from penstock.pipeline.report.console import print_findings
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.resume import NOWHERE
@@ -99,7 +98,7 @@ class Trainer:
         if self._functions.source:
             (self._own / f"{self._module}.py").write_text(self._functions.source)
         file = self._own / "config.yaml"
-        file.write_text(yaml.safe_dump(self._data, sort_keys=False))
+        file.write_text(as_yaml(self._data))
         beside = [self._file.resolve().parent] if self._file else []
         (self._own / FOLDERS).write_text(json.dumps([str(each) for each in [*beside, *self._functions.folders]]))
         return launched(penstock("run", str(file), *as_overrides(self._overrides)), self.folder)

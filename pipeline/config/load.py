@@ -33,7 +33,18 @@ class _TwiceError(ValueError):
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._checked: set[int] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if id(node) not in self._checked:  # one that others merge comes again, and then has what it merged itself
+            self._checked.add(id(node))
+            self._check(node)
+        super().flatten_mapping(node)
+
+    @staticmethod
+    def _check(node: yaml.MappingNode) -> None:
         lines: dict[Any, int] = {}
         for key_node, _ in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
@@ -44,10 +55,13 @@ class _Loader(yaml.SafeLoader):
                     f"line {line}: {key!r} is given twice, first in line {lines[key]}; put both into one section"
                 )
             lines[key] = line
-        return super().construct_mapping(node, deep)
 
 
-# As people write numbers: 010 is ten, and 1:30 is no number.
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would take for a number."""
+
+
+# As people write numbers: 010 is ten, 1e-3 a thousandth, and 1:30 is no number.
 _Loader.yaml_implicit_resolvers = {
     first: [each for each in known if each[0] != "tag:yaml.org,2002:int"]
     for first, known in _Loader.yaml_implicit_resolvers.items()
@@ -55,6 +69,12 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
 )
+for _each in (_Loader, _Dumper):
+    _each.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
@@ -135,7 +155,12 @@ def dump(config: Config) -> str:
     data = config.model_dump(mode="json")
     if url := data["store"]["url"]:
         data["store"]["url"] = hide_password(url)
-    return yaml.safe_dump(data, sort_keys=False)
+    return as_yaml(data)
+
+
+def as_yaml(data: dict[str, Any]) -> str:
+    """A config file that says ``data``, and is read as that."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -148,12 +148,20 @@ def _script(folder: Path, workdir: Path, part: Part, options: list[str]) -> str:
         at_begin, at_end = _REGISTER.format(members=members), ""
     return _SCRIPT.format(
         words=part.words,
-        directives="\n".join(f"#SBATCH {directive}" for directive in [*directives, *options]),
+        directives="\n".join(f"#SBATCH {directive}" for directive in [*directives, *map(_quoted, options)]),
         workdir=shlex.quote(str(workdir)),
         command=command,
         at_begin=at_begin,
         at_end=at_end,
     )
+
+
+def _quoted(option: str) -> str:
+    """As a script's line has it: the quotes around a value have gone with the shell. Several options in one, and what
+    is quoted already, stay as they are."""
+    name, equals, value = option.partition("=")
+    apart = equals and re.search(r"[\s#]", value) and not re.search(r"[\"']|\s-", value)
+    return f'{name}="{value}"' if apart else option
 
 
 def _ask(*command: str) -> str:

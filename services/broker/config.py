@@ -198,6 +198,16 @@ class BrokerConfig(Section):
             raise ValueError(f"{value!r} is no address, e.g. tcp://10.1.0.7:5555")
         return value
 
+    @model_validator(mode="after")
+    def _heard_in_time(self) -> BrokerConfig:
+        for name in ("dead_after_s", "lease_s"):
+            if self.heartbeat_s >= (limit := getattr(self, name)):
+                raise ValueError(
+                    f"heartbeat_s={self.heartbeat_s:g} is not below {name}={limit:g}: whoever is well would count as "
+                    "gone between two heartbeats; leave room for several"
+                )
+        return self
+
 
 class ReplayConfig(Section):
     """What becomes of trained groups."""

@@ -89,6 +89,24 @@ def test_mistakes_are_named(override: str, message: str) -> None:
 def test_numbers_are_read_as_people_write_them() -> None:
     read = load(QUICKSTART, ["trainer.steps=010", "trainer.optimizer.lr=1e-6", "run.seed=1_000"])
     assert (read.trainer.steps, read.trainer.optimizer.lr, read.run.seed) == (10, 1e-6, 1000)
+    assert load(QUICKSTART, ["trainer.steps=1e3"]).trainer.steps == 1000
+    numbers = "{a: 1e-3, b: 1.5e3, c: -.5E+2, d: [2e0], e: '1e-3', f: e3, g: 0x1e5}"
+    options = load(QUICKSTART, [OPTIONS.format(numbers)]).reward.functions[0].options
+    assert options == {"a": 1e-3, "b": 1500.0, "c": -50.0, "d": [2.0], "e": "1e-3", "f": "e3", "g": 0x1E5}
+
+
+def test_a_section_that_merges_may_itself_be_merged(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {type: tiny}\n"
+        "prompts:\n"
+        "  train: &train {<<: &sort {type: sort, size: 5}, size: 7}\n"
+        "  eval: {<<: *train, size: 9}\n"
+    )
+    assert (load(file).prompts.train.size, load(file).prompts.eval["held_out"].size) == (7, 9)  # type: ignore[union-attr]
+    file.write_text(file.read_text().replace("size: 9", "size: 9, size: 8"))
+    with pytest.raises(ConfigError, match="line 4: 'size' is given twice, first in line 4"):
+        load(file)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +123,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: bytes, messag
         load(tmp_path / "bad.yaml")
 
 
-def test_options_are_the_same_in_the_runs_own_copy() -> None:
-    given = "{levels: {'1': 0.5, 'no': [1, true, null]}, day: '2024-01-01', cap: 1.0e+300, text: '010'}"
+def test_options_are_the_same_in_the_runs_own_copy(tmp_path: Path) -> None:
+    given = "{levels: {'1': 0.5, 'no': [1, true, null]}, day: '2024-01-01', cap: 1.0e+300, text: '010', more: '1e-3'}"
     config = load(QUICKSTART, [OPTIONS.format(given)])
-    assert parse(yaml.safe_load(dump(config))) == config
+    (tmp_path / "own.yaml").write_text(dump(config))
+    assert parse(yaml.safe_load(dump(config))) == load(tmp_path / "own.yaml") == config
     options = config.reward.functions[0].options
     assert options["levels"] == {"1": 0.5, "no": [1, True, None]} and options["day"] == "2024-01-01"
 

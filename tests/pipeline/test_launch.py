@@ -156,9 +156,11 @@ def test_a_network_that_is_given_counts_and_one_that_is_guessed_gives_way(
 def test_a_slurm_script_asks_for_what_the_part_needs(tmp_path: Path) -> None:
     folder = tmp_path / "first-try"
     parts = [Part("head", 1, 1, 3, 8, 3), Part("rollout", 4, 2, 2, 2, 2)]
-    made = slurm.scripts(folder, tmp_path, parts, ["--account=lab"])
+    given = ["--account=lab", "--comment=a b", "--mem=2G -p gpu", "--mail-user='me'"]
+    made = slurm.scripts(folder, tmp_path, parts, given)
     head, rollout = made["slurm/head.sh"].splitlines(), made["slurm/rollout.sh"].splitlines()
     assert {"#SBATCH --gres=gpu:3", "#SBATCH --cpus-per-task=8", "#SBATCH --account=lab"} <= set(head)
+    assert {'#SBATCH --comment="a b"', "#SBATCH --mem=2G -p gpu", "#SBATCH --mail-user='me'"} <= set(head)
     assert {"#SBATCH --gres=gpu:2", "#SBATCH --array=0-3", "#SBATCH --requeue"} <= set(rollout)
     assert any("penstock run --resume" in line or "cli run --resume" in line for line in head)
     with pytest.raises(ConfigError, match="run.folder: .* sbatch takes no such characters"):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ import penstock
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
-from penstock.pipeline.run.folder import begin, named, run_name
+from penstock.pipeline.run import folder as run_folder
+from penstock.pipeline.run.folder import begin, is_live, named, run_name
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
@@ -283,3 +287,23 @@ def test_the_folder_where_one_stands_has_its_runs_name(folder: Path, monkeypatch
     assert named(Path("..")) == folder and named(Path("../../first")) == Path("../../first")
     (folder.parent / "link").symlink_to(folder)
     assert named(folder.parent / "link").name == "link", "what a run is called is for its user to say"
+
+
+def test_whether_a_run_is_live_is_told_by_the_disks_own_clock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_live(folder)
+    beats = folder / "actors.jsonl"
+    beats.write_text("a line\n")
+    with monkeypatch.context() as patched:
+        ahead = time.time() + 60.0
+        patched.setattr(run_folder.time, "time", lambda: ahead)
+        assert is_live(folder), "this machine's clock is ahead of the file server's"
+    written = beats.stat().st_mtime
+    os.utime(beats, (written, written - 60.0))
+    assert not is_live(folder)
+    monkeypatch.setattr(run_folder, "LOOK_S", 0.3)
+    os.utime(beats, (written, written + 3600.0))
+    assert not is_live(folder), "nobody is at work, and a clock was set back"
+    writing = threading.Timer(0.1, lambda: beats.write_text("a line\nand one more\n"))
+    os.utime(beats, (written, written + 3600.0))
+    writing.start()
+    assert is_live(folder)

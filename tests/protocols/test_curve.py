@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -56,9 +58,11 @@ def test_keys_are_their_owners_alone_and_made_once(tmp_path: Path) -> None:
     assert keys.load_client(tmp_path / "client.json") == first
     for name in ("broker.json", "client.json"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(KeysError, match="does not hold"):
-        keys.load_client(tmp_path / "bad.json")
+    damaged = json.dumps(dict.fromkeys(asdict(first), 7))
+    for bad in ("{}", damaged, damaged.replace("7", json.dumps(["x"] * 40))):
+        (tmp_path / "bad.json").write_text(bad)
+        with pytest.raises(KeysError, match="does not hold"):
+            keys.load_client(tmp_path / "bad.json")
     with pytest.raises(KeysError, match="cannot read"):
         keys.load_client(tmp_path / "none.json")
 
