@@ -45,11 +45,9 @@ class WorkerQueue:
         program: Program,
         limit: int,
         waiting: queue.SimpleQueue[Call] | None = None,
-        start_s: float = START_S,
         worker: Worker | None = None,
     ) -> None:
-        """``waiting``: what waits, where that is shared; ``start_s``: seconds that loading the program may take;
-        ``worker``: one that has begun to."""
+        """``waiting``: what waits, where that is shared; ``worker``: one that has begun to load the program."""
         self.program = program
         self.restarts = 0
         self._waiting = waiting or queue.SimpleQueue[Call]()
@@ -61,8 +59,8 @@ class WorkerQueue:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self._start_s = start_s
-        self.worker = worker or Worker(program, start_s)
+        self._start_s = START_S
+        self.worker = worker or Worker(program)
         self._most, self._limit = limit, 0
         self.ready = False
         """The worker has loaded its program."""
@@ -127,7 +125,7 @@ class WorkerQueue:
                 if self.worker.ended:
                     self.worker = Worker(self.program, self._start_s)
                 if self.worker.loaded(LOOK_S):
-                    self._limit = self._most if self.worker.asynchronous else 2
+                    self._limit = self._most if self.worker.asynchronous else 1
                     self.ready = True
                     return
             except (ProgramError, OSError) as error:  # another one has loaded it before
@@ -196,7 +194,7 @@ class WorkerQueue:
             now = time.monotonic()
             self._call_s += 0.1 * (now - self._answered_at - self._call_s)
             self._answered_at = now
-            self._limit = max(2, min(MOST_AHEAD, int(AHEAD_S / max(self._call_s, 1e-6))))
+            self._limit = min(MOST_AHEAD, 1 + int(AHEAD_S / max(self._call_s, 1e-6)))
             for following in self._under_way.values():  # the next one runs by now
                 following.deadline = now + self.program.timeout_s
                 break
