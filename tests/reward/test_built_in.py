@@ -53,11 +53,33 @@ from penstock.services.reward.functions.overlong import overlong
         (r"\boxed{1}, \boxed{2}, and \boxed{3}", "1,2,3", 1.0),
         (r"\boxed{5}, no, $\boxed{\boxed{6}}$ is my answer in a \boxed{}", "6", 1.0),
         (r"\boxed{6}", r"It is \boxed{5}; no, it is \boxed{6}", 1.0),
+        (r"\boxed{3e8}", "3e8", 1.0),
+        ("The answer is 3e8.", "3e8", 1.0),
+        ("The answer is -1.6e-19.", "-1.6E-19", 1.0),
+        (r"\boxed{1.5e3}", "1500", 1.0),
+        (r"\boxed{-1.5e3}", "-1500", 1.0),
+        (r"\boxed{0.0015}", "1.5e-3", 1.0),
+        (r"\boxed{1.6\times 10^{-19}\text{ C}}", "1.6e-19", 1.0),
+        (r"\boxed{9.9\times 10^{-19}}", "1.6e-19", 0.0),
+        (r"\boxed{9.9\cdot 10^{-19}}", r"1.6 \times 10^{-19}", 0.0),
+        (r"\boxed{0}", "1.6e-19", 0.0),
+        (r"\boxed{6.02\times 10^{23}}", "6.02E+23", 1.0),
+        (r"\boxed{6.02e23}", r"6.02\times 10^{23}", 1.0),
+        (r"\boxed{6.03\times 10^{23}}", "6.02E+23", 0.0),
+        (r"\boxed{2e-1}", "2e - 1", 1.0),
+        ("1" * 5000 + "e1", "8", 0.0),
+        (r"\boxed{x^3\times 10^2}", r"100x^3", 1.0),
         (r"\boxed{6}, or so I thought until \boxed{7", "6", 1.0),
     ],
 )
 def test_mathematics_is_compared_by_what_it_is_worth(answer: str, truth: Any, reward: float) -> None:
     assert math_verify(answer, truth) == reward
+
+
+@pytest.mark.parametrize("truth", ["12", "12.0"])
+def test_numbers_are_compared_to_so_many_digits_whole_ones_too(truth: str) -> None:
+    assert [math_verify(r"\boxed{12.001}", truth, digits) for digits in (2, 3)] == [1.0, 0.0]
+    assert [math_verify(r"\boxed{12}", "12.001", digits) for digits in (2, 3)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
