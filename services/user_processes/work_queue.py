@@ -127,7 +127,7 @@ class WorkerQueue:
                 if self.worker.ended:
                     self.worker = Worker(self.program, self._start_s)
                 if self.worker.loaded(LOOK_S):
-                    self._limit = self._most if self.worker.asynchronous else 2
+                    self._limit = self._most if self.worker.asynchronous else 1
                     self.ready = True
                     return
             except (ProgramError, OSError) as error:  # another one has loaded it before
@@ -196,7 +196,7 @@ class WorkerQueue:
             now = time.monotonic()
             self._call_s += 0.1 * (now - self._answered_at - self._call_s)
             self._answered_at = now
-            self._limit = max(2, min(MOST_AHEAD, int(AHEAD_S / max(self._call_s, 1e-6))))
+            self._limit = min(MOST_AHEAD, 1 + int(AHEAD_S / max(self._call_s, 1e-6)))
             for following in self._under_way.values():  # the next one runs by now
                 following.deadline = now + self.program.timeout_s
                 break

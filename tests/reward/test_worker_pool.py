@@ -163,11 +163,42 @@ def test_plain_calls_are_shared_by_the_workers() -> None:
     function = FunctionConfig(function=f"{HERE}:runs_python")
     pool = WorkerPool(function.program("reward.functions.0"), 3, 512)
     futures, deadline = [pool.submit(Call(offered("1")))], time.monotonic() + 20
-    while pool.under_way < 3 and time.monotonic() < deadline:  # one worker alone is given two
+    while pool.under_way < 3 and time.monotonic() < deadline:
         futures.append(pool.submit(Call(offered("1"))))
         time.sleep(0.02)
     assert pool.under_way >= 3
     assert {future.result(60) for future in futures} == {1.0}
+    pool.close()
+
+
+def all_ready(pool: WorkerPool) -> None:
+    """Waits until each worker has loaded the program."""
+    deadline = time.monotonic() + 60
+    while not all(each.ready for each in pool._queues):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_no_slow_call_waits_behind_another_while_a_worker_is_idle() -> None:
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:slowly").program("reward.functions.0"), 2, 512)
+    all_ready(pool)
+    for _ in range(3):
+        futures, deadline = [pool.submit(Call(offered("a"))) for _ in range(2)], time.monotonic() + 20
+        while pool.under_way < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert [each.under_way for each in pool._queues] == [1, 1]
+        assert [future.result(20) for future in futures] == [1.0, 1.0]
+    pool.close()
+
+
+def test_of_fast_calls_a_worker_has_several_ready() -> None:
+    pool = WorkerPool(FunctionConfig(function=f"{HERE}:constant").program("reward.functions.0"), 1, 512)
+    most, deadline = 0, time.monotonic() + 20
+    while most < 2 and time.monotonic() < deadline:
+        last = [pool.submit(Call(offered("a"))) for _ in range(500)][-1]
+        while not last.done():
+            most = max(most, pool.under_way)
+    assert most >= 2
     pool.close()
 
 
@@ -224,10 +255,7 @@ def test_what_one_worker_cannot_do_another_does(user_module: Callable[[str, str]
         "import os\n\n\ndef f(response):\n    return os._exit(3) if response == 'crash' else 1.0\n",
     )
     pool = WorkerPool(FunctionConfig(function="broken_for_some:f").program("reward.functions.0"), 2, 512)
-    deadline = time.monotonic() + 60
-    while not all(each.ready for each in pool._queues):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    all_ready(pool)
     for each in pool._queues:
         each._start_s = 1.0
     file.write_text("def f(response:\n")
