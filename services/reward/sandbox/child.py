@@ -1,16 +1,17 @@
 """The inside of the sandbox: gives up the network and most of the machine, then runs a program. Imports nothing of
 ours.
 
-Called as ``python -I child.py PROGRAM SOCKET CPU_S MEMORY_MB NETWORK PARENT``; a second file beside PROGRAM,
-``tests.py``, is run in the same names. Once both have come to their end, it says on the descriptor SOCKET what it reads
-there: only then, since a program may look at what its callers know. One that exits early never comes to that, but that
-without tests it may end with ``exit()``.
+Called as ``python -I child.py PROGRAM SOCKET CPU_S MEMORY_MB NETWORK PARENT``; of two files beside PROGRAM,
+``tests.py`` is run in the same names, and ``built_in.py`` defines what is there as ``len`` is. Once both have come to
+their end, it says on the descriptor SOCKET what it reads there: only then, since a program may look at what its callers
+know. One that exits early never comes to that, but that without tests it may end with ``exit()``.
 
 Three processes do it. The one that was called watches, and ends the others on SIGTERM, or when PARENT has ended, and
 then removes the program's folder too. The second is the first of a namespace of processes, where the kernel has one for
 us: when it ends, so does all that is in it, whatever sessions it has made. The third is the program.
 """
 
+import builtins
 import contextlib
 import ctypes
 import os
@@ -18,6 +19,7 @@ import re
 import resource
 import signal
 import sys
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,18 +52,33 @@ def main(program: Path, socket: int, cpu_s: int, memory_mb: int, network: bool, 
     ):
         resource.setrlimit(what, (limit, limit))
     sys.argv = [program.name]
-    itself, file, names = os.getpid(), program.with_name("tests.py"), {"__name__": "__main__"}
-    tests = file.read_text() if file.exists() else ""  # the program may write to its folder
+    itself, names = os.getpid(), _main_module()
+    tests = program.with_name("tests.py").read_text()  # now: the program may write to its folder
+    _build_in(program.with_name("built_in.py").read_text())
     try:
         exec(compile(program.read_text(), program.name, "exec"), names)
     except SystemExit as end:  # which is how it may end where nothing is to run behind it
         if tests or end.code not in (None, 0):
             raise
-    exec(compile(tests, file.name, "exec"), names)
+    exec(compile(tests, "tests.py", "exec"), names)
     with contextlib.suppress(AttributeError, ValueError):  # closed, or replaced by nothing
         sys.stdout.flush()
     if os.getpid() == itself:  # and no child that the program has made
         os.write(socket, os.read(socket, 64))
+
+
+def _main_module() -> dict[str, Any]:
+    """The names of a new ``__main__``, where pickle and multiprocessing look for what a program defines."""
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    return vars(module)
+
+
+def _build_in(text: str) -> None:
+    """What ``text`` defines is no name of the program's own, and takes the place of nothing."""
+    names: dict[str, Any] = {}
+    exec(text, {}, names)
+    for name, value in names.items():
+        vars(builtins).setdefault(name, value)
 
 
 def _leave(libc: Any, network: bool) -> bool:

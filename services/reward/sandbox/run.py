@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -17,6 +18,7 @@ from penstock.services.reward.sandbox.child import NO_NAMESPACE
 
 CHILD = Path(__file__).with_name("child.py")
 OUTPUT_BYTES = 1 << 20
+"""Of what a program prints, where no more is asked for."""
 END_S = 5.0
 """For all that a program has started to end."""
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL")}
@@ -34,7 +36,7 @@ class Outcome:
     completed: bool
     """It ran to its end, tests included, without an exception or an early exit; without tests it may exit with 0."""
     output: str
-    """What it printed, its first MiB."""
+    """What it printed, its first bytes."""
 
 
 def run(
@@ -44,23 +46,26 @@ def run(
     seconds: float = 5.0,
     memory_mb: int = 1024,
     network: bool = False,
+    built_in: str = "",
+    output_bytes: int = OUTPUT_BYTES,
 ) -> Outcome:
-    """Runs ``program``, then ``tests`` in its names. ``seconds`` bounds CPU and time, ``memory_mb`` the memory of each
-    of its processes. The program reads and writes what this user may; it reaches no network, unless ``network``. Raises
-    `SandboxError` where this machine cannot forbid it."""
+    """Runs ``program``, then ``tests`` in its names; what ``built_in`` defines both find as they find ``len``.
+    ``seconds`` bounds CPU and time, ``memory_mb`` the memory of each of its processes. The program reads and writes
+    what this user may; it reaches no network, unless ``network``. Raises `SandboxError` where this machine cannot
+    forbid it."""
     word = secrets.token_bytes(32)
     ours, theirs = socket.socketpair()
-    with tempfile.TemporaryDirectory(prefix="penstock-code-") as folder, ours:
-        file, output = Path(folder, "program.py"), Path(folder, "output")
-        file.write_text(program)
-        if tests:
-            file.with_name("tests.py").write_text(tests)
-        numbers = [theirs.fileno(), max(1, round(seconds)), memory_mb, network, os.getpid()]
+    # The output is a file without a name: in its folder the program could put another in its place.
+    with tempfile.TemporaryDirectory(prefix="penstock-code-") as folder, tempfile.TemporaryFile() as output, ours:
+        file = Path(folder, "program.py")
+        for name, text in (("program.py", program), ("tests.py", tests), ("built_in.py", built_in)):
+            file.with_name(name).write_text(text)
+        numbers = [theirs.fileno(), math.ceil(seconds), memory_mb, network, os.getpid()]
         command = [sys.executable, "-I", str(CHILD), str(file), *map(str, numbers)]
         ours.sendall(word)
-        with output.open("wb") as out, theirs:
+        with theirs:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, cwd=folder,
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE, cwd=folder,
                 pass_fds=(theirs.fileno(),), env={"PATH": os.defpath, "HOME": folder} | ONE_THREAD,
                 start_new_session=True,
             )  # fmt: skip
@@ -79,8 +84,7 @@ def run(
         with contextlib.suppress(OSError):  # nothing was said, or it was reset
             ours.setblocking(False)
             said = ours.recv(64)
-        with output.open("rb") as found:
-            return Outcome(said == word, found.read(OUTPUT_BYTES).decode(errors="replace"))
+        return Outcome(said == word, os.pread(output.fileno(), output_bytes, 0).decode(errors="replace"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
