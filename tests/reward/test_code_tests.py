@@ -62,6 +62,8 @@ def fenced(program: str, info: str = "python") -> str:
         "<answer>```python\nprint(3)\n```</answer>",
         "```python\nprint(3)\n``` This works.",
         "```python\nprint(2)\n```</think>\nSo:\n" + fenced("print(3)"),
+        "So:\n```python\nprint(3)",
+        fenced("print(3)", "") + "```\n",
     ],
 )
 def test_the_program_is_the_last_block_of_python(answer: str) -> None:
@@ -85,6 +87,9 @@ def test_the_program_is_the_last_block_of_python(answer: str) -> None:
         (ADDS, FAILS, '{"fn_name": "add", "inputs": [[[1], [2]]], "outputs": [[[1, 2]]]}'),
         ("class Solution:\n    def two(self, a): return (a, None)", "two = abs", {
             "fn_name": "two", "inputs": [[1]], "outputs": [[1, None]]}),
+        ("from __future__ import annotations\nclass Solution:\n    def gcd(self, a: List[int]) -> Optional[int]:\n"
+         "        count = Counter(a)\n        return math.gcd(*count) + gcd(*count) + pow(2, 3, 7) - 1", "", {
+            "fn_name": "gcd", "inputs": [[[4, 6]]], "outputs": [4]}),
     ],
 )  # fmt: skip
 def test_each_kind_of_tests_tells_right_from_wrong(right: str, wrong: str, truth: Any) -> None:
@@ -125,6 +130,35 @@ def test_a_program_that_forks_has_passed_where_it_itself_has() -> None:
 
 def test_a_program_cannot_take_its_tests_away() -> None:
     assert code_tests("import os\nos.remove('tests.py')", "assert False") == 0.0
+
+
+@pytest.mark.parametrize("put", ["", "os.mkfifo('output')", "os.mkdir('output')", "open('output', 'w').write('3')"])
+def test_a_program_cannot_take_its_output_away(put: str) -> None:
+    away = "import os\nif os.path.exists('output'): os.remove('output')\n"
+    begun = time.monotonic()
+    assert code_tests(f"{away}{put}\nprint(4)", {"inputs": [""], "outputs": ["3"]}, seconds=2) == 0.0
+    assert code_tests(f"{away}{put}\nprint(3)", {"inputs": [""], "outputs": ["3"]}, seconds=2) == 1.0
+    assert time.monotonic() - begun < 10
+
+
+def test_a_program_may_print_as_much_as_is_wanted() -> None:
+    truth = {"inputs": [""], "outputs": ["\n".join(map(str, range(300_000)))]}
+    assert code_tests("for i in range(300_000): print(i)", truth) == 1.0
+    assert code_tests("for i in range(300_001): print(i)", truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["import pickle\nassert type(pickle.loads(pickle.dumps(A()))) is A",
+     "import multiprocessing\nwith multiprocessing.Pool(2) as pool: assert pool.map(f, [1, 2]) == [2, 3]"],
+)  # fmt: skip
+def test_what_a_program_defines_is_found_where_pickle_looks(use: str) -> None:
+    assert code_tests("class A: pass\ndef f(x): return x + 1", use) == 1.0
+
+
+def test_a_program_has_all_of_its_seconds() -> None:
+    limit = "import resource\nprint(resource.getrlimit(resource.RLIMIT_CPU)[0])"
+    assert run(limit, seconds=1.4).output == "2\n"
 
 
 def test_the_word_that_says_so_is_in_no_frame_of_a_callers() -> None:

@@ -5,9 +5,9 @@ import json
 import re
 import sys
 import textwrap
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.services.reward.sandbox.run import run
+from penstock.services.reward.sandbox.run import OUTPUT_BYTES, run
 
 _FENCE = re.compile(r"(?:[\s*+-]*(?:\d+[.)]\s*)?|[^`]*(?=`{3,}(?:py|python3?)\s*$))(`{3,})([^`]*)", re.IGNORECASE)
 """Begins a block: of any kind at a line's start or a list's point, behind words where it is marked as Python."""
@@ -21,8 +21,29 @@ _found = _json.loads(_json.dumps(_found))
 assert _found == _wanted or [_found] == _wanted
 """
 """A test of a function, as APPS judges: a tuple is a list, and what it returns may be wrapped in another one there."""
-Case = tuple[str, str, str | None]
-"""Assertions, stdin, and what is to be printed."""
+_USUAL = """
+from bisect import *
+from typing import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+"""
+"""What an answer to a task with ``fn_name`` finds where such tasks come from, and need not import."""
+
+
+class Case(NamedTuple):
+    """One run of the program."""
+
+    tests: str = ""
+    """Assertions."""
+    stdin: str = ""
+    wanted: str | None = None
+    """What is to be printed."""
+    built_in: str = ""
+    """Code that defines what the program need not."""
 
 
 def code_tests(
@@ -43,7 +64,8 @@ def code_tests(
     - a map of ``inputs`` and ``outputs``, each a text or a list of lines, which the program is given on stdin and must
       print, white space at line ends aside (APPS, TACO);
     - the same with ``fn_name``: that function, or method of the class ``Solution``, is called with each input, a list
-      of its arguments, and must return the output (APPS, TACO).
+      of its arguments, and must return the output (APPS, TACO). It need not import what such tasks take for granted:
+      ``List`` and all of typing, collections, itertools, functools, heapq, bisect and math.
 
     Raises `ValueError` where it is none of these, or where a test would pass whatever the program is. Each test has
     ``seconds`` of CPU and of time, ``memory_mb`` MiB a process, and no network.
@@ -52,9 +74,10 @@ def code_tests(
     limits: dict[str, Any] = {"seconds": seconds, "memory_mb": memory_mb, "network": network}
     passed = 0
     cases = _cases(truth)
-    for tests, stdin, wanted in cases:
-        outcome = run(program, tests, stdin, **limits)
-        good = outcome.completed and (wanted is None or _lines(outcome.output) == _lines(wanted))
+    for case in cases:
+        most = OUTPUT_BYTES + 4 * len(case.wanted or "")  # a character has up to 4 bytes
+        outcome = run(program, case.tests, case.stdin, built_in=case.built_in, output_bytes=most, **limits)
+        good = outcome.completed and (case.wanted is None or _lines(outcome.output) == _lines(case.wanted))
         if not good and not partial:
             return 0.0
         passed += good
@@ -64,18 +87,24 @@ def code_tests(
 def _program(response: str) -> str:
     blocks: dict[bool, list[str]] = {True: [], False: []}
     fence, label, inside = "", "", list[str]()
+
+    def close() -> None:
+        words = re.findall(r"\w+", label)
+        if not label or (words and words[0] in _PYTHON):
+            blocks[bool(label)].append(textwrap.dedent("\n".join(inside)))
+
     for line in response.replace("\r\n", "\n").split("\n"):
         if not fence:
             if opening := _FENCE.fullmatch(line):
                 fence, label, inside = opening[1], opening[2].strip().lower(), []
         elif line.lstrip().startswith(fence) or line.rstrip().endswith(fence):
             inside.append(line.partition(fence)[0] if line.lstrip().startswith(fence) else line.rstrip()[: -len(fence)])
-            words = re.findall(r"\w+", label)
-            if not label or (words and words[0] in _PYTHON):
-                blocks[bool(label)].append(textwrap.dedent("\n".join(inside)))
+            close()
             fence = ""
         else:
             inside.append(line)
+    if fence and any(inside):  # and else one too many
+        close()
     found = blocks[True] or blocks[False]
     return found[-1] if found else response
 
@@ -90,16 +119,16 @@ def _cases(truth: Any) -> list[Case]:
             raise ValueError(f"the truth begins as JSON, and is none: {truth[:80]!r}") from None
     match given:
         case str():
-            return [(_asserting(given), "", None)]
+            return [Case(_asserting(given))]
         case [str(), *others] if all(isinstance(test, str) for test in others):
-            return [(_asserting(test), "", None) for test in given]
+            return [Case(_asserting(test)) for test in given]
         case {"test": str(test), "entry_point": str(name)}:
-            return [(_asserting(test, name), "", None)]
+            return [Case(_asserting(test, name))]
         case {"inputs": [_, *_] as inputs, "outputs": list(outputs)} if len(inputs) == len(outputs):
             pairs = zip(inputs, outputs, strict=True)
             if name := given.get("fn_name"):
-                return [(_called(name, arguments, wanted), "", None) for arguments, wanted in pairs]
-            return [("", _text(stdin), _text(wanted)) for stdin, wanted in pairs]
+                return [Case(_called(name, *pair), built_in=_USUAL) for pair in pairs]
+            return [Case("", _text(stdin), _text(wanted)) for stdin, wanted in pairs]
     raise ValueError(
         "the truth is neither assertions (text, or a list of texts), nor a map of test and entry_point, nor one of as "
         f"many inputs as outputs: {str(truth)[:80]!r}"
