@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
@@ -132,7 +133,7 @@ class Server(BaseHTTPRequestHandler):
             body = f'{{"choices": [{{"message": {{"content": "{body}"}}}}]}}'
         self.send_response(status)
         if status == 429:
-            self.send_header("Retry-After", "1")
+            self.send_header("Retry-After", body if body[-1].isdigit() or body.endswith("GMT") else "1")
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -164,8 +165,12 @@ def test_a_judge_is_asked_again_while_it_is_busy_and_never_twice_the_same(url: s
 
 
 @pytest.mark.parametrize(
-    "reply", ["8", "grade: 8/10", "grade **8** / **10**", "grade: 8 (out of 10)", "grade: 5, no, 8.0 out of  10."]
-)
+    "reply",
+    ["8", "grade: 8/10", "grade **8** / **10**", "grade: 8 (out of 10)", "grade: 5, no, 8.0 out of  10.",
+     "grade: 8 out of a possible 10", "grade: 8 of 10", "grade **8** of **10**", "grade of 8", "grades: 7-8",
+     "grade: 8 on a scale of 0-10", "grade: 8 (scale: 0 to 10)", "grade: 8 (1–10)", "grade: 8,0",
+     "grade (from 0 to 10): 8", "grade: 8 on a scale of 10", "grade: 8, by v2 of the rules"],
+)  # fmt: skip
 def test_the_scale_behind_a_grade_is_no_grade(url: str, reply: str) -> None:
     assert ask(url, "2", (200, reply)) == 0.8
 
@@ -222,10 +227,23 @@ def test_a_judge_says_how_long_to_wait_and_keeps_few_connections(url: str, monke
     assert judging._client()._transport._pool._max_keepalive_connections == judging.KEPT_CONNECTIONS
 
 
+def test_a_judge_says_until_when_to_wait(url: str) -> None:
+    assert ask(url, "2", (429, "1.2"), (200, "grade: 8")) == 0.8
+    assert Server.asked[1] - Server.asked[0] >= 1.2
+    began, date = time.time(), formatdate(int(time.time()) + 2, usegmt=True)
+    assert ask(url, "3", (429, date), (200, "grade: 8")) == 0.8
+    assert time.time() >= int(began) + 2
+    assert ask(url, "4", (429, "soon GMT"), (200, "grade: 8")) == 0.8
+
+
+CUT_OFF = '{"choices": [{"message": {"content": "Of 7 steps, 3"}, "finish_reason": "length"}]}'
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [
         ([(200, "<html>hello</html>")], "no chat completion: '<html>"),
+        ([(200, CUT_OFF)], "cut off before the grade; raise the option max_tokens: 'Of 7 steps, 3'"),
         ([(200, "grade: none")], "no grade in its reply"),
         ([(200, "grade: /10")], "no grade in its reply"),
         ([(200, "95")], r"95 is no grade from 0 to scale=10, in its reply: '95'"),

@@ -4,7 +4,9 @@ import asyncio
 import os
 import random
 import re
+import time
 from collections import OrderedDict
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
 
@@ -22,8 +24,14 @@ Answer:
 {response}
 
 Reply with the grade alone, a number from 0 to 10."""
-PATTERN = r"(?:/|out of)[\s*]*\d+(?:\.\d+)?|(-?\d+(?:\.\d+)?)"
-"""A number; what stands behind "/" or "out of" is the scale, and no grade."""
+_NUMBER = r"\d+(?:[.,]\d+)?"
+_TO = rf"\s*(?:-|\u2013|to)\s*{_NUMBER}"
+PATTERN = (
+    rf"(?:/|(?:out|scale) of(?: a possible)?)[\s*]*{_NUMBER}(?:{_TO})?"
+    rf"|(?<![\w.,])[01]{_TO}"
+    rf"|((?<![\w.])-?{_NUMBER})(?:[\s*]*of(?: a possible)?[\s*]*{_NUMBER})?"
+)
+"""A number. The scale is no grade: what stands behind "/" or "out of", or behind a number and "of", and "0-10"."""
 REMEMBERED = 65536
 """Grades that are kept: the same question is not asked twice."""
 KEPT_CONNECTIONS = 20
@@ -64,8 +72,9 @@ async def judge(
     max_tokens: int = 512,
 ) -> float:
     """The last number of the judge's reply that ``pattern`` finds (its first group, where it has one; what that does
-    not match is passed over), divided by ``scale``. By default the last that is not the 10 of ``7/10`` or ``7 out of
-    10``. One outside 0 to ``scale`` is no grade.
+    not match is passed over), divided by ``scale``. By default the last that is not the 10 of ``7/10``, ``7 out of
+    10``, ``7 of 10`` or ``0-10``. One outside 0 to ``scale`` is no grade, nor is one in a reply that ``max_tokens`` has
+    cut off.
 
     ``url`` is the server's base, e.g. ``http://judge:8000/v1``; ``question`` has ``{prompt}``, ``{truth}`` and
     ``{response}``; the variable ``key_env`` holds a key, if one is needed. A busy or failing server (429, 5xx, a broken
@@ -99,7 +108,7 @@ async def _grade(key: Key, pattern: str, scale: float, key_env: str, attempts: i
     said = [found for found in groups if found]
     if not said:
         raise JudgeError(f"no grade in its reply: {reply[:120]!r}")
-    grade = float(said[-1])
+    grade = float(said[-1].replace(",", "."))
     if not 0 <= grade <= scale:
         raise JudgeError(f"{grade:g} is no grade from 0 to scale={scale:g}, in its reply: {reply[:120]!r}")
     _grades[key] = grade
@@ -113,30 +122,44 @@ async def _ask(url: str, body: dict[str, Any], key: str, attempts: int) -> str:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     wait_s = FIRST_WAIT_S
     for attempt in range(1, attempts + 1):
-        retry_after = None
+        asked_s = 0.0
         try:
             answer = await _client().post(url, json=body, headers=headers)
             if answer.status_code == 200:
                 return _content(answer)
             said = f"{answer.status_code}: {answer.text[:120]!r}"
-            retry_after = answer.headers.get("Retry-After")
+            asked_s = _seconds(answer.headers.get("Retry-After", ""))
             if answer.status_code != 429 and answer.status_code < 500:
                 raise JudgeError(f"{url} answered {said}")
         except httpx.TransportError as error:
             said = f"{type(error).__name__}: {error}"
         if attempt == attempts:
             raise JudgeError(f"{url} failed {attempts} times, the last time with {said}")
-        asked = float(retry_after) if retry_after and retry_after.isdigit() else 0.0
-        await asyncio.sleep(max(asked, min(LONGEST_WAIT_S, wait_s * random.uniform(0.75, 1.25))))
+        await asyncio.sleep(max(asked_s, min(LONGEST_WAIT_S, wait_s * random.uniform(0.75, 1.25))))
         wait_s *= 2
     raise AssertionError
 
 
+def _seconds(retry_after: str) -> float:
+    """That it asks to wait, as seconds or as a date; 0 where it says neither."""
+    if re.fullmatch(r"\d+(?:\.\d*)?", retry_after):
+        return float(retry_after)
+    try:
+        return parsedate_to_datetime(retry_after).timestamp() - time.time()
+    except ValueError:
+        return 0.0
+
+
 def _content(answer: Any) -> str:
     try:
-        content = answer.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
+        choice = answer.json()["choices"][0]
+        content, finish = choice["message"]["content"], choice.get("finish_reason")
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise JudgeError(f"its answer is no chat completion: {answer.text[:120]!r}") from None
+    if finish == "length":
+        raise JudgeError(
+            f"its reply was cut off before the grade; raise the option max_tokens: {str(content)[-120:]!r}"
+        )
     if not isinstance(content, str):
         raise JudgeError(f"its answer has no text: {answer.text[:120]!r}")
     return content
