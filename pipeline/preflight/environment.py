@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
-from penstock.pipeline.preflight.rewards import ANSWER, IMPORT_S, TRIAL_S
+from penstock.pipeline.preflight.rewards import ANSWER, TRIAL_S
 from penstock.protocols.experience import Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import Answered, EnvironmentPool
@@ -23,7 +23,7 @@ def look(config: Config, report: Report) -> None:
     if environment is None:
         return
     with report.collect():
-        pool = EnvironmentPool(environment, start_s=IMPORT_S)
+        pool = EnvironmentPool(environment)
         try:
             if report.row is not None:
                 report.notes += _play(environment, pool, report.row)

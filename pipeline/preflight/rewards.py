@@ -19,8 +19,6 @@ from penstock.services.user_processes.worker import Call
 
 TRIAL_S = 4.0
 """A call that takes longer is not waited for."""
-IMPORT_S = 30.0
-"""Importing it may take so long: a library such as torch comes with it."""
 ANSWER = "I think the answer is 42."
 
 
@@ -42,7 +40,7 @@ def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt |
     """Returns what one should know. Raises `SetupError` where the function cannot be called, or fails on every
     answer."""
     key = f"reward.functions.{index}"
-    pool = WorkerPool(function.program(key), workers=1, limit=8, start_s=IMPORT_S)
+    pool = WorkerPool(function.program(key), workers=1, limit=8)  # importing it may take as long as in the run
     try:
         if row is None or not function.trial:
             return ""

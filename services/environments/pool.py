@@ -10,7 +10,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.sessions import LOST
 from penstock.services.user_processes.work_queue import WorkerQueue
-from penstock.services.user_processes.worker import START_S, Call
+from penstock.services.user_processes.worker import Call
 
 Answered = Callable[[dict[str, Any] | None, str], None]
 """Told what a call gave, or None and what went wrong; that is `LOST` where its worker died for another's fault, or
@@ -27,9 +27,9 @@ MOST_LOST = 20
 class EnvironmentPool:
     """Sessions by number."""
 
-    def __init__(self, config: EnvironmentConfig, start_s: float = START_S) -> None:
+    def __init__(self, config: EnvironmentConfig) -> None:
         program = config.program()
-        first = WorkerQueue(program, AT_ONCE, start_s=start_s)
+        first = WorkerQueue(program, AT_ONCE)
         count = 1 if first.worker.asynchronous else config.workers or 1
         self._queues = [first, *(WorkerQueue(program, AT_ONCE) for _ in range(count - 1))]
         self._open: set[int] = set()

@@ -8,26 +8,19 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.services.user_processes.work_queue import WorkerQueue
-from penstock.services.user_processes.worker import START_S, Call, Program, Worker
+from penstock.services.user_processes.worker import Call, Program, Worker
 
 
 class WorkerPool:
     """The workers of one program: one where it is async, else so many ``workers``. Any of them answers any call."""
 
-    def __init__(
-        self,
-        program: Program,
-        workers: int,
-        limit: int,
-        start_s: float = START_S,
-        worker: Worker | None = None,
-    ) -> None:
+    def __init__(self, program: Program, workers: int, limit: int, worker: Worker | None = None) -> None:
         """Waits until the first worker, or the ``worker`` that has begun, has loaded the program; the others then load
         it while that works. Raises `ProgramError`."""
         self.program = program
-        first = WorkerQueue(program, limit, start_s=start_s, worker=worker)
+        first = WorkerQueue(program, limit, worker=worker)
         count = 1 if first.worker.asynchronous else workers
-        self._queues = [first, *(WorkerQueue(program, limit, first.shared, start_s) for _ in range(count - 1))]
+        self._queues = [first, *(WorkerQueue(program, limit, first.shared) for _ in range(count - 1))]
         self._open = 0
         self._lock = threading.Lock()
         for each in self._queues:

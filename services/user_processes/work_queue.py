@@ -45,11 +45,9 @@ class WorkerQueue:
         program: Program,
         limit: int,
         waiting: queue.SimpleQueue[Call] | None = None,
-        start_s: float = START_S,
         worker: Worker | None = None,
     ) -> None:
-        """``waiting``: what waits, where that is shared; ``start_s``: seconds that loading the program may take;
-        ``worker``: one that has begun to."""
+        """``waiting``: what waits, where that is shared; ``worker``: one that has begun to load the program."""
         self.program = program
         self.restarts = 0
         self._waiting = waiting or queue.SimpleQueue[Call]()
@@ -61,8 +59,8 @@ class WorkerQueue:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        self._start_s = start_s
-        self.worker = worker or Worker(program, start_s)
+        self._start_s = START_S
+        self.worker = worker or Worker(program)
         self._most, self._limit = limit, 0
         self.ready = False
         """The worker has loaded its program."""
