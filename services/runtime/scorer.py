@@ -128,6 +128,8 @@ class ScorerActor:
             if isinstance(event, Work):
                 self._received += len(event.items)
                 self._waiting += event.items
+                # An answer that became durable just before may have put the same group down.
+                self.actor.held.update((item.purpose, item.number) for item in event.items)
             elif isinstance(event, _Answered):
                 answered.append(event)
             elif isinstance(event, _Durable):

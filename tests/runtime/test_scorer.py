@@ -52,6 +52,14 @@ class Quick:
         return {"x": np.zeros(len(group.trajectories), np.float32)}
 
 
+class Sleepy:
+    """Hears nothing for a while."""
+
+    def score_group(self, group: Group, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        time.sleep(0.8)
+        return {name: np.zeros(len(group.trajectories), np.float32) for name in ("x", "y")}
+
+
 class Broker(AnsweringBroker):
     """Gives a scorer ``groups`` as soon as it has credit, all in one message, and a stop after ``last`` answers."""
 
@@ -75,6 +83,31 @@ class Broker(AnsweringBroker):
                 self.router.send(identity, m.Stop(reason="enough"))
             return m.Ack()
         return None
+
+
+class GivesTheNext(Broker):
+    """Gives the first group again, for the column ``y``, right behind its answer to ``x``."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.held: list[m.Holding] = []
+        """As the scorer's beats say."""
+        self._next = [m.Work(items=[_work_item(groups[0], "y")])]
+        super().__init__(groups, "x", last=len(groups) + 1)
+
+    def answer(self, identity: str, message: m.Message) -> m.Message | None:
+        if isinstance(message, m.Heartbeat):
+            self.held.append(message.holding)
+            return m.HeartbeatAck()
+        if isinstance(message, m.Hello):
+            self._scorer = identity
+            return m.Welcome(run="r", heartbeat_s=0.1)
+        if isinstance(message, m.Scores) and message.column == "y":
+            self.router.send(identity, m.Stop(reason="enough"))
+        return super().answer(identity, message)
+
+    def turn(self) -> None:
+        if self.scores and self._next:
+            self.router.send(self._scorer, self._next.pop())
 
 
 def _work_item(group: Group, column: str) -> m.WorkItem:
@@ -110,6 +143,14 @@ def test_what_takes_no_time_is_said_together(tmp_path: Path) -> None:
     with Broker(_groups(40), "x", last=40) as broker:
         _scorer(broker, _custom("Quick"), tmp_path).run()
         assert len(broker.scores) < 20 and sum(len(message.scores) for message in broker.scores) == 40
+
+
+def test_a_group_that_comes_again_with_the_answer_to_its_first_column_is_held_all_the_while(tmp_path: Path) -> None:
+    config = ScorerConfig(scorer=f"{__name__}:Sleepy", columns={"x": "trajectory", "y": "trajectory"})
+    with GivesTheNext(_groups(2)) as broker:
+        assert _scorer(broker, CustomScorer(config, "sleepy"), tmp_path).run() == "enough"
+        assert [message.column for message in broker.scores] == ["x", "x", "y"]
+        assert len(broker.held) > 5 and all(0 in held.get("train", []) for held in broker.held[2:])
 
 
 @pytest.mark.parametrize("whole_group", [False, True])
