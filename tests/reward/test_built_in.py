@@ -99,6 +99,10 @@ def test_numbers_are_compared_to_so_many_digits_whole_ones_too(truth: str) -> No
         ("it is 18.", "18"),
         ("12,", "12"),
         ("it costs 1,00,000", "100000"),
+        ("a loss of -$5", "-5"),
+        (r"so $-\$1,200.50$", "-1200.5"),
+        ("from $10-$5", "5"),
+        ("it is $5", "5"),
     ],
 )
 def test_the_last_number_is_read_as_people_write_it(answer: str, truth: str) -> None:

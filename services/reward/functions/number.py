@@ -5,9 +5,11 @@ from typing import Any
 
 from penstock.services.reward.truth import as_text
 
-_NUMBER = re.compile(r"(?:(?<!\w)-)?(?:(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)")
+_NUMBER = re.compile(
+    r"((?<!\w)-)?(?:(?<=-)\\?[$€£¥₹])?((?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+)
 """A sign stands behind no digit or letter, where it would be a minus; a comma stands before three digits, or two before
-such (1,00,000)."""
+such (1,00,000); a currency may stand behind the sign."""
 
 
 def number(response: str, truth: Any, prompt: str, tolerance: float = 1e-6) -> float:
@@ -21,4 +23,4 @@ def number(response: str, truth: Any, prompt: str, tolerance: float = 1e-6) -> f
 
 def _last(text: str) -> float | None:
     numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-").replace("{,}", ","))
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    return float("".join(numbers[-1]).replace(",", "")) if numbers else None
