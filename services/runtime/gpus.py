@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 import pynvml  # type: ignore[import-untyped]
@@ -76,7 +77,8 @@ def visible_gpus() -> list[str]:
     chosen = os.environ.get(VISIBLE)
     if chosen is None:
         return [str(gpu.index) for gpu in inventory().gpus]
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    listed = (name.strip() for name in chosen.split(",") if name.strip())
+    names = list(takewhile(_names_a_device, listed))  # as CUDA reads it: -1, or "none", ends the list
     if not names:
         return []
     there = inventory().gpus
@@ -157,6 +159,10 @@ def _describe(index: int) -> Gpu:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
     return Gpu(index, uuid, name, memory.total / GIB, memory.free / GIB)
+
+
+def _names_a_device(name: str) -> bool:
+    return name.isdigit() or name.startswith(("GPU-", "MIG-"))
 
 
 def _is_absent(error: pynvml.NVMLError) -> bool:

@@ -40,7 +40,7 @@ def load_plugin(name: str, key: str) -> Any:
     try:
         module = import_module(path)
     except ModuleNotFoundError as error:
-        if error.name and path.startswith(error.name):
+        if error.name and f"{path}.".startswith(f"{error.name}."):
             looked = ", ".join(map(str, folders()))
             hint = f"looked in {looked}, and among the installed packages{_near(path)}"
         else:

@@ -25,6 +25,8 @@ from penstock.services.user_processes.frames import NOBODY, Mark, read_frame, wr
 WATCH_S = 0.05
 BLOCKED = 86
 """Exit code of a process whose event loop was blocked for too long by one call."""
+ITSELF = os.getpid()
+"""Not that of a process which a call has forked: its parent answers."""
 
 
 class Handler(Protocol):
@@ -53,10 +55,18 @@ def _failure(call: int, error: BaseException) -> dict[str, Any]:
 
 def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
     """Answers a call. What cannot be said (half of a surrogate pair in a text, say) is that call's failure."""
+    if os.getpid() != ITSELF:
+        os._exit(0)
     try:
         write_frame(replies, reply)
     except (ValueError, TypeError) as error:
         write_frame(replies, _failure(reply["id"], error))
+
+
+def _exit_code(error: BaseException) -> int:
+    """Of a process that ``error`` ends, as Python has it."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code if isinstance(code, int) else int(code is not None)
 
 
 def _read_in_thread(calls: BinaryIO, heard: Callable[[list[dict[str, Any]] | None], object]) -> None:
@@ -178,6 +188,8 @@ def _run_plain(handler: Handler, calls: BinaryIO, replies: BinaryIO, mark: Mark)
             try:
                 reply = {"id": call["id"]} | handler.answer(handler.start(call["arguments"]))
             except BaseException as error:
+                if os.getpid() != ITSELF:
+                    os._exit(_exit_code(error))
                 reply = _failure(call["id"], error)
             mark.set(NOBODY)
             _say(replies, reply)

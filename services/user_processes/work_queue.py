@@ -185,7 +185,9 @@ class WorkerQueue:
             return None
 
     def _answered(self, answer: dict[str, Any]) -> None:
-        call = self._under_way.pop(answer["id"])
+        call = self._under_way.pop(answer["id"], None)
+        if call is None:  # answered twice, by a process that the call has forked
+            return
         if "value" in answer:
             call.future.set_result(answer["value"])
         else:

@@ -21,6 +21,8 @@ from penstock.services.user_processes.child import BLOCKED
 from penstock.services.user_processes.frames import NOBODY, Mark, frame_size, make_frame, read_frame, write_frame
 
 START_S = 120.0
+END_S = 5.0
+"""Seconds in which a worker that answers no more is to end; one that has only closed its descriptors would not."""
 
 
 class ProgramError(SetupError):
@@ -184,7 +186,11 @@ class Worker:
         raise ProgramError(f"{self._program.key}: {self._program.function} {why}; stderr may say more")
 
     def _epitaph(self) -> str:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return "closed the pipe of its answers, and did not end"
         if code == BLOCKED:
             return f"blocked the event loop for {self._program.timeout_s:g} s"
         return f"crashed with exit code {code}"

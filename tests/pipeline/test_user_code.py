@@ -52,6 +52,7 @@ def test_a_folder_may_be_called_by_the_hour(elsewhere: Path) -> None:
         ("helpful_modul:score", "looked in .*here, .*there, and among the installed packages; did you mean"),
         ("helpful_module:scor", "has no 'scor'; did you mean 'score'"),
         ("imports_it:score", r"No module named 'not_there_at_all'.*imports_it\.py, line 1\); is that installed"),
+        ("imports_too:score", r"No module named 'imports_t'.*imports_too\.py, line 1\); is that installed"),
         ("wrong_syntax:score", "SyntaxError"),
         ("random:score", r"random\.py is hidden by another module that is called random .*give yours another name"),
         ("zmq:score", r"zmq\.py is hidden by another module"),
@@ -60,6 +61,7 @@ def test_a_folder_may_be_called_by_the_hour(elsewhere: Path) -> None:
 def test_what_cannot_be_loaded_says_where_it_was_looked_for(elsewhere: Path, name: str, said: str) -> None:
     (elsewhere / "helpful_module.py").write_text("def score(): return 3\n")
     (elsewhere / "imports_it.py").write_text("import not_there_at_all\n")
+    (elsewhere / "imports_too.py").write_text("import imports_t\n")
     (elsewhere / "wrong_syntax.py").write_text("def score(:\n")
     for taken in ("random", "zmq"):
         (elsewhere / f"{taken}.py").write_text("def score(): return 3\n")

@@ -48,6 +48,10 @@ def test_gpus_are_what_the_driver_lists(nvml: FakeNvml, monkeypatch: pytest.Monk
     assert visible_gpus() == ["GPU-1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, -1, 0")
+    assert visible_gpus() == ["1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     with pytest.raises(SetupError, match="there is no GPU 2; this machine has 2"):
         visible_gpus()

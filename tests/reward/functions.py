@@ -126,6 +126,28 @@ def leaves_a_child(response: str, told: str) -> float:
     return misbehaving(response, "", "")
 
 
+def forks(response: str) -> float:
+    """Its child ends, or comes back as it does; worth the child's exit code."""
+    child = os.fork()
+    if not child and response.isdigit():
+        sys.exit(int(response))
+    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) if child else 1.0
+
+
+async def forks_async(response: str) -> float:
+    """The same, in an event loop."""
+    await asyncio.sleep(0)
+    return forks(response)
+
+
+def closes(response: str) -> float:
+    """All its descriptors, and then it does not end."""
+    if response == "close":
+        os.closerange(3, 256)
+        time.sleep(1000)
+    return 1.0
+
+
 def slowly(response: str) -> float:
     """So that what comes after waits in its pipe."""
     time.sleep(0.3)

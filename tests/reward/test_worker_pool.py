@@ -87,6 +87,16 @@ def test_of_async_calls_too_each_misbehaviour_costs_only_itself() -> None:
     }
 
 
+def test_what_a_call_forks_answers_nothing() -> None:
+    assert score(FunctionConfig(function=f"{HERE}:forks"), ["0", "3", "back", *["0"] * 50]) == [0, 3, *[0] * 51]
+    assert score(FunctionConfig(function=f"{HERE}:forks_async"), ["0", "back"] * 20) == [0.0] * 40
+
+
+def test_a_worker_that_closes_its_descriptors_and_does_not_end_is_ended() -> None:
+    found = score(FunctionConfig(function=f"{HERE}:closes", timeout_s=60.0), ["ok", "close", "ok"])
+    assert found == [1.0, "closed the pipe of its answers, and did not end", 1.0]
+
+
 @pytest.mark.parametrize("name", ["panicking", "panicking_async"])
 def test_whatever_a_call_raises_is_its_answer(name: str) -> None:
     found = score(FunctionConfig(function=f"{HERE}:{name}", timeout_s=20.0), ["panic", "ok", "silent", "ok"])
