@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway.config import GatewayConfig
+from penstock.services.runtime.address import own_endpoint
 
 EACH = 2
 
@@ -19,7 +20,7 @@ def http_at(config: GatewayConfig, index: int) -> tuple[str, int]:
 
 def bind_at(config: GatewayConfig, index: int) -> tuple[str, int]:
     """As `http_at`, for `penstock.AgentClient`."""
-    at = urlsplit(config.bind)
+    at = urlsplit(own_endpoint(config.bind, "gateway.bind"))
     return at.hostname or "", _shifted(at.port or 0, index)
 
 

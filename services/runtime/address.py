@@ -77,8 +77,9 @@ def reached_at(host: str) -> str:
         named = socket.gethostbyname(socket.gethostname())
     except OSError:
         named = "127.0.0.1"
-    # Many a machine's own name is its loopback.
-    return (_address_towards() or named) if named.startswith("127.") else named
+    # Many a machine's own name is its loopback, or one that only others know it by.
+    own = not named.startswith("127.") and named in [address for address, _ in _addresses()]
+    return named if own else _address_towards() or "127.0.0.1"
 
 
 def reached_endpoint(bound: str) -> str:

@@ -46,6 +46,8 @@ def test_who_listens_everywhere_is_reached_at_an_address(monkeypatch: pytest.Mon
     monkeypatch.setattr(address.socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.setattr(address, "_address_towards", lambda: "10.1.2.3")
     assert reached_at("") == "10.1.2.3", "the name of this machine is its loopback's"
+    monkeypatch.setattr(address.socket, "gethostbyname", lambda name: "203.0.113.9")
+    assert reached_at("") == "10.1.2.3", "this machine is called so by others alone"
     for bound in ("tcp://0.0.0.0:5555", "tcp://[::]:5555"):
         assert reached_endpoint(bound) == "tcp://10.1.2.3:5555"
     for bound in ("tcp://10.1.2.4:5555", "tcp://[fd00::1]:5555"):

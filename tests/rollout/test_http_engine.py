@@ -31,6 +31,8 @@ class Server(ThreadingHTTPServer):
     refusals: list[int]
     slow_s: dict[int, float]
     """Seconds that a prompt's answer takes, by its first token."""
+    load_s = 0.0
+    """Seconds that loading takes."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -52,6 +54,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if "collective_rpc" in self.path:
+            time.sleep(self.server.load_s)
             self.server.loads += 1
         if "completions" not in self.path:
             self.say(200, {})
@@ -64,9 +67,9 @@ class Handler(BaseHTTPRequestHandler):
             self.say(200, {"choices": [{"token_ids": [token], "logprobs": logprobs, "finish_reason": "length"}]})
 
 
-def serve(port: int = 0) -> Server:
+def serve(port: int = 0, load_s: float = 0.0) -> Server:
     server = Server(("127.0.0.1", port), Handler)
-    server.refusals, server.slow_s = [], {}
+    server.refusals, server.slow_s, server.load_s = [], {}, load_s
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server
 
@@ -96,8 +99,8 @@ def engine(server: Server, tmp_path: Path) -> Iterator[OpenAIEngine]:
     made.close()
 
 
-def send(engine: OpenAIEngine, number: int, first: int = 1) -> None:
-    engine.submit(Request(number, 0, np.array([first, 2], np.int32), Sampling(max_new_tokens=1)))
+def send(engine: OpenAIEngine, number: int, first: int = 1, n: int = 1) -> None:
+    engine.submit(Request(number, 0, np.array([first, 2], np.int32), Sampling(n=n, max_new_tokens=1)))
 
 
 def hear(engine: OpenAIEngine, seconds: float = 20, until: Callable[[], bool] = lambda: False) -> list[Completion]:
@@ -109,6 +112,13 @@ def hear(engine: OpenAIEngine, seconds: float = 20, until: Callable[[], bool] = 
     return found
 
 
+def hear_all(engine: OpenAIEngine, count: int) -> list[Completion]:
+    found: list[Completion] = []
+    while len(found) < count:
+        found += hear(engine)
+    return found
+
+
 def test_a_server_that_was_started_again_has_our_version_before_it_answers(
     engine: OpenAIEngine, server: Server
 ) -> None:
@@ -116,14 +126,15 @@ def test_a_server_that_was_started_again_has_our_version_before_it_answers(
     assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1
     port = end(server)
     again: list[Server] = []
-    late = threading.Timer(0.5, lambda: again.append(serve(port)))
+    late = threading.Timer(0.5, lambda: again.append(serve(port, load_s=0.3)))
     late.start()
     for number in (1, 2, 3):
         send(engine, number)
-    answers: list[Completion] = []
-    while len(answers) < 3:
-        answers += hear(engine)
-    assert {each.number for each in answers} == {1, 2, 3}
+        time.sleep(0.05)
+    late.join()
+    send(engine, 4)  # it has not seen the line break
+    answers = hear_all(engine, 4)
+    assert {each.number for each in answers} == {1, 2, 3, 4}
     assert all(each.tokens.tolist() == [OURS] and each.versions.tolist() == [5] for each in answers)
     assert again[0].loads == 1, "it was told once"
     end(again[0])
@@ -133,12 +144,25 @@ def test_a_server_may_have_been_started_again_while_nothing_was_asked_of_it(
     engine: OpenAIEngine, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.2)
-    server.loads = 0  # as a new one has
+    server.loads, server.load_s = 0, 0.3  # as a new one has none
     time.sleep(0.3)
-    send(engine, 0)
-    assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1
+    send(engine, 0, n=4)
+    assert [each.tokens.tolist() for each in hear_all(engine, 4)] == [[OURS]] * 4 and server.loads == 1
     send(engine, 1)
     assert hear(engine)[0].tokens.tolist() == [OURS] and server.loads == 1, "it is busy, and is not asked again"
+
+
+def test_a_version_that_cannot_be_written_leaves_the_one_that_serves(
+    engine: OpenAIEngine, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = dict(a_model().state_dict())
+    folder = engine._serving.folder if engine._serving else None
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+        for _ in range(3):
+            with pytest.raises(OSError, match="no space"):
+                engine.prepare(weights)
+    assert folder and folder.is_dir() and [*folder.parent.iterdir()] == [folder]
 
 
 def test_a_busy_server_keeps_its_version(engine: OpenAIEngine, server: Server) -> None:

@@ -124,6 +124,8 @@ class HttpEngine(AsyncEngine):
         self._draining_since: float | None = None
         self._serving: Version | None = None
         self._loads, self._renewing = 0, asyncio.Lock()
+        self._doubted = False
+        """The server may have been started again: nothing is asked of it before it has read the version once more."""
         self._folder = Path(options.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         for left in self._folder.glob(f"{_OWNER}*"):  # by rollouts of this host that were killed
@@ -175,13 +177,17 @@ class HttpEngine(AsyncEngine):
             shutil.rmtree(old, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{_OWNER}{os.getpid()}-", dir=self._folder))
         folder.chmod(0o755)  # the server may be another user
+        try:
+            for name in BESIDE:
+                if (self._model_path / name).is_file():
+                    shutil.copyfile(self._model_path / name, folder / name)
+            # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
+            matrices = as_in_files(self._family, weights)
+            save_file({n: t.detach().clone() for n, t in matrices}, folder / "model.safetensors", {"format": "pt"})
+        except BaseException:  # a disk that is full, say: the one that serves must stay
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._written = [*self._written[1 - KEPT :], folder]
-        for name in BESIDE:
-            if (self._model_path / name).is_file():
-                shutil.copyfile(self._model_path / name, folder / name)
-        # Cloned: safetensors refuses tensors that share memory, as those of one buffer do.
-        matrices = as_in_files(self._family, weights)
-        save_file({n: t.detach().clone() for n, t in matrices}, folder / "model.safetensors", {"format": "pt"})
         return Version(folder)
 
     def submit(self, request: Request) -> None:
@@ -197,6 +203,7 @@ class HttpEngine(AsyncEngine):
         self.call(self._drain(), self.options.drain_s, "answer what is in flight (options.drain_s)")
         self.call(self.load(prepared, version), self.options.deadline_s, f"load version {version}")
         self._serving, self._quiet_since, self._draining_since = prepared, time.monotonic(), None
+        self._doubted = False
         self.serve(version)
         self._loop.call_soon_threadsafe(self._door.set)
 
@@ -207,7 +214,8 @@ class HttpEngine(AsyncEngine):
             self._loop.call_soon_threadsafe(self._door.clear)
         waited_s = time.monotonic() - self._draining_since
         if self._flying and waited_s > self.options.drain_s:
-            raise EngineError(f"{type(self).__name__}: what is in flight took longer than options.drain_s={waited_s:g}")
+            limit = f"options.drain_s={self.options.drain_s:g}"
+            raise EngineError(f"{type(self).__name__}: what is in flight took longer than {limit}")
         return not self._flying
 
     async def _drain(self) -> None:
@@ -223,10 +231,12 @@ class HttpEngine(AsyncEngine):
     async def generate(self, request: Request, sample: int, seed: int) -> Completion:
         """See `AsyncEngine.generate`. Dropping the connection makes servers abort the request."""
         await self._door.wait()
-        version, idle = self.version, not self._flying and time.monotonic() - self._quiet_since > IDLE_S
+        if not self._flying and time.monotonic() - self._quiet_since > IDLE_S:
+            self._doubted = True
+        version = self.version
         self._flying += 1
         try:
-            answer = await self._asked(request, seed, idle)
+            answer = await self._asked(request, seed)
         finally:
             self._flying -= 1
             self._quiet_since = time.monotonic()
@@ -237,30 +247,33 @@ class HttpEngine(AsyncEngine):
         finish: Finish = "stop" if answer.stopped else "length"
         return Completion(request.number, sample, tokens, logprobs, np.full(len(tokens), version, np.int32), finish)
 
-    async def _asked(self, request: Request, seed: int, doubted: bool) -> Answer:
-        """`ask`, again where the server was busy or the line broke. ``doubted``: whether it has our version still."""
+    async def _asked(self, request: Request, seed: int) -> Answer:
+        """`ask`, again where the server was busy or the line broke."""
         for attempt in range(RETRIES + 1):
-            loads = self._loads
+            loads = -1
             try:
-                if doubted:
-                    await self._load_again(loads)
+                await self._believe()
+                loads = self._loads
                 return await self.ask(request, seed)
             except self._passing as error:
                 if attempt == RETRIES:
                     raise
                 log.warning("asking again", group=request.number, error=f"{type(error).__name__}: {error}")
-                doubted = doubted or isinstance(error, self._gone)
+                if loads == self._loads and isinstance(error, self._gone):  # or it has been loaded since then
+                    self._doubted = True
                 await asyncio.sleep(2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _load_again(self, loads: int) -> None:
-        """The version that serves, unless another request has done so since there were so many ``loads``. What is in
-        flight may go on meanwhile: to a server that never went away it is the same version."""
+    async def _believe(self) -> None:
+        """Until the server has our version for certain. What is in flight may go on meanwhile: to a server that never
+        went away it is the same one."""
+        if not self._doubted:
+            return
         async with self._renewing:
-            if self._loads == loads and self._serving:
-                log.warning("the server may have been started again: the version is loaded once more", at=self.version)
+            if self._doubted and self._serving:
+                log.warning("the server may have been started again: it reads the version once more", at=self.version)
                 await self.load(self._serving, self.version)
-                self._loads += 1
+                self._loads, self._doubted = self._loads + 1, False
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON that the server answers with. Raises with what it said where that is an error: `RequestError` where
