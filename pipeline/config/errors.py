@@ -42,6 +42,8 @@ def explain(data: Any, problem: Any) -> str:
         message = f"{problem['input']!r} is no section; give {_as_section(data, path, problem['input'])}"
     elif problem["type"] != "value_error":
         message += f", got {problem['input']!r}"
+        if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
+            message += "; put it in quotes"
     return f"{'.'.join(map(str, path)) or 'config'}: {message}"
 
 

@@ -68,7 +68,7 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None,
 
 def _too_few(config: Config, count: int, device: Device) -> list[str]:
     """Why ``count`` GPUs are too few for ``config`` as it is, whatever machines they are in."""
-    if total_gpus(config) <= count:
+    if config.run.placement == "auto" or total_gpus(config) <= count:  # which takes a layout of its own
         return []
     here = config.model_copy(update={"run": config.run.model_copy(update={"elsewhere": ()})})
     gpus = [str(number) for number in range(count)]

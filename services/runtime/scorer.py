@@ -231,7 +231,8 @@ class ScorerActor:
             columns.discard(event.message.column)
             if not columns:
                 self._open.pop(key, None)
-                self.actor.put_down(*key)
+                if all((item.purpose, item.number) != key for item in self._waiting):  # it has come again
+                    self.actor.put_down(*key)
 
 
 def _decode(item: WorkItem) -> Group:

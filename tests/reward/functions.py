@@ -150,7 +150,7 @@ def closes(response: str) -> float:
 
 def slowly(response: str) -> float:
     """So that what comes after waits in its pipe."""
-    time.sleep(0.3)
+    time.sleep(0.6)
     return 1.0
 
 

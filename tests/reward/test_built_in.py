@@ -173,7 +173,8 @@ def test_a_judge_is_asked_again_while_it_is_busy_and_never_twice_the_same(url: s
     ["8", "grade: 8/10", "grade **8** / **10**", "grade: 8 (out of 10)", "grade: 5, no, 8.0 out of  10.",
      "grade: 8 out of a possible 10", "grade: 8 of 10", "grade **8** of **10**", "grade of 8", "grades: 7-8",
      "grade: 8 on a scale of 0-10", "grade: 8 (scale: 0 to 10)", "grade: 8 (1–10)", "grade: 8,0",
-     "grade (from 0 to 10): 8", "grade: 8 on a scale of 10", "grade: 8, by v2 of the rules"],
+     "grade (from 0 to 10): 8", "grade: 8 on a scale of 10", "grade: 8, by v2 of the rules",
+     "grade: \u5f97\u52068\u5206", "grade: \u6211\u7ed98\u5206\u3002", "grade: __8__"],
 )  # fmt: skip
 def test_the_scale_behind_a_grade_is_no_grade(url: str, reply: str) -> None:
     assert ask(url, "2", (200, reply)) == 0.8

@@ -52,6 +52,8 @@ def fenced(program: str, info: str = "python") -> str:
         fenced("pip install numpy", "bash") + "and then\n" + fenced("print(3)"),
         "For\n" + fenced("1 2", "text") + "it is\n" + fenced("print(3)", ""),
         fenced("print(2)", "") + "no:\n" + fenced("print(3)", "Python"),
+        fenced("print(3)") + "To check it, run\n```python\nassert ",
+        fenced("print(3)", "") + "```\nIt prints 3.",
         fenced("print(3)", "python3"),
         fenced("print(3)", "python title=a.py"),
         "so: " + fenced("print(3)", "py"),

@@ -103,7 +103,7 @@ def _program(response: str) -> str:
             fence = ""
         else:
             inside.append(line)
-    if fence and any(inside):  # and else one too many
+    if fence and any(inside) and not (blocks[True] or blocks[False]):  # behind a whole one it is a fence too many
         close()
     found = blocks[True] or blocks[False]
     return found[-1] if found else response

@@ -26,10 +26,12 @@ Answer:
 Reply with the grade alone, a number from 0 to 10."""
 _NUMBER = r"\d+(?:[.,]\d+)?"
 _TO = rf"\s*(?:-|\u2013|to)\s*{_NUMBER}"
+_BEGINS = r"(?<![A-Za-z0-9])(?<!\d[.,])"
+"""Of a number that is no part of another one, nor of a Latin word: other scripts leave no spaces."""
 PATTERN = (
     rf"(?:/|(?:out|scale) of(?: a possible)?)[\s*]*{_NUMBER}(?:{_TO})?"
-    rf"|(?<![\w.,])[01]{_TO}"
-    rf"|((?<![\w.])-?{_NUMBER})(?:[\s*]*of(?: a possible)?[\s*]*{_NUMBER})?"
+    rf"|{_BEGINS}[01]{_TO}"
+    rf"|({_BEGINS}-?{_NUMBER})(?:[\s*]*of(?: a possible)?[\s*]*{_NUMBER})?"
 )
 """A number. The scale is no grade: what stands behind "/" or "out of", or behind a number and "of", and "0-10"."""
 REMEMBERED = 65536
