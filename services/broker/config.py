@@ -172,7 +172,8 @@ class BrokerConfig(Section):
     """Where it listens, e.g. ``tcp://0.0.0.0:5555``, or ``tcp://10.1.0.0/16:5555``: at this host's address on that
     network; port 0 takes a free one. Beyond the loopback it makes keys, and speaks to nobody without them."""
     advertise: str | None = None
-    """The address that others use, e.g. ``tcp://10.1.0.7:5555``; null: the one that was bound."""
+    """The address that others use, e.g. ``tcp://10.1.0.7:5555``; null: the one that was bound, and this machine's own
+    where it listens at all of them."""
     heartbeat_s: float = Field(1.0, gt=0)
     """Seconds between the signs of life that each process sends to the broker."""
     dead_after_s: float = Field(15.0, gt=0)
