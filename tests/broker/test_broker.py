@@ -133,6 +133,7 @@ class Stage:
         if version >= 0:
             self.load(peer, version)
         peer.box.tell(m.Credit(total=credit))
+        peer.box.ask(m.StatusRequest(), 5)  # what others say from now on comes after its credit
         return peer
 
     def load(self, peer: Peer, version: int) -> None:
