@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from penstock.pipeline.resources.devices import MACHINE, Device
 from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.trainer_memory import activations, keeps_whole_gradients, of_stage
+from penstock.protocols.columns import TAUGHT
 from penstock.services.trainer.config import TrainerConfig
 
 FLOPS_SHARE = 0.35
@@ -63,7 +64,7 @@ def _passes_before(trainer: TrainerConfig) -> int:
     """Forward passes over a step's tokens, beside those that a backward follows."""
     algorithm = trainer.algorithm
     kept = trainer.epochs * trainer.mini_batches > 1 and algorithm.needs_proximal
-    shown = algorithm.advantage.type == "self_distillation"  # as it is asked, and as its own teacher
+    shown = TAUGHT in algorithm.advantage.given  # the policy is its own teacher, too
     return kept + shown + algorithm.weighs_policy + trainer.epochs * algorithm.picks_tokens
 
 
