@@ -89,6 +89,7 @@ def launch_spread(kind: str, nodes: int, count: int, grace_s: int, folder: Path,
 def _config(
     count: int, grace_s: int, endpoint: str, nodes: int = 1, host: str | None = None, hosts: bool | None = None
 ) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     more: dict[str, Any] = {} if hosts is None else {"is_host": hosts, "join_timeout": MEET_S}
@@ -104,6 +105,7 @@ def _config(
         max_restarts=0,  # the supervisor starts all of it again
         monitor_interval=0.5,
         shutdown_timeout=grace_s,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else an empty folder of each start stays in /tmp
     )
 
 

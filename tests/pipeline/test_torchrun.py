@@ -1,7 +1,8 @@
-"""Ranks are the command that started them, whatever the folder is that they are started in."""
+"""Ranks are the command that started them, whatever the folder is that they are started in; and leave nothing behind."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ sys.exit(torchrun.launch(2, 5))
 
 def test_files_of_the_users_own_stand_in_for_no_library(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise SystemExit('the file of the user was imported')")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    (scratch := tmp_path / "scratch").mkdir()
+    command, env = [sys.executable, "-P", "-c", PROGRAM], os.environ | {"TMPDIR": str(scratch)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.count("dr_grpo") >= 2, done.stderr
+    assert not list(scratch.iterdir())
