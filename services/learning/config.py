@@ -207,9 +207,34 @@ class KLConfig(Section):
         return self
 
 
+class RewardShape(Section):
+    """What the learners see of a reward R: clip((R + shift) · scale, low, high)."""
+
+    shift: float = 0.0
+    """Is added first, e.g. ``-0.5``."""
+    scale: float = Field(1.0, gt=0)
+    """What that is multiplied with, e.g. ``2.0``."""
+    low: float | None = None
+    """Less is taken for this, e.g. ``-1.0``; null: no bound."""
+    high: float | None = None
+    """More is taken for this, e.g. ``1.0``; null: no bound."""
+
+    @property
+    def changes(self) -> bool:
+        """It is not the reward as it is."""
+        return (self.shift, self.scale, self.low, self.high) != (0.0, 1.0, None, None)
+
+    @model_validator(mode="after")
+    def _a_band(self) -> RewardShape:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: all rewards would be equal")
+        return self
+
+
 @dataclass(frozen=True)
 class Penalties:
-    """What is taken off the rewards."""
+    """What is made of the rewards, and taken off them."""
 
     kl: KLConfig = field(default_factory=KLConfig)
     constraints: tuple[ConstraintConfig, ...] = ()
+    shape: RewardShape = field(default_factory=RewardShape)
