@@ -72,6 +72,12 @@ def _encode(config: Config, report: Report) -> None:
     assert isinstance(config.model, PretrainedModel)
     model = load_config(config.model.path)
     tokenizer = Tokenizer(config.model.path, config.template)
+    if config.model.chat_template:
+        try:
+            tokenizer.encode_chat([{"role": "user", "content": "a question"}])
+        except Exception as error:  # a template may raise anything
+            why = f"{type(error).__name__}: {error}"
+            raise SetupError(f"model.chat_template: a chat cannot be told by it: {why}") from error
     if odd := tokenizer.unread():
         raise SetupError(
             f"model.chat_template_kwargs.{odd[0]}: the chat template of {config.model.path} does not look at "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,14 +86,18 @@ def load_config(path: str, key: str = "model.path") -> Any:
         raise ModelError(not_loaded(path, "config", error, key)) from error
 
 
-def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer. Raises `ModelError`."""
+def load_tokenizer(path: str, template: Mapping[str, Any] | None = None) -> Any:
+    """The model's tokenizer, with the ``chat_template`` that may be in the run's ``template`` as its own. Raises
+    `ModelError`."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        found = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ModelError(not_loaded(path, "tokenizer", error)) from error
+    if own := (template or {}).get("chat_template"):
+        found.chat_template = own
+    return found
 
 
 def not_loaded(path: str, what: str, error: BaseException, key: str = "model.path") -> str:

@@ -116,7 +116,7 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
         return Learner(model, trainer, settings.temperature or 1.0, world, teacher, settings.critic_warmup)
 
     learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)
-    return Rank(world, learner, load_tokenizer(settings.model_path), tail, shift)
+    return Rank(world, learner, load_tokenizer(settings.model_path, settings.template), tail, shift)
 
 
 def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfig | None, offload: bool = False) -> Any:
