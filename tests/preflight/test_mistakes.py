@@ -278,6 +278,8 @@ MISTAKES = [
       overrides=["trainer.algorithm.preset=dapo", "trainer.algorithm.aggregation=token-sum"]),
     m("activations that stay where they are", "trainer.offload_activations: it moves what gradient_checkpointing=true",
       "set trainer.gradient_checkpointing=true", overrides=["trainer.offload_activations=true"]),
+    m("weights that are sent from where they do not lie", "weights.transport: nccl sends weights that lie on a GPU",
+      "use auto", overrides=["trainer.offload=true", "weights.transport=nccl"]),
     m("costs that nobody pays", "constraints: it is taken off the reward, and advantage=gdpo has no use for that",
       overrides=["trainer.algorithm.advantage={type: gdpo, components: {reward/exact_match: 1.0}}",
                  "trainer.algorithm.constraints=[{column: reward/exact_match, limit: 1}]"]),
