@@ -27,6 +27,7 @@ from penstock.protocols.columns import (
 )
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import shaped, token_rewards
@@ -73,6 +74,7 @@ class Learner(ModelLearner):
         """The updates of ``step``, one unless the config says more; the model then is `version` + 1. ``before_update``
         is called once the first gradient is there, before a parameter changes. ``judgements`` are told of every token,
         once. Returns the step's metrics, means over the updates."""
+        step = with_known_costs(step, self._config.algorithm.constraints)
         if self._average:
             self._average.begin()
             before_update()  # the parameters are the teacher's for a while

@@ -106,3 +106,6 @@ def test_a_group_that_cannot_be_read_costs_its_step_only_itself() -> None:
     short = TakenGroup(number=2, experience=taken[2].experience, columns={"reward": np.zeros(3, np.float32)})
     step = open_batch(Batch(step=3, seed=0, max_lag=2, groups=[taken[0], torn, short], committed=0), TABLE)
     assert step.unreadable == 2 and step.groups.tolist() == [0] * 4 and step.rewards.tolist() == [0] * 4
+    largest = max(int(t.tokens.max()) for t in step.trajectories)
+    whole = Batch(step=3, seed=0, max_lag=2, groups=taken[:1], committed=0)
+    assert [open_batch(whole, TABLE, vocabulary=largest + more).unreadable for more in (0, 1)] == [1, 0]
