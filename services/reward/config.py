@@ -12,7 +12,9 @@ from penstock.services.user_processes.worker import Program
 
 REGISTRY = {
     name: f"penstock.services.reward.functions.{name}:{name}"
-    for name in ("code_tests", "exact_match", "judge", "length", "math_verify", "number", "overlong", "reasoning_gym")
+    for name in (
+        "choice code_tests exact_match f1 judge length math_verify number overlong reasoning_gym regex repetition"
+    ).split()
 }
 """Reward functions by name."""
 ENVIRONMENT = "environment"
@@ -29,9 +31,9 @@ class FunctionConfig(Section):
     ``group``, ``sample``, ``step``, the columns below, and the options."""
 
     function: str = "exact_match"
-    """A name of the registry (code_tests, exact_match, judge, length, math_verify, number, overlong, reasoning_gym; see
-    docs/scoring.md), ``environment`` for what `rollout.environment` gave, or ``module:function`` of your own, e.g.
-    ``my_rewards:judge``."""
+    """A name of the registry (choice, code_tests, exact_match, f1, judge, length, math_verify, number, overlong,
+    reasoning_gym, regex, repetition; see docs/scoring.md), ``environment`` for what `rollout.environment` gave, or
+    ``module:function`` of your own, e.g. ``my_rewards:judge``."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """What it is called in metrics and report: its column is ``reward/NAME``. null: the function's own name. Two
     entries with one function need names, e.g. ``strict``."""
