@@ -10,12 +10,11 @@ from penstock.protocols.columns import REWARD
 from penstock.services.runtime.settings import Section
 from penstock.services.user_processes.worker import Program
 
-REGISTRY = {
-    name: f"penstock.services.reward.functions.{name}:{name}"
-    for name in (
-        "choice code_tests exact_match f1 judge length math_verify number overlong reasoning_gym regex repetition"
-    ).split()
-}
+_NAMES = (
+    "choice", "code_tests", "exact_match", "f1", "judge", "length", "math_verify", "number", "overlong",
+    "reasoning_gym", "regex", "repetition",
+)  # fmt: skip
+REGISTRY = {name: f"penstock.services.reward.functions.{name}:{name}" for name in _NAMES}
 """Reward functions by name."""
 ENVIRONMENT = "environment"
 """The reward that `rollout.environment` gave: nothing is called for it."""
