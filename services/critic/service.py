@@ -128,7 +128,8 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
         return CriticLearner(model, own, config.trainer.steps, gamma, lam, config.trainer.algorithm.penalties, world)
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
-    saver = checkpoint.Saver(learner, load_tokenizer(path, key=key), folder, critic.checkpoint.keep)
+    kept, tokenizer = critic.checkpoint, load_tokenizer(path, key=key)
+    saver = checkpoint.Saver(learner, tokenizer, folder, kept.keep, kept.keep_every)
     steps = Steps(learner, saver, config.columns, config.run.deterministic)
     return WorkerRank(steps) if world.rank else Critic(context, steps, tail, critic)
 

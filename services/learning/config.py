@@ -44,9 +44,23 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints of multiples of so many steps stay for ever, e.g. ``500``, a multiple of `every`; null: none does."""
     keep_best: bool = False
     """Keep the one with the best evaluation so far too (`prompts.best_by`); needs `prompts.eval_every`, a multiple of
     `every`."""
+
+    @model_validator(mode="after")
+    def _are_made(self) -> CheckpointConfig:
+        if self.keep_every and self.keep_every % self.every:
+            raise ValueError(
+                f"keep_every={self.keep_every} is no multiple of every={self.every}: what stays must be saved first"
+            )
+        return self
+
+    def kept(self, steps: int) -> int:
+        """Checkpoints that there are at most within so many steps, with the one that is being written."""
+        return self.keep + self.keep_best + 1 + (steps // self.keep_every if self.keep_every else 0)
 
 
 class LearnerConfig(Section):

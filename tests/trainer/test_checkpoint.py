@@ -75,8 +75,14 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
         saver.begin().result()
         saver.remove_old(spared=[2])
     assert checkpoint.versions(tmp_path) == [2, 4, 5]
-    (tmp_path / ".step-000009.partial").mkdir()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000005"
+    landmarks = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1, keep_every=4)
+    for version in (6, 7, 8, 9):
+        learner.version = version
+        landmarks.begin().result()
+        landmarks.remove_old()
+    assert checkpoint.versions(tmp_path) == [4, 8, 9]
+    (tmp_path / ".step-000011.partial").mkdir()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000009"
 
 
 TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=True),))
