@@ -86,7 +86,10 @@ def _find(path: str, key: str) -> None:
         if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
             raise SetupError(f"{key}: {path} has no weights: no *.safetensors")
         for index in folder.glob("*.index.json"):
-            named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+            try:
+                named = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise SetupError(f"{key}: {index} cannot be read: {error}; copy or download it again") from None
             if lacking := sorted(name for name in named if not (folder / name).is_file()):
                 raise SetupError(
                     f"{key}: {path} lacks {lacking[0]}{f' and {len(lacking) - 1} more' if lacking[1:] else ''}, which "

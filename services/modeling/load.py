@@ -106,7 +106,7 @@ def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: st
     return found
 
 
-SAID = "The answer: 3 + 4 = 7, naïve façade, 你好!"
+_SAID = "The answer: 3 + 4 = 7, naïve façade, 你好!"
 
 
 def check_vocabulary(policy: str, path: str, key: str) -> None:
@@ -115,7 +115,7 @@ def check_vocabulary(policy: str, path: str, key: str) -> None:
     if path == policy:
         return
     ours, its = load_tokenizer(policy), load_tokenizer(path, key=key)
-    if list(ours(SAID)["input_ids"]) != list(its(SAID)["input_ids"]):
+    if list(ours(_SAID)["input_ids"]) != list(its(_SAID)["input_ids"]):
         raise ModelError(
             f"{key}: {path} has another tokenizer than the policy, {policy}: it would read other words than were said; "
             "take a model of the same family"

@@ -61,6 +61,8 @@ def test_a_file_that_the_index_names_is_missed(policy: Path, tmp_path: Path) -> 
     torn = shutil.copytree(policy, tmp_path / "torn")
     (gone := sorted(torn.glob("model-0000*.safetensors"))[1]).unlink()
     assert f"model.path: {torn} lacks {gone.name}, which model.safetensors.index.json names" in said(torn)
+    (index := torn / "model.safetensors.index.json").write_text("{")
+    assert f"model.path: {index} cannot be read" in said(torn)
 
 
 def test_a_tiny_model_is_there_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
