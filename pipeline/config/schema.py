@@ -330,7 +330,7 @@ class Config(Section):
                     f"{key}.mini_batches={learner.mini_batches} is more than gate.groups_per_step="
                     f"{self.gate.groups_per_step}: each is made of whole groups"
                 )
-        if sampling.n == 1 and self.replay.filter == "zero_variance":
+        if sampling.n == 1 and self.replay.filter.type == "zero_variance":
             raise ValueError(
                 "replay.filter=zero_variance drops every group of one answer; set it to none, or rollout.sampling.n "
                 "above 1"
