@@ -52,7 +52,7 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
         here = score.number in replay.entries
         if here and column.name in total.terms and not (total.terms.keys() & entry.needs):
             _add_sum(state, score.purpose, score.number, total, score.errors)
-    if score.purpose == "train" and column.name in (looked_at := _looked_at(state)) and not looked_at & entry.needs:
+    if score.purpose == "train" and column.name in _looked_at(state):
         _filter(state, score.number)
     if entry.needs or score.number not in replay.entries:
         return
@@ -60,6 +60,11 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
         state.groups.keep()
     else:
         _finish_evaluation(state, score.number)
+
+
+def unjudged(source: str) -> str:
+    """Why a prompt of this source cannot have a reward."""
+    return f"no reward function is asked for prompts of the source {source!r} (reward.functions.N.sources)"
 
 
 def replay_of(state: BrokerState, purpose: Purpose) -> Replay:
@@ -75,17 +80,21 @@ def complete(state: BrokerState) -> None:
             state.payloads.forget(("train", number))
             reason = f"{entry.trajectories} answers were made, and more are asked for now"
             state.groups.without_failure(number, reason, "too_old")
-    for number in list(state.groups.replay.ready()):
+    for number, entry in list(state.groups.replay.entries.items()):
         for total in state.settings.columns.sums:
-            if number in state.groups.replay.entries and not state.payloads.has(("train", number), total.name):
+            here = number in state.groups.replay.entries and not total.terms.keys() & entry.needs
+            if here and not state.payloads.has(("train", number), total.name):
                 _add_sum(state, "train", number, total, [])
                 _filter(state, number)
 
 
 def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedSum, errors: Sequence[str]) -> None:
-    """All its terms are there now."""
-    key = (purpose, number)
-    terms = _by_trajectory(state, key, list(total.terms))
+    """All its terms are there now, of those that the group's source is asked for."""
+    key, source = (purpose, number), replay_of(state, purpose).entries[number].source
+    terms = _by_trajectory(state, key, state.settings.columns.asked_terms(total, source))
+    if not terms:  # of a run that is resumed, and asks others now
+        state.drop_any(purpose, number, unjudged(source), "prompt")
+        return
     values = total.of(terms)
     if total.name == REWARD and not any(state.settings.columns.by_name[name].nullable for name in terms):
         failures = failures_of(state.payloads.experience(key))  # which only reward functions know of
@@ -132,10 +141,14 @@ def _looked_at(state: BrokerState) -> set[str]:
 
 
 def _filter(state: BrokerState, number: int) -> None:
-    """Groups that `replay.filter` leaves out make room for others. Answers without a reward are not learned from, and
-    have no part; but in a rule of the user's own, which may say what it says of any answer."""
-    rule = state.settings.replay.filter
-    if rule.type == "none" or number not in state.groups.replay.entries:
+    """Once all that it looks at is there, groups that `replay.filter` leaves out make room for others; one whose source
+    has no such column is kept. Answers without a reward are not learned from, and have no part; but in a rule of the
+    user's own, which may say what it says of any answer."""
+    rule, entry = state.settings.replay.filter, state.groups.replay.entries.get(number)
+    if rule.type == "none" or entry is None or _looked_at(state) & entry.needs:
+        return
+    column = state.settings.columns.by_name.get(rule.column)
+    if column and not column.asked(entry.source):
         return
     found = _by_trajectory(state, ("train", number), list({rule.column, REWARD}))
     values = found[rule.column]

@@ -81,6 +81,15 @@ def rows():
     return [penstock.Prompt(index=0, text="1+1=", truth="2")]
 
 
+def of_two():
+    return [penstock.Prompt(index=0, text="1+1=", truth="2", source="a"),
+            penstock.Prompt(index=1, text="2+3=", truth="5", source="b")]
+
+
+def raises_on_5(response, truth):
+    return 1.0 if truth == "2" else {}["five"]
+
+
 def dicts():
     return [{"prompt": "1+1="}]
 
@@ -145,6 +154,7 @@ not_callable = 3
 '''
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'mine:{}'}}"
 REWARD = "reward.functions=[{{function: '{}'}}]"
+MIXED = "prompts.train={type: mix, sources: {sums: {type: sort}, words: {type: sort}}}"
 
 
 @dataclass(frozen=True)
@@ -374,14 +384,17 @@ MISTAKES = [
       overrides=["prompts.best_by=aime"]),
     m("a mixture with a weight too many", "weights: each of sources has one, and nothing else has; look at odd",
       overrides=["prompts.train={type: mix, sources: {one: {type: sort}}, weights: {one: 1, odd: 2}}"]),
-    m("a filter of another kind", "replay.filter: type is 'ranges', but must be one of 'none', 'zero_variance'",
-      overrides=["replay.filter=ranges"]),
-    m("a filter that leaves nothing", "replay.filter: low=1 is not below high=1: every group would be left out",
-      overrides=["replay.filter={type: range, low: 1}"]),
     m("a filter by a column that is not there", "replay.filter.column: no scorer writes a column 'reward/exact'; did y",
       overrides=["replay.filter={type: range, column: reward/exact}"]),
-    m("a filter by what comes too late", "replay.filter.column: values is written when a step has taken the group",
-      overrides=["replay.filter={type: zero_variance, column: values}"]),
+    m("a source that nobody judges", "prompts.train: no reward is made for the source 'words'", "(sources: [])",
+      overrides=[MIXED, "reward.functions=[{function: exact_match, sources: [sums]}, {function: length, weight: 0}]"]),
+    m("rows of a source that nobody judges", "prompts.train: no reward is made for rows of the source 'b', of which th",
+      overrides=["prompts.train={type: custom, function: 'mine:of_two'}",
+                 "reward.functions=[{function: exact_match, sources: [a]}]"]),
+    m("a reward that raises on rows of its own source", "reward.functions.1: mine:raises_on_5, called on row 1",
+      overrides=["prompts.train={type: custom, function: 'mine:of_two'}",
+                 "reward.functions=[{function: exact_match, sources: [a]}, "
+                 "{function: 'mine:raises_on_5', sources: [b]}]"]),
     m("several mistakes", "prompts.train.prompt_key: no column 'x'", "has no 'best'", "mine:buggy_loss",
       overrides=["prompts.train.prompt_key=x", REWARD.format("mine:best"), LOSS.format("buggy_loss")]),
 ]  # fmt: skip

@@ -32,7 +32,8 @@ class GroupTracker:
     ``columns`` is what a group needs before it may be trained on, ``steps`` how many steps the run has, ``draws`` how
     many prompts there are (None: no end), ``prefetch`` how many groups may be under way beyond those taken (None: as
     many as the gate allows), ``release`` is told the number of each group whose payload is not needed any more,
-    ``on_drop`` each drop with its reason and kind; ``choose`` says which draw is made next, of those from one on.
+    ``on_drop`` each drop with its reason and kind; ``choose`` says which draw is made next, of those from one on;
+    ``source_of`` which source a draw's prompt is from.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GroupTracker:
         release: Callable[[int], None],
         on_drop: Callable[[int, str, DropKind], None],
         choose: Callable[[int], int] = lambda draw: draw,
+        source_of: Callable[[int], str] = lambda draw: "",
     ) -> None:
         self._journal = journal
         self._release, self._on_drop, self._choose = release, on_drop, choose
@@ -53,7 +55,7 @@ class GroupTracker:
         # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
         self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
         self.leases = Leases(journal)
-        self.replay = Replay(journal, columns)
+        self.replay = Replay(journal, columns, source_of)
         self.ledger = Ledger(journal)
         self._recent_drops = {int(number) for number in journal.rows("dropped")}
         self._forgotten_drops = journal.rows("counters").get("dropped", {"count": 0})["count"]
