@@ -31,6 +31,8 @@ PICKED = "picked"
 """No column: what a loss may be given for each token, 1 where it is one of those that it picks out of the update."""
 UNDECIDED = "undecided"
 """No column: what masks the losses of tokens, 1 where the policy is among an update's most undecided."""
+GOOD = "good"
+"""No column: what a loss may be given for each trajectory, 1 where its reward is good enough to be imitated."""
 LAGS = "lags"
 """No column: what a loss may be given for each token, how many versions behind the trainer's the one is that sampled
 it."""
@@ -56,7 +58,7 @@ REFERENCE = "reference"
 
 GIVEN = frozenset(
     (
-        GREEDY, PICKED, UNDECIDED, LAGS, SAMPLED, POLICY, SQUARES, TAUGHT, STATES, SCORES, SESSIONS, WEIGHTS,
+        GREEDY, PICKED, UNDECIDED, GOOD, LAGS, SAMPLED, POLICY, SQUARES, TAUGHT, STATES, SCORES, SESSIONS, WEIGHTS,
     )
 )  # fmt: skip
 """Names of what is made for a built-in choice, which no column may have: it would be covered by it."""

@@ -124,6 +124,9 @@ class PretrainedModel(Section):
     """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``."""
     dtype: Dtype = "bfloat16"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    chat_template: str | None = None
+    """How chats are told to the model, in the place of the tokenizer's own template: a file with a template in Jinja,
+    e.g. ``chat.jinja``, or the template itself. Checkpoints have it; null: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
     what it may be told is the template's own."""
@@ -225,8 +228,11 @@ class Config(Section):
 
     @property
     def template(self) -> dict[str, Any]:
-        """What the tokenizer's chat template is told beside the messages."""
-        return self.model.chat_template_kwargs if isinstance(self.model, PretrainedModel) else {}
+        """What the tokenizer's chat template is told beside the messages; and, as ``chat_template``, another one."""
+        if not isinstance(self.model, PretrainedModel):
+            return {}
+        own = {"chat_template": self.model.chat_template} if self.model.chat_template else {}
+        return self.model.chat_template_kwargs | own
 
     @property
     def with_reference(self) -> bool:

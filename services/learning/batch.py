@@ -81,15 +81,17 @@ class TrainingBatch:
         return version - (np.concatenate(sampled) if sampled else np.zeros(0, np.int32))
 
 
-def open_batch(batch: Batch, table: ColumnTable, mixture: Mixture | None = None) -> TrainingBatch:
-    """Unpacks and checks ``batch``, for a model that replays the routing of ``mixture``. A group that cannot be read
-    costs itself alone. Raises `BatchError`."""
+def open_batch(
+    batch: Batch, table: ColumnTable, mixture: Mixture | None = None, vocabulary: int | None = None
+) -> TrainingBatch:
+    """Unpacks and checks ``batch``, for a model that replays the routing of ``mixture`` and has a ``vocabulary`` of so
+    many tokens. A group that cannot be read costs itself alone. Raises `BatchError`."""
     groups: list[tuple[TakenGroup, Group]] = []
     table = _written(batch, table)
     terms = next((total.terms for total in table.sums if total.name == REWARD), {})
     for taken in batch.groups:
         try:
-            groups.append(_open_group(taken, table, mixture))
+            groups.append(_open_group(taken, table, mixture, vocabulary))
         except (ExperienceError, WireError, ColumnError) as error:
             log.error("a group is left out of its step", step=batch.step, group=taken.number, error=str(error))
     trajectories = [trajectory for _, group in groups for trajectory in group.trajectories]
@@ -154,9 +156,13 @@ def _written(batch: Batch, table: ColumnTable) -> ColumnTable:
     return ColumnTable(columns=tuple(c for c in table.columns if not c.of_step or c.name in there), sums=table.sums)
 
 
-def _open_group(taken: TakenGroup, table: ColumnTable, mixture: Mixture | None) -> tuple[TakenGroup, Group]:
+def _open_group(
+    taken: TakenGroup, table: ColumnTable, mixture: Mixture | None, vocabulary: int | None
+) -> tuple[TakenGroup, Group]:
     """The group, and what it was read from with all columns: NaN in those that its source is not asked for."""
     group = unpack_group(taken.experience.data)
+    if vocabulary is not None:
+        group.check_ids(vocabulary)
     if mixture:
         for trajectory in group.trajectories:
             if fault := mixture.fault(trajectory.routing):

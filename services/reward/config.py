@@ -10,10 +10,11 @@ from penstock.protocols.columns import REWARD
 from penstock.services.runtime.settings import Section
 from penstock.services.user_processes.worker import Program
 
-REGISTRY = {
-    name: f"penstock.services.reward.functions.{name}:{name}"
-    for name in ("code_tests", "exact_match", "judge", "length", "math_verify", "number", "overlong", "reasoning_gym")
-}
+_NAMES = (
+    "choice", "code_tests", "exact_match", "f1", "judge", "length", "math_verify", "number", "overlong",
+    "reasoning_gym", "regex", "repetition",
+)  # fmt: skip
+REGISTRY = {name: f"penstock.services.reward.functions.{name}:{name}" for name in _NAMES}
 """Reward functions by name."""
 ENVIRONMENT = "environment"
 """The reward that `rollout.environment` gave: nothing is called for it."""
@@ -29,9 +30,9 @@ class FunctionConfig(Section):
     ``group``, ``sample``, ``step``, the columns below, and the options."""
 
     function: str = "exact_match"
-    """A name of the registry (code_tests, exact_match, judge, length, math_verify, number, overlong, reasoning_gym; see
-    docs/scoring.md), ``environment`` for what `rollout.environment` gave, or ``module:function`` of your own, e.g.
-    ``my_rewards:judge``."""
+    """A name of the registry (choice, code_tests, exact_match, f1, judge, length, math_verify, number, overlong,
+    reasoning_gym, regex, repetition; see docs/scoring.md), ``environment`` for what `rollout.environment` gave, or
+    ``module:function`` of your own, e.g. ``my_rewards:judge``."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """What it is called in metrics and report: its column is ``reward/NAME``. null: the function's own name. Two
     entries with one function need names, e.g. ``strict``."""

@@ -153,6 +153,7 @@ def in_place(old_log_prob, log_prob, advantages, mask, importance_weights=None):
 not_callable = 3
 '''
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'mine:{}'}}"
+TEACHER = "scorers={{maths: {{scorer: teacher, columns: {{maths: token}}, options: {{{}}}}}}}"
 REWARD = "reward.functions=[{{function: '{}'}}]"
 MIXED = "prompts.train={type: mix, sources: {sums: {type: sort}, words: {type: sort}}}"
 
@@ -288,6 +289,12 @@ MISTAKES = [
       overrides=["trainer.algorithm.preset=dapo", "trainer.algorithm.aggregation=token-sum"]),
     m("activations that stay where they are", "trainer.offload_activations: it moves what gradient_checkpointing=true",
       "set trainer.gradient_checkpointing=true", overrides=["trainer.offload_activations=true"]),
+    m("weights that are sent from where they do not lie", "weights.transport: nccl sends weights that lie on a GPU",
+      "use auto", overrides=["trainer.offload=true", "weights.transport=nccl"]),
+    m("a teacher that is not there", "scorers.maths.options.path: no such folder: /nope/x",
+      overrides=[TEACHER.format("path: /nope/x, column: maths")]),
+    m("a teacher that writes another column", "scorers.maths: it writes the column 'teacher' (options.column), and its",
+      "columns are maths", overrides=[TEACHER.format("path: a/b")]),
     m("costs that nobody pays", "constraints: it is taken off the reward, and advantage=gdpo has no use for that",
       overrides=["trainer.algorithm.advantage={type: gdpo, components: {reward/exact_match: 1.0}}",
                  "trainer.algorithm.constraints=[{column: reward/exact_match, limit: 1}]"]),
