@@ -10,8 +10,8 @@ from penstock.protocols.columns import REWARD, ColumnTable
 from penstock.services.data.config import CustomData, DataConfig, MixData
 from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage
 
-OTHER = "*"
-"""In place of a name that only a row of a custom source says; no scorer's `sources` has it."""
+OTHER = "\0"
+"""In place of a name that only a row of a custom source says; nobody would give it to a scorer's `sources`."""
 
 
 def check_sources(config: Any) -> None:
