@@ -13,6 +13,7 @@ from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
 from penstock.pipeline.config.reference import check_reference
+from penstock.pipeline.config.sources import check_sources
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
@@ -336,7 +337,7 @@ class Config(Section):
                     f"{key}.mini_batches={learner.mini_batches} is more than gate.groups_per_step="
                     f"{self.gate.groups_per_step}: each is made of whole groups"
                 )
-        if sampling.n == 1 and self.replay.filter == "zero_variance":
+        if sampling.n == 1 and self.replay.filter.type == "zero_variance":
             raise ValueError(
                 "replay.filter=zero_variance drops every group of one answer; set it to none, or rollout.sampling.n "
                 "above 1"
@@ -374,4 +375,5 @@ class Config(Section):
                 raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")
         check_reference(self)
         check_columns(self)
+        check_sources(self)
         return self

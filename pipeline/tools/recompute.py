@@ -91,7 +91,9 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
 
 def _check_columns(batch: Batch, config: Config) -> None:
     """Raises `ConfigError` where a group of ``batch`` came without a column that ``config`` has."""
-    wanted = {column.name for column in config.columns.scored} | {total.name for total in config.columns.sums}
+    # What some sources are asked for alone is looked at where a group is opened.
+    wanted = {column.name for column in config.columns.scored if not column.sources}
+    wanted |= {total.name for total in config.columns.sums}
     for taken in batch.groups:
         if missing := sorted(wanted - taken.columns.keys()):
             raise ConfigError(

@@ -38,6 +38,10 @@ class FunctionConfig(Section):
     entries with one function need names, e.g. ``strict``."""
     weight: float = 1.0
     """The reward is the sum of all functions, each times its weight. 0: only watched, e.g. a length."""
+    sources: list[str] = []
+    """Sources of prompts that it is asked for, e.g. ``[math, aime]``: names of `prompts.train.sources`, and of sets of
+    `prompts.eval` (a row of a mixture there has its own source's). The reward of a prompt is the sum of the functions
+    that are asked for its source. Empty: for all."""
     timeout_s: float | None = Field(None, gt=0)
     """Seconds. A call that takes longer is ended, and costs its trajectory the reward, e.g. ``60`` for a
     judge. null: 10; for code_tests 120, which bound all tests of an answer together, as its option `seconds` does
