@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.services.learning.checkpoint import MOMENTS, _numbered, empty_state, remove_partial
+from penstock.services.learning.checkpoint import _numbered, empty_state, remove_partial
+from penstock.services.learning.optimizer import MOMENTS
 from penstock.services.modeling import weight_files
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.start import load_trainable
@@ -98,7 +99,7 @@ def test_a_rank_reads_its_own_rows_alone(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_is_restored_lies_on_its_parameters_device(device: str) -> None:
     """AdamW's fused step looks for all of it there: its `step` counter on the host ended every resumed GPU run."""
     parameter = torch.nn.Parameter(torch.empty(3, 2, device=device))
-    state = empty_state(parameter)
+    state = empty_state(parameter, ("step", *MOMENTS))
     torch.optim.AdamW([parameter], fused=False)
     assert state.keys() == {"step", *MOMENTS}
     assert all(value.device == parameter.device and not value.requires_grad for value in state.values())
