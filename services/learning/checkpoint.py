@@ -233,8 +233,8 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
                 continue
             if missing := set(names) - set(saved):
                 raise CheckpointError(
-                    f"{path}: {name} has {', '.join(sorted(saved))} of another {learner.SECTION}.optimizer.type, and no "
-                    f"{min(missing)}; go on with the type that it was saved with"
+                    f"{learner.SECTION}.optimizer.type: {path} has no {min(missing)} of {name}, but "
+                    f"{', '.join(sorted(saved))}; go on with the type that it was saved with"
                 )
             wanted, found = tuple(parameter.shape), sizes[f"{name}/{names[-1]}"]
             if found != wanted:

@@ -21,8 +21,8 @@ class OptimizerConfig(Section):
     """AdamW, or Muon for what it is for."""
 
     type: Literal["adamw", "muon"] = "adamw"
-    """``adamw`` (Loshchilov and Hutter 2019); or ``muon`` (Jordan et al. 2024): a hidden matrix moves along its mean
-    gradient with all singular values made alike, as far as AdamW would move it (Moonlight, arXiv:2502.16982). Embedding,
+    """``adamw`` (Loshchilov and Hutter 2019); or ``muon`` (Jordan et al. 2024): a hidden matrix moves along the mean of
+    its gradient with all singular values made alike, about as far as by AdamW (Moonlight, arXiv:2502.16982). Embedding,
     head, vectors, and all that is no hidden matrix, stay with AdamW. See docs/algorithms.md."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up, e.g. ``1.0e-05``; of both, where there are two."""

@@ -20,7 +20,7 @@ from penstock.services.modeling.parallel.exchange import exchange
 from penstock.services.modeling.parallel.world import World
 
 ROUND_NUMBERS = 1 << 24
-"""Small matrices come several at a time, so many numbers to each rank; a larger one comes alone."""
+"""So many numbers of small matrices come to a rank in a round; a larger matrix comes alone."""
 Block = tuple[slice, slice]
 
 

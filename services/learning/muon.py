@@ -1,12 +1,14 @@
 """Muon for hidden matrices, AdamW for everything else (Jordan et al. 2024, "Muon: an optimizer for hidden layers in
 neural networks"), with steps as long as AdamW's (Moonlight, arXiv:2502.16982, equation 4).
 
-With G a matrix's gradient, M its running mean and μ the momentum:
+With G the gradient of a matrix ``[m, n]``, M its running mean and μ the momentum:
 
-    M ← μ M + (1 − μ) G                       as `torch.optim.Muon` has it; Jordan's own M ← μ M + G is as long again
-    X ← (1 − μ) G + μ M, or M without Nesterov                          by 1 / (1 − μ), which the next line takes away
-    X ← X / ‖X‖; then `newton_schulz` times X ← a X + (b A + c A²) X, A = X Xᵀ
+    M ← μ M + (1 − μ) G
+    X ← (1 − μ) G + μ M, or M without Nesterov
+    X ← X / ‖X‖, and then, `newton_schulz` times, X ← a X + (b A + c A²) X with A = X Xᵀ
     W ← (1 − lr · weight_decay) W − lr · rms · √max(m, n) · X
+
+as `torch.optim.Muon` has it. Jordan's own M ← μ M + G is the same times 1 / (1 − μ), which dividing by ‖X‖ takes away.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from penstock.services.modeling.parallel.world import World
 MOMENTUM = "momentum_buffer"
 """What the mean is called in the optimizer's state, as torch calls it: fp32, cut as the matrix is."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b and c: they bring small singular values near 1 in the fewest steps, and none beyond about 1.2 (Jordan et al.)."""
+"""a, b and c: they bring small singular values near 1 in few steps, and none far beyond it (Jordan et al. 2024)."""
 SMALLEST_NORM = 1e-7
 """What is divided by where a matrix is shorter, so that one without a gradient stays as it is."""
 
@@ -81,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         world: World,
     ) -> None:
         self._config, self._device, self._others = config, world.device, others
-        self._hidden = {"params": [*hidden], "weight_decay": config.weight_decay}
+        self._hidden: dict[str, Any] = {"params": [*hidden], "weight_decay": config.weight_decay}
         groups = [self._hidden] if hidden else []  # a stage, or an adapter, may have either alone
         super().__init__([*groups, *(others.param_groups if others else ())], {"lr": config.lr})
         if others:
@@ -94,8 +96,8 @@ class Muon(torch.optim.Optimizer):
         return any(parameter is each for each in self._hidden["params"])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody gives it a closure
-        """Changes every parameter that has a gradient."""
+    def step(self, closure: Any = None) -> None:
+        """Changes every parameter that has a gradient. There is no ``closure``."""
         if self._others:
             self._others.step()
         dtype = precision(self._device)

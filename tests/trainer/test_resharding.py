@@ -32,18 +32,18 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_resume_from_one_and_one_from_two(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "adamw"), ("bfloat16", "adamw"), ("float32", "muon")])
+def test_two_ranks_resume_from_one_and_one_from_two(tmp_path: Path, dtype: str, kind: str) -> None:
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=True)).save_pretrained(tmp_path / "start")
-    main(tmp_path / "start", tmp_path / "one", dtype, 2)
+    main(tmp_path / "start", tmp_path / "one", dtype, 2, kind)
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program += ["-m", "tests.trainer.resharding_program"]
     one = tmp_path / "one" / "step-000002"
-    subprocess.run([*program, one, tmp_path / "two", dtype, "0"], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([*program, one, tmp_path / "two", dtype, "0", kind], cwd=ROOT, check=True, timeout=120)
     two = tmp_path / "two" / "step-000002"
     assert len(list((two / "trainer" / "optimizer").glob("*.safetensors"))) == 2, "each rank writes its own"
-    again = main(two, tmp_path / "again", dtype, 0)
+    again = main(two, tmp_path / "again", dtype, 0, kind)
     before, after = whole(one), whole(tmp_path / "again" / "step-000002")
     assert before.keys() == after.keys() and any(name.endswith(MOMENTS[0]) for name in before)
     for name, value in before.items():
@@ -52,8 +52,8 @@ def test_two_ranks_resume_from_one_and_one_from_two(tmp_path: Path, dtype: str) 
     assert again.version == 2
     assert type(AutoModelForCausalLM.from_pretrained(two)).__name__ == "Qwen3ForCausalLM"
     # Both go on alike: the third step of one rank is that of two.
-    subprocess.run([*program, two, tmp_path / "on-2", dtype, "1"], cwd=ROOT, check=True, timeout=120)
-    main(one, tmp_path / "on-1", dtype, 1)
+    subprocess.run([*program, two, tmp_path / "on-2", dtype, "1", kind], cwd=ROOT, check=True, timeout=120)
+    main(one, tmp_path / "on-1", dtype, 1, kind)
     tolerance = {"float32": 1e-5, "bfloat16": 3e-3}[dtype]
     for name, value in whole(tmp_path / "on-1" / "step-000003").items():
         torch.testing.assert_close(value, whole(tmp_path / "on-2" / "step-000003")[name], rtol=0, atol=tolerance)
