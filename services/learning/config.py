@@ -56,13 +56,10 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _of_its_type(self) -> OptimizerConfig:
         if self.type == "muon" and self.moments == "8bit":
-            raise ValueError(
-                "moments: muon keeps one mean of a matrix's gradient, in float32 alone; set moments=float32, or "
-                "type=adamw"
-            )
+            raise ValueError("moments=8bit: muon keeps its means in float32 alone; set moments=float32, or type=adamw")
         changed = [key for key in OF_MUON if getattr(self, key) != type(self).model_fields[key].default]
         if self.type == "adamw" and changed:
-            raise ValueError(f"{changed[0]}: adamw has no such key; set type=muon, or leave {changed[0]} out")
+            raise ValueError(f"{changed[0]} is a key of type=muon alone; set that, or leave {changed[0]} out")
         return self
 
 
