@@ -18,7 +18,7 @@ OF_MUON = ("momentum", "nesterov", "newton_schulz", "rms")
 
 
 class OptimizerConfig(Section):
-    """AdamW, or Muon for what it is for."""
+    """AdamW; or Muon for hidden matrices, and AdamW for all else."""
 
     type: Literal["adamw", "muon"] = "adamw"
     """``adamw`` (Loshchilov and Hutter 2019); or ``muon`` (Jordan et al. 2024): a hidden matrix moves along the mean of

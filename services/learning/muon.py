@@ -57,9 +57,9 @@ def precision(device: torch.device) -> torch.dtype:
 def hidden_matrices(model: Any, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, int]:
     """Those of ``parameters`` that are matrices between ``model``'s embedding and its head, ``[m, n]``, or a layer's
     experts, ``[experts, m, n]``; and how many matrices, as files have them, lie above each other in m."""
-    within = {id(parameter) for parameter in model.base_model.parameters()}
+    within, head = {id(parameter) for parameter in model.base_model.parameters()}, model.get_output_embeddings()
     for module in model.modules():
-        if isinstance(module, nn.Embedding) or module is model.get_output_embeddings():
+        if isinstance(module, nn.Embedding) or module is head:
             within -= {id(parameter) for parameter in module.parameters()}
     known, found = model.config.model_type in MIXTURES, {}
     for name, parameter in parameters.items():
@@ -107,7 +107,7 @@ class Muon(torch.optim.Optimizer):
                 continue
             mine = [self._direction(each.parameter).to(self._device, dtype) for each in some]
             wholes = self._dealt.gather(some, mine)
-            empty = mine[0][:0]
+            empty = mine[0].new_empty(0)
             del mine
             found = [self._orthogonal(wholes.pop(0)[None])[0] for _ in range(len(wholes))]
             for each, moves in zip(some, self._dealt.scatter(some, found, empty), strict=True):
