@@ -28,6 +28,7 @@ from penstock.pipeline.resources.model_files import config_file
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import GIB, keeps_whole_gradients, of_stage
 from penstock.protocols.digests import Gmac
+from penstock.services.learning import muon
 from penstock.services.modeling import attention
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.dtypes import DTYPES
@@ -132,6 +133,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     world = World(CPU, rank, trainer.ranks, replace(Ranks.of(trainer), sequence=1))
     # Real ones, made before nothing is real.
     _ = world.fsdp_mesh, world.tensor_mesh, world.expert_fsdp_mesh, world.expert_mesh["expert"].get_group()
+    _ = world.cut_group
     shape = shape_of(config)
     assert shape is not None
     whole = keeps_whole_gradients(of_stage(trainer), shape.stage(world.stage, trainer.pipeline_parallel), gpu_gib)
@@ -213,6 +215,7 @@ def main() -> None:
     attention._loop = attention._flash  # as on a GPU; its kernel's shapes are known without one
     vars(shard_exporter)["copy_bytes"] = lambda source, target: target.copy_(source)  # there are no bytes
     vars(expert)["_traffic"] = _balanced
+    vars(muon)["precision"] = lambda device: torch.bfloat16
     World.of_stages = lambda world, mine: dict(mine)  # type: ignore[method-assign, assignment]  # nobody is there
     config = load(Path(path))
     found = trainer_peak(config, float(gib) or None, int(rank)) if what == "trainer" else reference_peak(config)

@@ -13,11 +13,28 @@ GRADIENT_SHARE = 0.2
 """Of the memory that is free before the first step: so much may whole gradients take (`sum_gradients`: ``auto``)."""
 
 
-class OptimizerConfig(Section):
-    """AdamW."""
+OF_MUON = ("momentum", "nesterov", "newton_schulz", "rms")
+"""Keys of an optimizer that no other type has."""
 
+
+class OptimizerConfig(Section):
+    """AdamW; or Muon for hidden matrices, and AdamW for all else."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """``adamw`` (Loshchilov and Hutter 2019); or ``muon`` (Jordan et al. 2024): a hidden matrix moves along the mean of
+    its gradient with all singular values made alike, about as far as by AdamW (Moonlight, arXiv:2502.16982). Embedding,
+    head, vectors, and all that is no hidden matrix, stay with AdamW. See docs/algorithms.md."""
     lr: float = Field(1e-6, gt=0)
-    """Learning rate after the warm-up, e.g. ``1.0e-05``."""
+    """Learning rate after the warm-up, e.g. ``1.0e-05``; of both, where there are two."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """How slowly Muon's running mean of the gradient forgets, e.g. ``0.9``."""
+    nesterov: bool = True
+    """Muon moves along the mean as it will be if the next gradient is this one again (Nesterov)."""
+    newton_schulz: int = Field(5, ge=1, le=20)
+    """Steps of the Newton-Schulz iteration that makes singular values alike, e.g. ``6``."""
+    rms: float = Field(0.2, gt=0)
+    """Root mean square of what Muon adds to a matrix, as a multiple of the learning rate, e.g. ``0.4``; 0.2 is about
+    what AdamW adds."""
     betas: tuple[float, float] = (0.9, 0.95)
     """How slowly AdamW's two running means forget: of the gradient, and of its square, e.g. ``[0.9, 0.999]``."""
     eps: float = Field(1e-8, gt=0)
@@ -35,6 +52,15 @@ class OptimizerConfig(Section):
     is not exact (block-wise quantization, Dettmers et al. 2021). Needs `penstock[adam8bit]`."""
     max_grad_norm: float = Field(1.0, gt=0)
     """A gradient that is longer than this (2-norm over all parameters) is scaled down to it."""
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> OptimizerConfig:
+        if self.type == "muon" and self.moments == "8bit":
+            raise ValueError("moments=8bit: muon keeps its means in float32 alone; set moments=float32, or type=adamw")
+        changed = [key for key in OF_MUON if getattr(self, key) != type(self).model_fields[key].default]
+        if self.type == "adamw" and changed:
+            raise ValueError(f"{changed[0]} is a key of type=muon alone; set that, or leave {changed[0]} out")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -89,7 +115,7 @@ class LearnerConfig(Section):
     the next; all that is cut over ranks is cut over those of one stage. For ranks on several machines: between stages
     hidden states travel alone. A step wants several micro-batches, or stages wait for each other."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW: how the weights are changed."""
+    """AdamW or Muon: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the model is saved, in transformers' layout, with the learner's own state beside it. Groups are kept until
     all learners have a checkpoint that covers them."""

@@ -75,6 +75,8 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("trainer.steps=true", "trainer: steps=true is no number"),
         ("trainer.steps=1:30", "trainer.steps: Input should be a valid integer"),
         ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr: Input should be a finite number"),
+        ("trainer.optimizer.momentum=0.9", "trainer.optimizer: momentum is a key of type=muon alone; set that, or"),
+        ("trainer.optimizer={type: muon, moments: 8bit}", "trainer.optimizer: moments=8bit: muon keeps its means in"),
         ("gate.max_lag.x=1", "gate.max_lag is a value, not a section"),
         ("rollout.engine={type: torch, type: vllm}", "the value, line 1: 'type' is given twice"),
         ("run.name=2024-13-45", "the value cannot be read: month must be in 1..12; put text in quotes"),

@@ -373,6 +373,8 @@ MISTAKES = [
       overrides=["reference.path=/nowhere/model", "trainer.algorithm.kl.coefficient=0.1"]),
     m("an engine that is not there", "rollout.engine.name: 'nothing' is not of the form module:name",
       overrides=["rollout.engine={type: plugin, name: nothing}"]),
+    m("a key of another optimizer", "trainer.optimizer: momentum is a key of type=muon alone",
+      overrides=["trainer.optimizer.momentum=0.9"]),
     m("a device of another kind", "trainer.device: 'gpu' is none of auto, cpu, cuda", overrides=["trainer.device=gpu"]),
     m("a device that is not there", "trainer.device: cuda is asked for, and there is no GPU here",
       overrides=["trainer.device=cuda"]),

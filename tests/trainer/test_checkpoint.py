@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,21 +27,22 @@ from tests.trainer.steps import Tokenizer, a_step
 CPU = torch.device("cpu")
 
 
-def a_learner(model: object, moments: str = "float32") -> Learner:
-    return Learner(model, TrainerConfig.model_validate({"optimizer": {"lr": 1e-3, "moments": moments}}), 1.0)
+def a_learner(model: object, **optimizer: Any) -> Learner:
+    return Learner(model, TrainerConfig.model_validate({"optimizer": {"lr": 1e-3} | optimizer}), 1.0)
 
 
 def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    continues_exactly(tmp_path, "float32")
+    continues_exactly(tmp_path)
 
 
-def continues_exactly(tmp_path: Path, moments: str) -> None:
+def continues_exactly(tmp_path: Path, **optimizer: Any) -> Path:
+    """Returns the checkpoint that was gone on from."""
     torch.manual_seed(0)
-    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)), moments)
+    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)), **optimizer)
     for seed in range(3):
         learner.train(a_step(seed))
     path = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=2).begin().result()
-    again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"), moments)
+    again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"), **optimizer)
     checkpoint.restore(again, path)
     assert again.version == 3
     for one in (learner, again):
@@ -48,6 +50,7 @@ def continues_exactly(tmp_path: Path, moments: str) -> None:
     for (name, a), (_, b) in zip(learner.model.named_parameters(), again.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     assert AutoModelForCausalLM.from_pretrained(path).config.model_type == "qwen3"
+    return path
 
 
 def test_what_a_models_folder_says_of_sampling_is_saved_as_it_was(tmp_path: Path) -> None:
