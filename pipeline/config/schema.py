@@ -12,6 +12,7 @@ from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
+from penstock.pipeline.config.head import check_head
 from penstock.pipeline.config.reference import check_reference
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
@@ -123,6 +124,10 @@ class PretrainedModel(Section):
     """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``."""
     dtype: Dtype = "bfloat16"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    head_dtype: Literal["float32"] | None = None
+    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
+    where `dtype` has 16 bits most of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     chat_template_kwargs: dict[str, Any] = {}
     """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
     what it may be told is the template's own."""
@@ -167,6 +172,10 @@ class TinyModel(Section):
     """Longest prompt and response together that the model can read, in tokens; here a token is a character."""
     dtype: Dtype = "float32"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    head_dtype: Literal["float32"] | None = None
+    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
+    where `dtype` has 16 bits most of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     warm_start: WarmStart = WarmStart()
     """A short supervised start; without it a tiny model would never hit on a right answer to be rewarded for."""
 
@@ -367,5 +376,6 @@ class Config(Section):
             if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):
                 raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")
         check_reference(self)
+        check_head(self)
         check_columns(self)
         return self
