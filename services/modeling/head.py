@@ -64,13 +64,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        if gradient.is_cuda and inputs.dtype == weight.dtype == torch.bfloat16:
-            # As without this head: rounded once, summed in fp32 by the tensor cores. In fp16 small ones would be 0.
-            gradient = gradient.to(torch.bfloat16)
-            multiply = torch.mm
-        else:
-            multiply = _product
+        (gradient,), multiply = gradients, _product
+        if _widens(inputs, weight) and weight.dtype == torch.bfloat16:
+            # Rounded as it is without this head, and summed in fp32 within a product. In fp16 small ones would be 0.
+            gradient, multiply = gradient.to(torch.bfloat16), torch.mm
         of_inputs = multiply(gradient, weight).to(inputs.dtype) if ctx.needs_input_grad[0] else None
         of_weight = multiply(gradient.T, inputs).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return of_inputs, of_weight
@@ -78,6 +75,11 @@ class _Linear(torch.autograd.Function):
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """float32 ``[n, m]`` of ``[n, k]`` and ``[k, m]``, each in its own dtype."""
-    if left.is_cuda and left.dtype == right.dtype and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)  # 16 bits in, fp32 out: no copy of either
+    if _widens(left, right):
+        return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
+
+
+def _widens(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Their device makes fp32 of 16 bits as it multiplies, without a copy of either."""
+    return left.is_cuda and left.dtype == right.dtype and left.dtype != torch.float32

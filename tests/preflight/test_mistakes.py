@@ -356,6 +356,8 @@ MISTAKES = [
       overrides=["reference.path=/nowhere/model", "trainer.algorithm.kl.coefficient=0.1"]),
     m("an engine that is not there", "rollout.engine.name: 'nothing' is not of the form module:name",
       overrides=["rollout.engine={type: plugin, name: nothing}"]),
+    m("a head that a server was not started with", "model.head_dtype=float32: a server over HTTP (openai) computes",
+      overrides=["model.dtype=bfloat16", "model.head_dtype=float32", "rollout.engine={type: plugin, name: openai}"]),
     m("a device of another kind", "trainer.device: 'gpu' is none of auto, cpu, cuda", overrides=["trainer.device=gpu"]),
     m("a device that is not there", "trainer.device: cuda is asked for, and there is no GPU here",
       overrides=["trainer.device=cuda"]),
