@@ -181,8 +181,8 @@ def test_an_engine_that_cannot_be_told_of_the_head_has_to_say_that_it_has_it() -
 
     wide, narrow = "model.head_dtype=float32", "model.head_dtype=null"
     for chosen, message in (
-        ((wide, engine("openai", None)), """start it with --hf-overrides '{"head_dtype": "float32"}' (vLLM), and say"""),
-        ((wide, engine("sglang", None)), "--enable-fp32-lm-head, and say so by rollout.engine.options.head_dtype=float"),
+        ((wide, engine("openai", None)), """was started: start it with --hf-overrides '{"head_dtype": "float32"}'"""),
+        ((wide, engine("sglang", None)), "--enable-fp32-lm-head, and say so by rollout.engine.options.head_dtype="),
         ((wide, engine("mine:Engine", None)), "an engine of your own (mine:Engine) has to compute logits so, too"),
         ((narrow, engine("openai", "float32")), "would compute logits in bfloat16; set model.head_dtype=float32 too"),
     ):
