@@ -12,8 +12,8 @@ OPTION = "rollout.engine.options.head_dtype"
 
 
 def check_head(config: Any) -> None:
-    """Raises `ValueError` where the engine is not ours to tell, and it is not said that it does: one side alone would
-    be further from the other than before."""
+    """Raises `ValueError` where the engine is not ours to tell, and it is not said that it does: one side alone is no
+    nearer to the other than before."""
     engine, wanted = config.rollout.engine, config.model.head_dtype
     if not isinstance(engine, PluginEngineConfig) or config.model.dtype == "float32":
         return

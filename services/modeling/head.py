@@ -82,4 +82,4 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _widens(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Their device makes fp32 of 16 bits as it multiplies, without a copy of either."""
-    return left.is_cuda and left.dtype == right.dtype and left.dtype != torch.float32
+    return left.is_cuda and left.dtype == right.dtype and left.itemsize == 2
