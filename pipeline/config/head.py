@@ -25,7 +25,7 @@ def check_head(config: Any) -> None:
             else f"an engine of your own ({engine.name}) has to compute logits so, too: have it do so"
         )
         raise ValueError(f"model.head_dtype={wanted}: {how}, and say so by {OPTION}={wanted}; or set it to null")
-    if over_http and told and not wanted:
+    if over_http and told == "float32" and not wanted:
         raise ValueError(
             f"{OPTION}={told}: the trainer would compute logits in {config.model.dtype}; set model.head_dtype={told} "
             "too, or start the server without it and take the option out"

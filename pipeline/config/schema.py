@@ -126,7 +126,7 @@ class PretrainedModel(Section):
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
     head_dtype: Literal["float32"] | None = None
     """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
-    where `dtype` has 16 bits most of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
     arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     chat_template_kwargs: dict[str, Any] = {}
     """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
@@ -174,7 +174,7 @@ class TinyModel(Section):
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
     head_dtype: Literal["float32"] | None = None
     """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
-    where `dtype` has 16 bits most of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
     arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     warm_start: WarmStart = WarmStart()
     """A short supervised start; without it a tiny model would never hit on a right answer to be rewarded for."""

@@ -1,8 +1,8 @@
 """A model's head, hidden states to logits, in fp32 where the rest of the model computes in 16 bits.
 
 In bf16 a logit of 20 is known to 1/16 at best, and engine and trainer round it differently: MiniMax-M1 (MiniMax 2025,
-arXiv:2506.13585) found most of the difference of their log-probabilities there, and ScaleRL (Khatri et al. 2025,
-arXiv:2510.13786) takes that over. What is cast is what is computed with: weights, gathers and versions are as ever.
+arXiv:2506.13585) found the main source of their difference there, and ScaleRL (Khatri et al. 2025, arXiv:2510.13786)
+computes it so, too. What is cast is what is computed with: weights, gathers and versions are as ever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def compute_head_in(model: Any, dtype: str | None) -> None:
     if dtype is None or (stage and not stage.last):
         return
     head = model.get_output_embeddings()
-    linear = [module for module in head.modules() if type(module) is nn.Linear] if head is not None else []
+    linear = (
+        [module for module in head.modules() if type(module) in (nn.Linear, Float32Linear)] if head is not None else []
+    )
     if not linear:
         raise ModelError(
             f"model.head_dtype: the head of {model.config.model_type} is no linear layer that is known here; set it to "
