@@ -12,6 +12,7 @@ from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
+from penstock.pipeline.config.head import check_head
 from penstock.pipeline.config.reference import check_reference
 from penstock.pipeline.config.sources import check_sources
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
@@ -127,6 +128,10 @@ class PretrainedModel(Section):
     chat_template: str | None = None
     """How chats are told to the model, in the place of the tokenizer's own template: a file with a template in Jinja,
     e.g. ``chat.jinja``, or the template itself. Checkpoints have it; null: the tokenizer's own."""
+    head_dtype: Literal["float32"] | None = None
+    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
+    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     chat_template_kwargs: dict[str, Any] = {}
     """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
     what it may be told is the template's own."""
@@ -171,6 +176,10 @@ class TinyModel(Section):
     """Longest prompt and response together that the model can read, in tokens; here a token is a character."""
     dtype: Dtype = "float32"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    head_dtype: Literal["float32"] | None = None
+    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
+    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     warm_start: WarmStart = WarmStart()
     """A short supervised start; without it a tiny model would never hit on a right answer to be rewarded for."""
 
@@ -374,6 +383,7 @@ class Config(Section):
             if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):
                 raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")
         check_reference(self)
+        check_head(self)
         check_columns(self)
         check_sources(self)
         return self

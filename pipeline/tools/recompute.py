@@ -44,6 +44,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.learning import checkpoint
     from penstock.services.learning.batch import open_batch
     from penstock.services.modeling import determinism
+    from penstock.services.modeling.head import compute_head_in
     from penstock.services.modeling.load import device_of, vocabulary_of
     from penstock.services.modeling.parallel.world import World
     from penstock.services.modeling.routing import Replay, mixture_of
@@ -64,6 +65,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     if config.run.deterministic:  # as the run itself did
         trainer = trainer.model_copy(update={"halve_micro_batches": False})
     model = load_policy(str(start or begun), begun, world, config.model.dtype, trainer.lora, trainer.offload)
+    compute_head_in(model, config.model.head_dtype)
     if config.rollout.sampling.routing_replay:
         Replay(model)
     teacher = self_teacher(trainer, begun, config.template)

@@ -261,6 +261,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         weights=config.weights,
         model_path=context.model_path,
         dtype=config.model.dtype,
+        head_dtype=config.model.head_dtype,
         critic_warmup=config.critic_warmup,
         reference_every=config.reference.refresh_every,
         temperature=config.rollout.sampling.temperature,

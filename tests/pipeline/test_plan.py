@@ -62,7 +62,8 @@ def test_parameters_are_those_of_the_real_models() -> None:
          ("8b", "trainer.ranks=1 model.dtype=float32 trainer.tokens_per_micro_batch=4096"),
          ("8b", "trainer.ranks=8 model.dtype=float32 trainer.tokens_per_micro_batch=4096"),
          ("8b", "trainer.ranks=8 trainer.tokens_per_micro_batch=64 trainer.optimizer.type=muon"),
-         ("3b", "trainer.ranks=4 trainer.sum_gradients=step"), ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
+         ("3b", "trainer.ranks=4 trainer.sum_gradients=step model.head_dtype=float32"),
+         ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
          ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2"), ("30b-a3b", ""),
          ("8b", "trainer.ranks=8 trainer.pipeline_parallel=4 trainer.gradient_checkpointing=selective")))],
 )  # fmt: skip

@@ -375,6 +375,8 @@ MISTAKES = [
       overrides=["rollout.engine={type: plugin, name: nothing}"]),
     m("a key of another optimizer", "trainer.optimizer: momentum is a key of type=muon alone",
       overrides=["trainer.optimizer.momentum=0.9"]),
+    m("a head that a server was not started with", "model.head_dtype=float32: a server over HTTP (openai) computes",
+      overrides=["model.dtype=bfloat16", "model.head_dtype=float32", "rollout.engine={type: plugin, name: openai}"]),
     m("a device of another kind", "trainer.device: 'gpu' is none of auto, cpu, cuda", overrides=["trainer.device=gpu"]),
     m("a device that is not there", "trainer.device: cuda is asked for, and there is no GPU here",
       overrides=["trainer.device=cuda"]),

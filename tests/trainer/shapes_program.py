@@ -1,7 +1,7 @@
 """Run under torchrun by test_shapes.py: a learner of several ranks beside one of a single process, on the same steps,
 the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the models
 to begin with, start/ and, where experts are dealt out, mixture/; what the config says of each shape, by name, as JSON,
-and what ``model`` it begins with; and on what device to compute."""
+what ``model`` it begins with, and whether it is ``bf16`` with the head in fp32; and on what device to compute."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.weights.byte_views import as_memory
 from penstock.services.weights.sender.shard_exporter import ShardExporter
+from tests.trainer.head_shapes import check_head
 from tests.trainer.steps import Tokenizer, a_step
 
 COMMON = {
@@ -65,13 +66,16 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, given: dict[str, Any], kind: str) -> None:
-    model_name = given.pop("model", "start")
+    model_name, rounds = given.pop("model", "start"), given.pop("bf16", False)
     config = TrainerConfig.model_validate(COMMON | given)
     alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora", "optimizer")})
     device = local_device(torch.device(kind), "trainer")
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
     mixture = world.shape.expert > 1
     start = str(folder.parent / ("mixture" if mixture else model_name))
+    if rounds:
+        check_head(start, config, alone, world, single)
+        return
 
     def learn(path: str, config: TrainerConfig, world: World) -> Learner:
         model = load_policy(path, start, world, "float32", config.lora, config.offload)

@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -77,6 +77,8 @@ class HttpOptions(Section):
     """For loading and scoring a version, and for a connection."""
     drain_s: float = 600.0
     """For one answer, and for everything in flight to end before a version is loaded."""
+    head_dtype: Literal["float32"] | None = None
+    """What it computes logits in, by its command line; None: in the model's dtype. The same as `model.head_dtype`."""
     key_env: str = ""
     """Environment variable with the server's API key, if it wants one."""
 
