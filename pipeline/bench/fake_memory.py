@@ -137,7 +137,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     whole = keeps_whole_gradients(of_stage(trainer), shape.stage(world.stage, trainer.pipeline_parallel), gpu_gib)
     # Decided above, for a GPU: the learner would look at this machine's memory.
     trainer = trainer.model_copy(update={"sum_gradients": "step" if whole else "micro_batch"})
-    model = start._empty(str(folder), "language")
+    model = start._empty(str(folder), "language", "model.path")
     lora = trainer.lora
     adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant) if lora else None
     memory = Memory()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import Shape, shape_of
 from penstock.pipeline.resources.trainer_memory import GIB, version_bytes
-from penstock.services.learning.config import CheckpointConfig, LearnerConfig
+from penstock.services.learning.config import LearnerConfig
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
@@ -139,7 +139,8 @@ def host_needs(config: Config) -> HostNeeds | None:
         resting = copies * (state + frozen)
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, critic = _version(others[0]), 12 * others[1].parameters / GIB * config.with_critic
-    checkpoints = _kept(config.trainer.checkpoint) * state + _kept(config.critic.checkpoint) * critic
+    steps = config.trainer.steps
+    checkpoints = config.trainer.checkpoint.kept(steps) * state + config.critic.checkpoint.kept(steps) * critic
     kept = _activations(shape, config.trainer)
     of_critic = _activations(others[1], config.critic) * config.with_critic
     return HostNeeds(
@@ -159,8 +160,3 @@ def _activations(shape: Shape, learner: LearnerConfig) -> float:
 
 def _version(shape: Shape) -> float:
     return shape.parameters * shape.served_bytes / GIB
-
-
-def _kept(checkpoint: CheckpointConfig) -> int:
-    """Checkpoints on the disk, with the one that is being written."""
-    return checkpoint.keep + checkpoint.keep_best + 1

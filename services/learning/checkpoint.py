@@ -73,11 +73,14 @@ class _Staged:
 
 
 class Saver:
-    """Saves versions of ``learner`` below ``folder``, one at a time; the newest ``keep`` stay. All ranks have one and
-    call it alike, but for `remove_old`, which is the first rank's."""
+    """Saves versions of ``learner`` below ``folder``, one at a time; the newest ``keep`` stay, and the multiples of
+    ``keep_every``. All ranks have one and call it alike, but for `remove_old`, which is the first rank's."""
 
-    def __init__(self, learner: ModelLearner, tokenizer: Any, folder: Path, keep: int) -> None:
-        self._learner, self._tokenizer, self._folder, self._keep = learner, tokenizer, folder, keep
+    def __init__(
+        self, learner: ModelLearner, tokenizer: Any, folder: Path, keep: int, keep_every: int | None = None
+    ) -> None:
+        self._learner, self._tokenizer, self._folder = learner, tokenizer, folder
+        self._keep, self._keep_every = keep, keep_every
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._last: Future[Path] | None = None
         self._pages: dict[str, torch.Tensor] = {}
@@ -104,7 +107,7 @@ class Saver:
     def remove_old(self, spared: Collection[int] = ()) -> None:
         """All but the newest ones, and those of the ``spared`` versions."""
         for old in versions(self._folder)[: -self._keep]:
-            if old not in spared:
+            if old not in spared and not (self._keep_every and old % self._keep_every == 0):
                 aside = _aside(path_of(self._folder, old))  # one that has its name is whole, to the last
                 shutil.rmtree(aside, ignore_errors=True)
                 path_of(self._folder, old).rename(aside)

@@ -44,9 +44,23 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints of multiples of so many steps stay for ever, e.g. ``500``, a multiple of `every`; null: none does."""
     keep_best: bool = False
     """Keep the one with the best evaluation so far too (`prompts.best_by`); needs `prompts.eval_every`, a multiple of
     `every`."""
+
+    @model_validator(mode="after")
+    def _are_made(self) -> CheckpointConfig:
+        if self.keep_every and self.keep_every % self.every:
+            raise ValueError(
+                f"keep_every={self.keep_every} is no multiple of every={self.every}: what stays must be saved first"
+            )
+        return self
+
+    def kept(self, steps: int) -> int:
+        """Checkpoints that there are at most within so many steps, with the one that is being written."""
+        return self.keep + self.keep_best + 1 + (steps // self.keep_every if self.keep_every else 0)
 
 
 class LearnerConfig(Section):
@@ -207,9 +221,34 @@ class KLConfig(Section):
         return self
 
 
+class RewardShape(Section):
+    """What the learners see of a reward R: clip((R + shift) · scale, low, high)."""
+
+    shift: float = 0.0
+    """Is added first, e.g. ``-0.5``."""
+    scale: float = Field(1.0, gt=0)
+    """What that is multiplied with, e.g. ``2.0``."""
+    low: float | None = None
+    """Less is taken for this, e.g. ``-1.0``; null: no bound."""
+    high: float | None = None
+    """More is taken for this, e.g. ``1.0``; null: no bound."""
+
+    @property
+    def changes(self) -> bool:
+        """It is not the reward as it is."""
+        return (self.shift, self.scale, self.low, self.high) != (0.0, 1.0, None, None)
+
+    @model_validator(mode="after")
+    def _a_band(self) -> RewardShape:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: all rewards would be equal")
+        return self
+
+
 @dataclass(frozen=True)
 class Penalties:
-    """What is taken off the rewards."""
+    """What is made of the rewards, and taken off them."""
 
     kl: KLConfig = field(default_factory=KLConfig)
     constraints: tuple[ConstraintConfig, ...] = ()
+    shape: RewardShape = field(default_factory=RewardShape)

@@ -12,10 +12,10 @@ import structlog
 import torch
 
 from penstock.protocols.columns import REFERENCE
-from penstock.protocols.experience import Group
+from penstock.protocols.experience import ExperienceError, Group
 from penstock.services.learning import checkpoint
 from penstock.services.modeling import determinism
-from penstock.services.modeling.load import device_of, load_model
+from penstock.services.modeling.load import check_vocabulary, device_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.resting import Resting, release
@@ -42,9 +42,9 @@ class Reference:
         """The version that was due when it began: whoever did not save it then is not blamed."""
         self._device = device_of(config.device, "reference.device")
         self._resting = Resting(self._device)
-        self._model = load_model(
-            config.path or model_path, dtype, self._device, "reference.path" if config.path else "model.path"
-        ).eval()
+        key = "reference.path" if config.path else "model.path"
+        check_vocabulary(model_path, config.path or model_path, key)
+        self._model = load_model(config.path or model_path, dtype, self._device, key).eval()
 
     def room(self, in_hand: int) -> int:
         """See `ReferenceConfig.groups_in_hand`."""
@@ -52,6 +52,12 @@ class Reference:
 
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
         """Answers as many as fill a forward pass, before it returns."""
+        for task in tasks:
+            try:
+                task.group.check_ids(vocabulary_of(self._model))
+            except ExperienceError as error:
+                answer(task, REFERENCE, unusable=str(error))
+                return [other for other in tasks if other is not task]
         count = 1 if self._alone else self._fill(tasks)
         batch = tasks[:count]
         self._refresh(max(task.step for task in batch))

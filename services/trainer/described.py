@@ -37,7 +37,8 @@ def describe(step: TrainingBatch, version: int, compares: bool) -> dict[str, flo
 
 
 def _means(step: TrainingBatch) -> dict[str, float]:
-    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens."""
+    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens, that have a
+    value."""
     found = {}
     for name, values in step.values.items():
         if name != REWARD and np.isfinite(values).any():
@@ -45,7 +46,9 @@ def _means(step: TrainingBatch) -> dict[str, float]:
     for name, parts in step.token_values.items():
         if name != REFERENCE and name not in step.values and parts:
             sampled = [v[t.loss_mask == 1] for v, t in zip(parts, step.trajectories, strict=True)]
-            found[name] = float(np.concatenate(sampled).mean())
+            values = np.concatenate(sampled)
+            if (there := values[~np.isnan(values)]).size:
+                found[name] = float(there.mean())
     return found
 
 

@@ -17,7 +17,7 @@ from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import open_batch
 from penstock.services.modeling import determinism
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import device_of, load_tokenizer
+from penstock.services.modeling.load import device_of, load_tokenizer, vocabulary_of
 from penstock.services.modeling.lora import Adapter, is_adapters, plain_name
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
@@ -116,7 +116,7 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
         return Learner(model, trainer, settings.temperature or 1.0, world, teacher, settings.critic_warmup)
 
     learner, tail = checkpoint.open_learner(settings.checkpoints, world, settings.model_path, make)
-    return Rank(world, learner, load_tokenizer(settings.model_path), tail, shift)
+    return Rank(world, learner, load_tokenizer(settings.model_path, settings.template), tail, shift)
 
 
 def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfig | None, offload: bool = False) -> Any:
@@ -154,7 +154,7 @@ def train(
 ) -> dict[str, float]:
     """One step on ``batch``, the same on every rank."""
     torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
-    step = open_batch(batch, settings.columns, mixture_of(learner.model))
+    step = open_batch(batch, settings.columns, mixture_of(learner.model), vocabulary_of(learner.model))
     rank = learner.world.named("trainer")
     judgements = Judgements(step) if settings.archived else None
     with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank):

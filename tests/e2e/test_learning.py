@@ -48,6 +48,8 @@ METHODS = {
     "topr": ["loss={type: topr}"],
     "vespo": ["loss={type: vespo}"],
     "undecided": ["entropy_share=0.2"],
+    "lite_ppo": ["advantage={type: grpo, std: step}"],
+    "imitation": ["imitate={coefficient: 0.1}"],
     "clip_by_age": ["loss={type: ppo_clip, lag_exponent: 0.5}"],
 }
 

@@ -70,12 +70,13 @@ def test_flash_attention_over_packed_rows_is_the_loop(cuda: torch.device) -> Non
     ):
         own, values = (k, v) if segments.keys is None else (k[segments.keys], v[segments.keys])
         results = []
-        for way in (attention._flash, attention._loop):
-            found = way(q, own, values, None, segments)
+        for way, exact in ((attention._flash, False), (attention._loop, True)):  # the loop in fp32
+            taken = (q, own, values) if not exact else (q.float(), own.float(), values.float())
+            found = way(*taken, None, segments)
             gradients = torch.autograd.grad(found.float().square().sum(), (q, k, v), retain_graph=True)
             results.append((found, *gradients))
         for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+            assert (one.float() - other.float()).norm() <= 2e-2 * other.float().norm()
 
 
 def test_a_trainer_resumes_on_a_gpu(tmp_path: Path, cuda: torch.device, note: Note) -> None:
@@ -103,14 +104,16 @@ def test_a_version_is_cast_hashed_and_copied_on_the_gpu(cuda: torch.device, note
     channel = Channel(named, "bfloat16", bucket_mb=64)
     try:
         rollout = channel.join()
+        channel.publish(0).committed.result(60)  # memory is registered, and digests' matrices made, once
+        channel.settled()
         started = time.monotonic()
-        publication = channel.publish(0)
+        publication = channel.publish(1)
         read = time.monotonic() - started
         for _, value in named:
             value.add_(1)
         publication.committed.result(60)
         took = time.monotonic() - started
-        found = rollout.wait(0)
+        found = rollout.wait(1)
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
         nbytes = channel.source.layout.nbytes
         note("publish of 128 MB to a host", f"{took:.3f} s, {nbytes / took / 1e9:.1f} GB/s; model read in {read:.3f} s")

@@ -16,6 +16,7 @@ from penstock.protocols.packed_groups import lengths_of, pack_group
 from penstock.services.learning.batch import TrainingBatch, open_batch
 from penstock.services.learning.config import Penalties
 from penstock.services.learning.token_rewards import token_rewards
+from penstock.services.trainer.described import describe
 from tests.conftest import make_group
 
 TABLE = ColumnTable(
@@ -77,3 +78,29 @@ def test_greedy_answers_are_compared_with_and_not_trained_on() -> None:
 def test_whose_greedy_answer_has_no_reward_is_not_trained_on() -> None:
     step = opened(1, greedy_failed=True)
     assert step.rewarded.tolist() == [True] * 3 + [False] * 3 + [True] * 3
+
+
+def test_what_a_source_is_not_asked_for_is_no_number_and_lies_nowhere() -> None:
+    sources = {"reward/exact": ("math",), "reward/environment": ("game",)}
+    columns = tuple(column.model_copy(update={"sources": sources[column.name]}) for column in TABLE.columns)
+    random, taken = np.random.default_rng(0), []
+    for number, source in enumerate(("math", "game")):
+        made = make_group(random, number)
+        group = Group(number, made.prompt.model_copy(update={"source": source}), made.trajectories)
+        size = sum(len(t.tokens) for t in group.trajectories)
+        asked = {"reward/exact": np.ones(4, np.float32)} if source == "math" else {}
+        asked |= {"reward/environment": np.ones(size, np.float32)} if source == "game" else {}
+        rewards = {REWARD: np.full(4, number + 1, np.float32)}
+        taken.append(TakenGroup(number=number, experience=as_bytes(pack_group(group)), columns=asked | rewards))
+    batch = Batch(step=0, seed=0, max_lag=2, groups=taken, committed=0)
+    step = open_batch(batch, ColumnTable(columns=columns, sums=TABLE.sums))
+    assert step.values["reward/exact"].tolist()[:4] == [1.0] * 4 and np.isnan(step.values["reward/exact"][4:]).all()
+    assert np.isnan(np.concatenate(step.token_values["reward/environment"][:4])).all()
+    assert step.placed is not None and not np.concatenate(step.placed[:4]).any()
+    assert all((part == 0.5).all() for part in step.placed[4:])
+    found = describe(step, 0, True)
+    lengths = [len(t.tokens) for t in step.trajectories[4:]]
+    assert found["reward/exact"] == 1.0 and found["reward/environment"] == np.mean(lengths)
+    assert found["source/math"] == 1.0 and found["source/game"] == 2.0
+    lacking = batch.model_copy(update={"groups": [taken[0].model_copy(update={"columns": rewards}), taken[1]]})
+    assert open_batch(lacking, ColumnTable(columns=columns, sums=TABLE.sums)).unreadable == 1

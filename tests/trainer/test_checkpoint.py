@@ -75,8 +75,14 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
         saver.begin().result()
         saver.remove_old(spared=[2])
     assert checkpoint.versions(tmp_path) == [2, 4, 5]
-    (tmp_path / ".step-000009.partial").mkdir()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000005"
+    landmarks = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1, keep_every=4)
+    for version in (6, 7, 8, 9):
+        learner.version = version
+        landmarks.begin().result()
+        landmarks.remove_old()
+    assert checkpoint.versions(tmp_path) == [4, 8, 9]
+    (tmp_path / ".step-000011.partial").mkdir()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000009"
 
 
 TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=True),))
@@ -106,3 +112,6 @@ def test_a_group_that_cannot_be_read_costs_its_step_only_itself() -> None:
     short = TakenGroup(number=2, experience=taken[2].experience, columns={"reward": np.zeros(3, np.float32)})
     step = open_batch(Batch(step=3, seed=0, max_lag=2, groups=[taken[0], torn, short], committed=0), TABLE)
     assert step.unreadable == 2 and step.groups.tolist() == [0] * 4 and step.rewards.tolist() == [0] * 4
+    largest = max(int(t.tokens.max()) for t in step.trajectories)
+    whole = Batch(step=3, seed=0, max_lag=2, groups=taken[:1], committed=0)
+    assert [open_batch(whole, TABLE, vocabulary=largest + more).unreadable for more in (0, 1)] == [1, 0]

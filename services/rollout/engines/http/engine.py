@@ -243,6 +243,8 @@ class HttpEngine(AsyncEngine):
         tokens, logprobs = np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32)
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} token ids and {len(logprobs)} log-probabilities")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
+            raise ValueError(f"token ids from {tokens.min()} to {tokens.max()}, of a vocabulary of {self._vocabulary}")
         self._generated += len(tokens)
         finish: Finish = "stop" if answer.stopped else "length"
         return Completion(request.number, sample, tokens, logprobs, np.full(len(tokens), version, np.int32), finish)
