@@ -24,9 +24,8 @@ def compute_head_in(model: Any, dtype: str | None) -> None:
     if dtype is None or (stage and not stage.last):
         return
     head = model.get_output_embeddings()
-    linear = (
-        [module for module in head.modules() if type(module) in (nn.Linear, Float32Linear)] if head is not None else []
-    )
+    within = () if head is None else head.modules()
+    linear = [module for module in within if type(module) in (nn.Linear, Float32Linear)]
     if not linear:
         raise ModelError(
             f"model.head_dtype: the head of {model.config.model_type} is no linear layer that is known here; set it to "
