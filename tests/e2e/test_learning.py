@@ -55,8 +55,10 @@ METHODS = {
 }
 
 
-def test_ppo_with_a_critic_lifts_the_reward(tmp_path: Path) -> None:
-    summary = Run(tmp_path, [], ROOT / "configs" / "ppo.yaml").wait(500)
+@pytest.mark.parametrize("chosen", [[], ["preset=vapo", "advantage.length_alpha=1.0"]], ids=["ppo", "vapo"])
+def test_ppo_with_a_critic_lifts_the_reward(chosen: list[str], tmp_path: Path) -> None:
+    given = [f"trainer.algorithm.{choice}" for choice in chosen]
+    summary = Run(tmp_path, given, ROOT / "configs" / "ppo.yaml").wait(500)
     check_promises(summary)
     assert summary["reward_last"] >= 0.85 and summary["eval_after"] >= 0.95
 
