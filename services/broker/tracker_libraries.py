@@ -63,7 +63,8 @@ class _Wandb:
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        self._new_table, self._table, self._shown = wandb.Table, None, ""
+        self._new_table, self._shown = wandb.Table, ""
+        self._table: Any = None
         self._run = wandb.init(
             project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=dict(config)
         )
@@ -101,6 +102,7 @@ class _MLflow:
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar for each table, in the log
         self._steps = max(STEPS, -(-int(config.get("trainer", {}).get("steps", 0)) // STEPS))
         elsewhere = os.environ.get("MLFLOW_TRACKING_URI")
         uri = elsewhere or f"sqlite:///{folder.resolve()}/mlflow.db"
@@ -147,7 +149,7 @@ class _Trackio:
         self._run.log(dict(values), step=step)
 
     def table(self, name: str, columns: Columns, rows: Rows) -> None:
-        named = [dict(zip(columns, row, strict=True)) for row in rows]
+        named: list[Any] = [dict(zip(columns, row, strict=True)) for row in rows]
         self._run.log({name: self._table(data=named)}, step=_step(rows))
 
     def close(self) -> None:

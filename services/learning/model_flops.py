@@ -50,8 +50,8 @@ class ModelFlops:
         self.total += backward_flops(self._dealt, self._frozen)
 
     def metrics(self, seconds: float, ranks: int) -> dict[str, float]:
-        """``mfu`` of a step that took ``seconds`` on so many ``ranks``: a share of the bf16 peak of their GPUs. Empty on
-        a CPU, on a GPU whose peak is not known, and for a model that is not counted."""
+        """``mfu`` of a step that took ``seconds`` on so many ``ranks``: a share of the dense bf16 peak of their GPUs.
+        Empty on a CPU, on a GPU whose peak is not known, and for a model that is not counted."""
         if not (self._shape and self._peak and seconds > 0):
             return {}
         return {"mfu": self.total / (seconds * ranks * self._peak * 1e12)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from penstock.protocols.packed_groups import lengths_of, pack_group
 from penstock.services.learning.batch import TrainingBatch, open_batch
 from penstock.services.learning.config import Penalties
 from penstock.services.learning.token_rewards import token_rewards
+from penstock.services.trainer.described import describe
 from tests.conftest import make_group
 
 TABLE = ColumnTable(
@@ -77,3 +79,30 @@ def test_greedy_answers_are_compared_with_and_not_trained_on() -> None:
 def test_whose_greedy_answer_has_no_reward_is_not_trained_on() -> None:
     step = opened(1, greedy_failed=True)
     assert step.rewarded.tolist() == [True] * 3 + [False] * 3 + [True] * 3
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "solved_all", "solved_none"),
+    [
+        ([[1, 1], [0, 0], [0, 1], [NAN, NAN]], 1 / 3, 1 / 3),
+        ([[0, 0], [0, 0]], 0, 1),
+        ([[1, 1], [1, 1]], 1, 0),
+        ([[1, 1], [-1, -1], [-1, 1], [1, NAN]], 0.5, 0.25),
+        ([[0.1, 0.1], [1.1, 0.1], [1.1, 1.1]], 1 / 3, 1 / 3),  # the form alone earns 0.1
+    ],
+)
+def test_groups_of_equal_rewards_are_solved_or_stuck(
+    rewards: list[list[float]], solved_all: float, solved_none: float
+) -> None:
+    random, n = np.random.default_rng(0), len(rewards)
+    trajectories = [t for number in range(n) for t in make_group(random, number, 2).trajectories]
+    numbers = np.repeat(np.arange(n), 2)
+    step = TrainingBatch(trajectories, numbers, np.arange(2 * n), {REWARD: np.array(rewards, np.float32).ravel()}, {})
+    found = describe(step, 0, compares=True)
+    assert (found["solved_all"], found["solved_none"]) == (pytest.approx(solved_all), pytest.approx(solved_none))
+    groups = np.isfinite(rewards).any(1).sum()
+    assert found["groups_without_variance"] == pytest.approx((solved_all + solved_none) * groups)
+    assert "solved_all" not in describe(step, 0, compares=False), "each answer is learned from alone"
