@@ -102,4 +102,6 @@ def _show_answers(state: BrokerState, step: int, groups: list[m.TakenGroup]) -> 
         return
     columns = state.settings.columns
     rewards = next((tuple(total.terms) for total in columns.sums if total.name == REWARD), ())
-    state.recorder.answers(step, partial(answers, step, groups[:count], rewards, columns.by_token, count))
+    shown = groups[:count]
+    size = sum(group.experience.nbytes for group in shown)
+    state.recorder.answers(step, size, partial(answers, step, shown, rewards, columns.by_token, count))

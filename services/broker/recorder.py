@@ -57,9 +57,9 @@ class Recorder:
             sets = {f"eval_reward/{name}": reward for name, reward in row["sets"].items()}
             self._trackers.log({"step": row["step"], "eval_reward": row["reward"], **sets})
 
-    def answers(self, step: int, make: Callable[[], Table]) -> None:
-        """Some of a step, for trackers alone."""
-        self._trackers.table(step, make)
+    def answers(self, step: int, size: int, make: Callable[[], Table]) -> None:
+        """Some of a step, for trackers alone (`Trackers.table`)."""
+        self._trackers.table(step, size, make)
 
     def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int], lost: dict[str, float]) -> None:
         """One line a beat: what every actor does, how deep the queues are, and who is lost."""

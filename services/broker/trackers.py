@@ -22,8 +22,8 @@ log = structlog.get_logger()
 
 WAITING = 10_000
 """Rows that may wait for slow trackers; of more, those that come are left out."""
-TABLES_WAITING = 4
-"""Tables, likewise: each holds the experience of groups."""
+WAITING_BYTES = 64 << 20
+"""Of experience, that tables are to be made of, likewise."""
 GIVEN_UP = object()
 CLOSE_S = 20.0
 """What a tracker has to send the last of it."""
@@ -57,7 +57,8 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], folder: Path, project: str, config: Mapping[str, Any]) -> None:
         self._said: queue.Queue[Callable[[], Callable[[Tracker], Any] | None] | None] = queue.Queue(WAITING)
-        self._room = threading.Semaphore(TABLES_WAITING)
+        self._held, self._lock = 0, threading.Lock()
+        """Bytes that wait."""
         self._shown = -1
         """The last step of which there was a table."""
         makers = {name: MAKERS.get(name, partial(OwnTracker, name)) for name in names}
@@ -73,9 +74,10 @@ class Trackers:
         values = {name: float(value) for name, value in row.items() if name != "step" and _is_number(value)}
         self._say(lambda: lambda tracker: tracker.log(int(row["step"]), values))
 
-    def table(self, step: int, make: Callable[[], Table]) -> None:
-        """What ``make`` gives, which is called by the trackers' thread; once for each ``step``."""
-        if not self._made or step <= self._shown or not self._room.acquire(blocking=False):
+    def table(self, step: int, size: int, make: Callable[[], Table]) -> None:
+        """What ``make`` gives, which holds ``size`` bytes and is called by the trackers' thread; once for each
+        ``step``."""
+        if not self._made or step <= self._shown or not self._hold(size):
             return
         self._shown = step
 
@@ -86,11 +88,11 @@ class Trackers:
                 log.warning("answers are not shown (run.tracker_samples)", step=step, error=str(error))
                 return None
             finally:
-                self._room.release()
+                self._hold(-size)
             return (lambda tracker: tracker.table(*table)) if table.rows else None
 
         if not self._say(made):
-            self._room.release()
+            self._hold(-size)
 
     def close(self) -> None:
         """Sends what is left, for at most `CLOSE_S`."""
@@ -100,6 +102,14 @@ class Trackers:
             except queue.Full:
                 return
             self._thread.join(CLOSE_S)
+
+    def _hold(self, size: int) -> bool:
+        """So many bytes more, or fewer. Whether there was room: for one table there always is."""
+        with self._lock:
+            if size > 0 and self._held and self._held + size > WAITING_BYTES:
+                return False
+            self._held += size
+            return True
 
     def _say(self, what: Callable[[], Callable[[Tracker], Any] | None]) -> bool:
         """Whether there was room for it."""

@@ -41,7 +41,7 @@ def logged(folder: Path, *names: Any) -> None:
     made = Trackers(names, folder, "sorting", CONFIG)
     for row in ROWS:
         made.log(row)
-        made.table(row["step"], partial(table, row["step"]))  # type: ignore[call-overload]
+        made.table(row["step"], 1000, partial(table, row["step"]))  # type: ignore[call-overload]
     made.close()
 
 
@@ -230,9 +230,9 @@ def test_nobody_waits_for_a_tracker_that_is_slow_or_breaks(folder: Path, monkeyp
         made_by.append(threading.current_thread().name)
         return table(step)
 
-    for step in range(trackers.TABLES_WAITING + 10):  # likewise, sooner: each holds groups
-        made.table(step, partial(make, step))
-        made.table(step, partial(make, step))
+    for step in range(14):  # likewise, sooner: they hold experience
+        made.table(step, trackers.WAITING_BYTES // 4, partial(make, step))
+        made.table(step, trackers.WAITING_BYTES // 4, partial(make, step))
     assert not made_by, "nobody has read them yet"
     for number in range(trackers.WAITING + 10):  # rows that have no room are left out: this ends before `go_on`
         made.log({"step": number, "reward": 1.0})
@@ -240,4 +240,4 @@ def test_nobody_waits_for_a_tracker_that_is_slow_or_breaks(folder: Path, monkeyp
     monkeypatch.setattr(trackers, "CLOSE_S", 60.0)
     made.close()
     assert list((folder / "tensorboard").iterdir()), "the other one goes on"
-    assert made_by == ["trackers"] * trackers.TABLES_WAITING, "a step's once, and not by the broker"
+    assert made_by == ["trackers"] * 4, "a step's once, and not by the broker"
