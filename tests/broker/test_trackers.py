@@ -20,6 +20,7 @@ from penstock.services.broker import trackers
 from penstock.services.broker.tracker_libraries import MAKERS, as_markdown, run_id
 from penstock.services.broker.trackers import Table, Trackers
 
+ROOT = Path(__file__).parents[2]
 CONFIG = {"gate": {"max_lag": 2}, "trainer": {"steps": 3}}
 ROWS = [
     {"step": step, "reward": step / 4, "kind": "step", "ok": True, "sets/held out": 0.5, "aime/pass@4": 1.0}
@@ -159,21 +160,7 @@ def test_text_is_no_markdown() -> None:
     assert shown == "step **3**, reward **0.25**\n\nresponse:\n\n    # no title\n    \n    <b>"
 
 
-OWN = """
-class Board:
-    def __init__(self, folder, project):
-        self.file = (folder / f"{project}.txt").open("w")
-
-    def log(self, step, values):
-        self.file.write(f"{step} {values['reward']}\\n")
-
-    def table(self, name, columns, rows):
-        self.file.write(f"{name} {dict(zip(columns, rows[1]))['response']}\\n")
-
-    def close(self):
-        self.file.close()
-
-
+BREAKS = """
 class Breaks:
     def log(self, step, values):
         if step:
@@ -182,19 +169,23 @@ class Breaks:
 
 
 def test_a_class_of_the_users_own_is_a_tracker(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_board.py").write_text(OWN)
+    """As docs/extending.md has it, beside one that breaks and one that is not there."""
+    page = (ROOT / "docs" / "extending.md").read_text().partition("## A tracker")[2]
+    (tmp_path / "my_trackers.py").write_text(page.partition("```python\n")[2].partition("```")[0] + BREAKS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     warned = structlog.testing.CapturingLogger()
     monkeypatch.setattr(trackers, "log", warned)
-    logged(folder, "own_board:Breaks", "own_board:Board", "own_board:Absent")
-    written = (folder / "sorting.txt").read_text().splitlines()
-    assert written == [
-        f"{step} {step / 4}" if even else f"samples answer of step {step}" for step in range(3) for even in (1, 0)
-    ]
+    logged(folder, "my_trackers:Breaks", "my_trackers:Board", "my_trackers:Absent")
+    written = [json.loads(line) for line in (folder / "sorting.jsonl").read_text().splitlines()]
+    assert [row.get("response", row["reward"]) for row in written if row.get("group") != 1] == [
+        0.0, "answer of step 0", 0.25, "answer of step 1", 0.5, "answer of step 2",
+    ]  # fmt: skip
     said = {call.kwargs["tracker"]: call.kwargs["error"] for call in warned.calls}
-    assert "run.trackers: own_board:Breaks.log raised KeyError: 1" in said["own_board:Breaks"]
-    assert "own_board.py, line 19)" in said["own_board:Breaks"] and "has no 'Absent'" in said["own_board:Absent"]
+    line = (tmp_path / "my_trackers.py").read_text().splitlines().index("            raise KeyError(step)") + 1
+    assert "run.trackers: my_trackers:Breaks.log raised KeyError: 1" in said["my_trackers:Breaks"]
+    assert f"my_trackers.py, line {line})" in said["my_trackers:Breaks"]
+    assert "has no 'Absent'" in said["my_trackers:Absent"]
     assert len(warned.calls) == 2, "each is given up once, and alone"
 
 
