@@ -22,6 +22,10 @@ OPENAI_ENGINE := {type: plugin, name: openai, server: "$(OPENAI_SERVER)", option
 PEERS ?= trl==1.16.0 accelerate verl==0.9.1 ray tensordict omegaconf hydra-core antlr4-python3-runtime==4.9.3 \
   codetiming cachetools pyvers orjson cloudpickle
 
+# Tests of what runs on GPUs that need none.
+WITHOUT_GPU := tests/weights/test_queues.py tests/weights/test_nccl.py tests/weights/test_digests.py \
+  tests/weights/test_workers.py tests/preflight/test_gpus.py tests/trainer/test_packing.py tests/trainer/test_precision.py
+
 .PHONY: help quickstart test chaos vllm-cpu test-vllm test-adam8bit test-openai test-peers gpu-test gpu-rehearsal learning compose-test two-hosts-test slurm-test ray-test commands-page docs-site lint clean
 
 help:
@@ -88,12 +92,12 @@ test-peers: $(BIN)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(PEERS)
 	$(BIN)/pytest -m peers tests/peers $(PYTEST_ARGS)
 
-# What needs no GPU runs everywhere; what does is skipped where there is none, by name.
+# What needs no GPU runs everywhere; what does is skipped where there is none, by name. Where there is one it gets vLLM.
 gpu-test: $(BIN)/.dev
+	@if nvidia-smi -L >/dev/null 2>&1; then $(BIN)/pip install -q --disable-pip-version-check -e '.[vllm]'; fi
 	$(BIN)/penstock doctor || true
-	$(BIN)/pytest -n 2 --dist worksteal tests/weights/test_queues.py tests/weights/test_nccl.py tests/weights/test_digests.py \
-	  tests/weights/test_workers.py tests/preflight/test_gpus.py tests/trainer/test_packing.py tests/trainer/test_precision.py
-	$(BIN)/pytest -m gpu -rs tests/gpu $(PYTEST_ARGS)
+	@code=0; $(BIN)/pytest -n 2 --dist worksteal $(WITHOUT_GPU) || code=$$?; \
+	$(BIN)/pytest -m gpu -rs tests/gpu $(PYTEST_ARGS) || code=$$?; exit $$code
 
 # The same tests on the CPU, gloo in NCCL's place: that they work, before somebody has a GPU to run them on.
 gpu-rehearsal: $(BIN)/.dev

@@ -16,7 +16,7 @@ from penstock.pipeline.config.errors import explain
 from penstock.pipeline.config.passwords import hide_password
 from penstock.pipeline.config.schema import Config, TinyModel
 from penstock.services.runtime.errors import SetupError
-from penstock.services.runtime.user_folders import find_folder, look_first_in, look_in
+from penstock.services.runtime.user_folders import find_file, find_folder, look_first_in, look_in
 from penstock.services.trainer.presets import without_choices
 
 PRESET = "trainer.algorithm.preset"
@@ -88,7 +88,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         _give_up_preset(data, overrides or [])
     for override in overrides or []:
         _apply(data, override)
-    return _with_folders(parse(data))
+    return _with_template(_with_folders(parse(data)))
 
 
 def options_of(overrides: Sequence[str], what: str) -> dict[str, Any]:
@@ -140,6 +140,24 @@ def _with_folders(config: Config) -> Config:
         lora = lora.model_copy(update={"start": str(folder)})
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": lora})})
     return config
+
+
+def _with_template(config: Config) -> Config:
+    """A chat template that is in a file stands in the config from then on: a run keeps the one that it began with."""
+    given = None if isinstance(config.model, TinyModel) else config.model.chat_template
+    if not given or "{" in given:
+        return config
+    file = find_file(given)
+    if file is None:
+        raise ConfigError(
+            f"model.chat_template: there is no file {given!r}, and a template itself has braces; mend the name, or "
+            "leave it out for the tokenizer's own"
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template: cannot read {file}: {error}") from None
+    return config.model_copy(update={"model": config.model.model_copy(update={"chat_template": text})})
 
 
 def parse(data: dict[str, Any]) -> Config:

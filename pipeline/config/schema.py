@@ -12,7 +12,9 @@ from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
+from penstock.pipeline.config.head import check_head
 from penstock.pipeline.config.reference import check_reference
+from penstock.pipeline.config.sources import check_sources
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
@@ -126,6 +128,13 @@ class PretrainedModel(Section):
     """A folder, or a name on the Hugging Face hub, e.g. ``Qwen/Qwen2.5-0.5B-Instruct``."""
     dtype: Dtype = "bfloat16"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    chat_template: str | None = None
+    """How chats are told to the model, in the place of the tokenizer's own template: a file with a template in Jinja,
+    e.g. ``chat.jinja``, or the template itself. Checkpoints have it; null: the tokenizer's own."""
+    head_dtype: Literal["float32"] | None = None
+    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
+    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     chat_template_kwargs: dict[str, Any] = {}
     """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
     what it may be told is the template's own."""
@@ -170,6 +179,10 @@ class TinyModel(Section):
     """Longest prompt and response together that the model can read, in tokens; here a token is a character."""
     dtype: Dtype = "float32"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    head_dtype: Literal["float32"] | None = None
+    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
+    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     warm_start: WarmStart = WarmStart()
     """A short supervised start; without it a tiny model would never hit on a right answer to be rewarded for."""
 
@@ -227,8 +240,11 @@ class Config(Section):
 
     @property
     def template(self) -> dict[str, Any]:
-        """What the tokenizer's chat template is told beside the messages."""
-        return self.model.chat_template_kwargs if isinstance(self.model, PretrainedModel) else {}
+        """What the tokenizer's chat template is told beside the messages; and, as ``chat_template``, another one."""
+        if not isinstance(self.model, PretrainedModel):
+            return {}
+        own = {"chat_template": self.model.chat_template} if self.model.chat_template else {}
+        return self.model.chat_template_kwargs | own
 
     @property
     def with_reference(self) -> bool:
@@ -333,7 +349,7 @@ class Config(Section):
                     f"{key}.mini_batches={learner.mini_batches} is more than gate.groups_per_step="
                     f"{self.gate.groups_per_step}: each is made of whole groups"
                 )
-        if sampling.n == 1 and self.replay.filter == "zero_variance":
+        if sampling.n == 1 and self.replay.filter.type == "zero_variance":
             raise ValueError(
                 "replay.filter=zero_variance drops every group of one answer; set it to none, or rollout.sampling.n "
                 "above 1"
@@ -370,5 +386,7 @@ class Config(Section):
             if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):
                 raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")
         check_reference(self)
+        check_head(self)
         check_columns(self)
+        check_sources(self)
         return self

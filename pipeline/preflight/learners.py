@@ -23,3 +23,8 @@ def look(config: Config, report: Report) -> None:
                 f"{name}.optimizer.moments=8bit: torchao is not installed; run: {install('adam8bit')}, or set it to "
                 "float32"
             )
+    if config.trainer.offload and config.weights.transport in ("nccl", "cuda_ipc"):
+        report.problems.append(
+            f"weights.transport: {config.weights.transport} sends weights that lie on a GPU, and with trainer.offload "
+            "they lie on the host; use auto, or set trainer.offload=false"
+        )

@@ -158,12 +158,13 @@ def _look_at_memory(config: Config, report: Report) -> None:
     needs = host_needs(config)
     if needs is None or "trainer" in config.run.elsewhere:
         return
+    other = "" if config.trainer.offload else ", or set weights.transport=nccl"  # which sends what lies on a GPU
     room, memory = shutil.disk_usage(directory()).total / GIB, psutil.virtual_memory().total / GIB
     if needs.shared > room:
         report.here.append(
             f"weights.transport={config.weights.transport}: {SEGMENTS} versions of {needs.version:.1f} GiB must fit "
-            f"into {directory()}, which has {room:.0f} GiB (docker: --shm-size; compose: PENSTOCK_SHM); or set "
-            "weights.transport=nccl"
+            f"into {directory()}, which has {room:.0f} GiB; give it more (docker: --shm-size; compose: PENSTOCK_SHM)"
+            f"{other}"
         )
     trainer = config.trainer
     ranks = trainer.ranks // trainer.nodes
@@ -171,7 +172,7 @@ def _look_at_memory(config: Config, report: Report) -> None:
     if (node := needs.trainer_node(config, ranks) - PROCESS_GIB * ranks) > memory:
         report.here.append(
             f"model.path: the trainer, with versions in shared memory and a checkpoint's staging, takes {node:.0f} GiB "
-            f"of this host's memory, which has {memory:.0f} GiB; use more hosts, or weights.transport=nccl"
+            f"of this host's memory, which has {memory:.0f} GiB; use more hosts{other}"
         )
 
 

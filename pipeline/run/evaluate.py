@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.config import ConfigError, PretrainedModel, load
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.config.origin import key_of
 from penstock.pipeline.report.console import print_findings
@@ -33,7 +33,9 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     path = str(find_folder(checkpoint) or checkpoint)
     about = adapter_of(Path(path))
     model: dict[str, Any] = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
-    model["chat_template_kwargs"] = config.template  # its prompts are told as they were when it was trained
+    model["head_dtype"] = config.model.head_dtype
+    if isinstance(config.model, PretrainedModel):  # its prompts are told as they were when it was trained
+        model |= config.model.model_dump(include={"chat_template", "chat_template_kwargs"})
     own = as_overrides({"model": model, "trainer.lora": _adapter(about, path), "trainer.steps": 0})
     own += [NOTHING_LEARNED, "reference.refresh_every=0", "replay.filter=none", "replay.archive=none"]
     if getattr(config.rollout.engine, "adapter", "merged") != "merged":

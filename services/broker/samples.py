@@ -69,7 +69,7 @@ def answers(
 ) -> Table:
     """``count`` of the answers that ``step`` trains on, for trackers: one of each of its ``groups`` before a second of
     any. Each column has one type in all rows of all steps. ``rewards`` are the columns of the reward's parts, of which
-    those ``by_token`` count by their sums; a reward that failed is NaN."""
+    those ``by_token`` count by their sums; one that failed, or is not asked of the group's source, is NaN."""
     of_groups = filter(None, (list(_answers(step, taken, rewards, by_token)) for taken in groups))
     one_of_each = zip_longest(*islice(of_groups, count))
     found = (row for row in chain.from_iterable(one_of_each) if row is not None)
@@ -88,14 +88,13 @@ def _answers(
         return
     prompt = _cut(group.prompt.as_text())
     begins = np.cumsum([0, *(len(trajectory.tokens) for trajectory in group.trajectories)])[:-1]
-    parts = {
-        name: np.add.reduceat(taken.columns[name], begins) if name in by_token else taken.columns[name]
-        for name in (REWARD, *rewards)
-    }
+    nothing = np.full(len(group.trajectories), np.nan, np.float32)
+    parts = {name: taken.columns.get(name, nothing) for name in (REWARD, *rewards)}
+    parts |= {name: np.add.reduceat(parts[name], begins) for name in by_token if name in taken.columns}
     for sample, trajectory in enumerate(group.trajectories):
         if trajectory.greedy:
             continue
-        numbers = [float(values[sample]) for values in parts.values()]
+        numbers = [float(parts[name][sample]) for name in (REWARD, *rewards)]
         oldest = int(trajectory.versions[trajectory.versions >= 0].min(initial=step))
         yield (
             step, group.number, prompt, _cut(trajectory.text), *numbers, trajectory.finish, trajectory.sampled,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -189,7 +190,13 @@ class BrokerState:
         settings, self.store = self.settings, store
         columns = settings.columns.scored
         self.payloads = Payloads(self.store, settings.columns)
-        self.evaluation = Evaluation(self.store, len(self.held_out), settings.columns.evaluated, self.held_out.name_of)
+        self.evaluation = Evaluation(
+            self.store,
+            len(self.held_out),
+            settings.columns.evaluated,
+            self.held_out.name_of,
+            partial(self._source_of, self.held_out),
+        )
         rests = settings.prompts.curriculum
         bounds = Bounds(**rests.model_dump()) if rests else None
         self.curriculum = Curriculum(self.store, bounds, len(self.prompts), self.prompts.row)
@@ -205,6 +212,7 @@ class BrokerState:
             self._release,
             self._dropped,
             self.curriculum.next,
+            partial(self._source_of, self.prompts),
         )
         self.versions = Versions(self.store)
         self.members = Members(self.store)
@@ -213,6 +221,10 @@ class BrokerState:
         """Kinds of actors that write columns."""
         self.receivers_changed = False
         """The trainer is to be told, with this turn, who is here and serves what."""
+
+    def _source_of(self, prompts: PromptStream | HeldOut, draw: int) -> str:
+        """Asked only where it matters: of some sources a row is read for it."""
+        return prompts.source_of(draw) if self.settings.columns.by_source else ""
 
     def asked_of(self, draw: int) -> EvalSampling:
         """How the evaluation prompt of this draw is answered."""

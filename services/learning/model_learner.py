@@ -75,7 +75,7 @@ class ModelLearner:
         self._resting = Resting(self.device)
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
         """What a version consists of."""
-        self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
+        self.optimizer = make_optimizer(model, self.parameters, config.optimizer, self.world)
         model.train()
         self.config = copy.deepcopy(model.config)
         """The model's, with its own dropout: as a checkpoint has it."""

@@ -25,11 +25,16 @@ def discounted(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch
 
 
 def gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, lam: float = 1.0
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float = 1.0,
+    lam: float | torch.Tensor = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantage estimates (Schulman et al. 2015, arXiv:1506.02438, eq. 16), and returns: estimates plus
     ``values``. All ``[rows, length]``, 0 where ``mask`` is. The recursion goes from one valid token to the next: what
-    lies between, an environment's answer say, neither adds nor discounts. The value after the last is 0."""
+    lies between, an environment's answer say, neither adds nor discounts. The value after the last is 0. ``lam`` is one
+    for all, or one of each row, ``[rows]``."""
     estimates = torch.zeros_like(rewards)
     running, following = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
     for place in reversed(range(rewards.shape[1])):

@@ -1,5 +1,5 @@
-"""What each token of a step is rewarded with: the reward on the last, but for the parts of it that lie elsewhere, less
-a penalty for leaving the reference."""
+"""What each token of a step is rewarded with: the reward, in the shape that learners see, on the last token but for the
+parts of it that lie elsewhere, less a penalty for leaving the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from penstock.protocols.columns import REFERENCE
 from penstock.services.learning.batch import TrainingBatch
-from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties
+from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties, RewardShape
 from penstock.services.learning.constraints import lagrangian, multiplier_of, risen
 from penstock.services.learning.kl_in_reward import adapted, kl_in_reward
 from penstock.services.learning.token_returns import on_last_token
@@ -36,8 +36,25 @@ def token_rewards(step: TrainingBatch, rows: np.ndarray, penalties: Penalties, s
     """Of these ``rows``, all of which have a reward. Coefficient and multipliers of the next step go into ``state``:
     they follow from the steps alone, so every learner that takes them has the same. The divergence is that of the
     policy that sampled, for the same reason."""
-    found = _with_constraints(_whole(step, rows), step, rows, penalties.constraints, state)
+    found = _shaped(_whole(step, rows), penalties.shape)
+    found = _with_constraints(found, step, rows, penalties.constraints, state)
     return _less_kl(found, step, rows, penalties.kl, state)
+
+
+def shaped(scores: torch.Tensor, shape: RewardShape) -> torch.Tensor:
+    """``scores``, of whatever shape and dtype, as learners see them."""
+    found = (scores + shape.shift) * shape.scale
+    return found if shape.low is None and shape.high is None else found.clamp(shape.low, shape.high)
+
+
+def _shaped(found: TokenRewards, shape: RewardShape) -> TokenRewards:
+    """With what lies on single tokens only scaled: what the whole is more or less than their sum lies on the last."""
+    if not shape.changes:
+        return found
+    scores = shaped(found.scores, shape)
+    tokens = found.tokens * shape.scale
+    tokens = tokens + on_last_token(scores - found.scores * shape.scale, found.mask)
+    return TokenRewards(scores, tokens, found.mask, {"reward_shaped": float(scores.mean())})
 
 
 def _whole(step: TrainingBatch, rows: np.ndarray) -> TokenRewards:
@@ -66,7 +83,7 @@ def _with_constraints(
     tokens = found.tokens / divisor + on_last_token(scores - found.scores / divisor, found.mask)
     for constraint, cost, multiplier in zip(constraints, costs, multipliers, strict=True):
         state[f"multiplier/{constraint.column}"] = risen(multiplier, float(cost.mean()), constraint)
-    metrics = {f"multiplier/{c.column}": m for c, m in zip(constraints, multipliers, strict=True)}
+    metrics = found.metrics | {f"multiplier/{c.column}": m for c, m in zip(constraints, multipliers, strict=True)}
     return TokenRewards(scores, tokens, found.mask, metrics)
 
 

@@ -23,14 +23,15 @@ from penstock.services.trainer.choice import Choice
 
 
 class GroupAdvantage(Choice):
-    """Rewards standardised within the group; without `std`, Dr. GRPO's."""
+    """Rewards standardised within the group; without `std`, Dr. GRPO's; with the step's, Lite PPO's."""
 
     implementation = "advantages.grpo:grpo"
-    paper = "Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783"
+    paper = "Shao et al. 2024, arXiv:2402.03300; Liu et al. 2025, arXiv:2503.20783, arXiv:2508.08221"
     least_n = 2
     type: Literal["grpo"] = "grpo"
-    std: bool = True
-    """Divide by the group's standard deviation; false: as Dr. GRPO does."""
+    std: bool | Literal["step"] = True
+    """Divide by the group's standard deviation; false: not, as Dr. GRPO does; ``step``: by that of all the step's
+    rewards, as Lite PPO does."""
 
 
 class LeaveOneOutAdvantage(Choice):
@@ -47,7 +48,7 @@ class GaeAdvantage(Choice):
     group; starts a critic process (`critic`)."""
 
     implementation = "advantages.gae:gae"
-    paper = "Schulman et al. 2015, arXiv:1506.02438; Schulman et al. 2017, arXiv:1707.06347"
+    paper = "Schulman et al. 2015, arXiv:1506.02438; Schulman et al. 2017, arXiv:1707.06347; λ: arXiv:2504.05118"
     compares = False
     by_token = True
     type: Literal["gae"] = "gae"
@@ -55,6 +56,9 @@ class GaeAdvantage(Choice):
     """Discount a token: how much less a reward counts for a token the further off it is, e.g. ``0.99``."""
     lam: float = Field(1.0, ge=0, le=1)
     """λ: 1 trusts the reward alone, 0 the critic's value of the next token alone, e.g. ``0.95``."""
+    length_alpha: float | None = Field(None, gt=0)
+    """λ by the answer's length, in `lam`'s place: 1 − 1 / (this · its sampled tokens), so that the reward reaches the
+    first token of a long answer as well, e.g. ``0.05`` (VAPO, Yue et al. 2025, arXiv:2504.05118); null: `lam`."""
 
     @property
     def columns(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from penstock.protocols.columns import PICKED, POLICY
-from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties
+from penstock.services.learning.config import ConstraintConfig, KLConfig, Penalties, RewardShape
 from penstock.services.runtime.settings import Section
 from penstock.services.trainer.advantage_config import BuiltInAdvantage, GroupAdvantage
 from penstock.services.trainer.choice import Aggregation, Choice, Traits
@@ -85,6 +85,16 @@ class RejectRule(Section):
 # --- all of it -------------------------------------------------------------------------------------------------------
 
 
+class ImitationConfig(Section):
+    """The likelihood of good answers, raised beside the policy loss (the loss of positive examples
+    in VAPO, Yue et al. 2025, arXiv:2504.05118)."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """What a nat of their tokens' mean negative log-likelihood adds to the loss, e.g. ``0.1``; 0: nothing."""
+    above: float = 1.0
+    """An answer is good from this reward on, e.g. ``0.5``."""
+
+
 class CustomFunction(Traits):
     """A function of your own. Its arguments and what it returns: docs/extending.md."""
 
@@ -137,6 +147,20 @@ class AlgorithmConfig(Section):
     """Only so large a share of an update's tokens learns, e.g. ``0.2``: those where the policy is most undecided, that
     is, has the highest entropy (Wang et al. 2025, arXiv:2506.01939). All others still count in the loss's divisor, and
     in `kl`; it takes a forward pass more. 1: all."""
+    truncated: Literal["learn", "mask"] = "learn"
+    """``mask``: of an answer that was cut off, for want of tokens or turns, nobody knows whether it would have been
+    right, so the policy learns nothing from it, and it counts in no divisor; its reward is still compared with its
+    group's (overlong filtering: DAPO, Yu et al. 2025, arXiv:2503.14476). ``learn``: it is like any other."""
+    imitate: ImitationConfig = ImitationConfig()
+    """A term of the loss that makes good answers likelier, e.g. ``{coefficient: 0.1}``."""
+    whiten: bool = False
+    """Less their mean over all sampled tokens of the step, and divided by their deviation, are advantages of every
+    kind, e.g. ``true``; `gae`, `gdpo` and the two of REINFORCE++ are by themselves."""
+    advantage_bound: float | None = Field(None, gt=0)
+    """Advantages are kept between minus this and this, last of all, e.g. ``5.0``; null: no bound."""
+    reward_shape: RewardShape = RewardShape()
+    """What policy and critic see of the reward, e.g. ``{shift: -0.5, scale: 2.0}``; metrics and evaluations have it as
+    it is."""
     constraints: list[ConstraintConfig] = []
     """Costs that are kept below a limit, e.g. ``[{column: reward/length, limit: 200}]``. See docs/algorithms.md."""
     aggregation: Aggregation | None = None
@@ -158,6 +182,8 @@ class AlgorithmConfig(Section):
         taken = "constraints" if self.constraints else "kl.place=reward" if self.kl.in_reward else ""
         shares = [getattr(self.advantage, name, 1.0) for name in ("reward", "group_share")]
         unread = kind == "gdpo" or not all(shares)
+        if self.reward_shape.changes and unread:
+            raise ValueError(f"reward_shape: advantage={kind} does not read the reward; leave it out")
         if taken and (unread or kind == "remax"):
             why = "its greedy baseline would not pay" if kind == "remax" else "it does not read the reward"
             raise ValueError(f"{taken}: it is taken off the reward, and advantage={kind} has no use for that: {why}")
@@ -198,8 +224,8 @@ class AlgorithmConfig(Section):
 
     @property
     def penalties(self) -> Penalties:
-        """What is taken off the rewards."""
-        return Penalties(self.kl, tuple(self.constraints))
+        """What is made of the rewards, and taken off them."""
+        return Penalties(self.kl, tuple(self.constraints), self.reward_shape)
 
     @property
     def aggregated(self) -> Aggregation:

@@ -38,13 +38,19 @@ def describe(step: TrainingBatch, version: int, compares: bool) -> dict[str, flo
 
 
 def _solved(step: TrainingBatch) -> tuple[int, int]:
-    """Groups of which every answer with a reward has the same: as high as any of the step's and above 0, so that there
-    is nothing left to learn; and the others, which are stuck below. Nobody knows how high rewards can be."""
-    best = np.nanmax(step.rewards) if step.rewarded.any() else np.nan
-    groups = [step.rewards[(step.groups == number) & step.rewarded] for number in np.unique(step.groups)]
-    equal = [float(rewards[0]) for rewards in groups if rewards.size and rewards.max() == rewards.min()]
-    solved = sum(reward == best and reward > 0 for reward in equal)
-    return solved, len(equal) - solved
+    """Groups of which every answer with a reward has the same: above 0, and as high as any of the step's to prompts of
+    its source, so that there is nothing left to learn; and the others, which are stuck below. Nobody knows how high
+    rewards can be."""
+    sources = np.array(step.sources or [""] * len(step.trajectories))
+    best = {name: step.rewards[step.rewarded & (sources == name)].max(initial=-np.inf) for name in np.unique(sources)}
+    equal = solved = 0
+    for number in np.unique(step.groups[step.rewarded]):
+        mine = step.rewarded & (step.groups == number)
+        highest = step.rewards[mine].max()
+        if highest == step.rewards[mine].min():
+            equal += 1
+            solved += bool(highest == best[sources[mine][0]] and highest > 0)
+    return solved, equal - solved
 
 
 def _shares(step: TrainingBatch, solved_all: int, solved_none: int) -> dict[str, float]:
@@ -54,7 +60,8 @@ def _shares(step: TrainingBatch, solved_all: int, solved_none: int) -> dict[str,
 
 
 def _means(step: TrainingBatch) -> dict[str, float]:
-    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens."""
+    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens, that have a
+    value."""
     found = {}
     for name, values in step.values.items():
         if name != REWARD and np.isfinite(values).any():
@@ -62,7 +69,9 @@ def _means(step: TrainingBatch) -> dict[str, float]:
     for name, parts in step.token_values.items():
         if name != REFERENCE and name not in step.values and parts:
             sampled = [v[t.loss_mask == 1] for v, t in zip(parts, step.trajectories, strict=True)]
-            found[name] = float(np.concatenate(sampled).mean())
+            values = np.concatenate(sampled)
+            if (there := values[~np.isnan(values)]).size:
+                found[name] = float(there.mean())
     return found
 
 

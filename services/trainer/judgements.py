@@ -18,12 +18,14 @@ log = structlog.get_logger()
 
 
 class Judgements:
-    """Of one step. Each rank takes what its own micro-batches have; `write` puts them together."""
+    """Of one step. Each rank takes what its own micro-batches have; `write` puts them together. Trajectories that were
+    not learned from have none."""
 
     def __init__(self, step: TrainingBatch) -> None:
         self._step = step
         self._ends = np.cumsum([len(trajectory.tokens) for trajectory in step.trajectories], dtype=np.int64)
         self._values = np.zeros((len(judged.NAMES), int(self._ends[-1]) if self._ends.size else 0), np.float32)
+        self._seen = np.zeros(len(step.trajectories), np.float32)
 
     def note(self, places: Sequence[int] | np.ndarray, part: Part) -> None:
         """Takes a micro-batch whose trajectories are those at ``places`` of the step."""
@@ -32,6 +34,7 @@ class Judgements:
             for row, place in zip(rows, places, strict=True):
                 end, size = int(self._ends[place]), len(self._step.trajectories[place].tokens)
                 values[end - size + 1 : end] = row[: size - 1]
+        self._seen[list(places)] = 1
 
     def values(self, world: World) -> np.ndarray:
         """float32 ``[judged.NAMES, tokens of the step]``, of all ranks, on each of them: every one calls it."""
@@ -40,13 +43,13 @@ class Judgements:
     def write(self, folder: Path, number: int, keep: int | Literal["all"], world: World) -> None:
         """Of step ``number``; every rank calls it, and rank 0 writes, see `judged.write`. Where it cannot be written
         that is logged: it costs nobody the step."""
-        values = self.values(world)
+        values, seen = self.values(world), world.sum_array(self._seen)
         if world.rank:
             return
         parts = np.split(values, self._ends[:-1], axis=1) if self._ends.size else []
         groups: dict[int, list[np.ndarray]] = {}
-        for group, rewarded, part in zip(self._step.groups.tolist(), self._step.rewarded, parts, strict=True):
-            groups.setdefault(group, []).append(part if rewarded else np.full_like(part, np.nan))
+        for group, noted, part in zip(self._step.groups.tolist(), seen, parts, strict=True):
+            groups.setdefault(group, []).append(part if noted else np.full_like(part, np.nan))
         try:
             judged.write(folder, number, keep, groups)
         except OSError as error:

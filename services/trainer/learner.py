@@ -13,6 +13,7 @@ import torch
 
 from penstock.protocols.columns import (
     GIVEN,
+    GOOD,
     GREEDY,
     LAGS,
     PICKED,
@@ -26,10 +27,11 @@ from penstock.protocols.columns import (
 )
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
-from penstock.services.learning.token_rewards import token_rewards
+from penstock.services.learning.token_rewards import shaped, token_rewards
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
@@ -75,6 +77,7 @@ class Learner(ModelLearner):
         is called once the first gradient is there, before a parameter changes. ``judgements`` are told of every token,
         once. Returns the step's metrics, means over the updates."""
         self.flops.begin()
+        step = with_known_costs(step, self._config.algorithm.constraints)
         if self._average:
             self._average.begin()
             before_update()  # the parameters are the teacher's for a while
@@ -120,15 +123,17 @@ class Learner(ModelLearner):
         changed since; without them only the ``first`` update sees that policy, and says how far it is from those that
         sampled. Returns the loss and metrics."""
         advantages = self._advantages(step)[0] if advantages is None else advantages
-        chosen = np.flatnonzero(step.rewarded)
-        chosen = chosen if rows is None else rows[step.rewarded[rows]]
+        learned = self._learned(step)
+        chosen = np.flatnonzero(learned) if rows is None else rows[learned[rows]]
         trajectories = [step.trajectories[i] for i in chosen]
         before = None if proximal is None else [proximal[i] for i in chosen]
         behaviour = [t.logprobs for t in trajectories]
         token_values = {name: [values[i] for i in chosen] for name, values in step.token_values.items()}
         values = {name: torch.from_numpy(step.values[name][chosen]).to(self.device) for name in step.values}
         sampled = [t.sampled for t in trajectories]
-        totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)))
+        good = (step.rewards[chosen] >= self._config.algorithm.imitate.above).astype(np.float32)
+        values[GOOD] = torch.from_numpy(good).to(self.device)
+        totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)), float(good @ sampled))
         if not totals.tokens:
             return 0.0, {}
         if self._config.algorithm.picks_tokens:
@@ -221,6 +226,12 @@ class Learner(ModelLearner):
         reshard(self.model)
         return self.world.of_last_stage(found[0, : size - 1].float().cpu().numpy()).tolist()
 
+    def _learned(self, step: TrainingBatch) -> np.ndarray:
+        """bool ``[trajectories]``: those that the policy learns from."""
+        if self._config.algorithm.truncated == "learn":
+            return step.rewarded
+        return step.rewarded & np.array([t.finish != "length" for t in step.trajectories], bool)
+
     def _advantages(self, step: TrainingBatch) -> tuple[torch.Tensor, dict[str, float]]:
         """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""
         rewarded = np.flatnonzero(step.rewarded)
@@ -233,7 +244,7 @@ class Learner(ModelLearner):
             by_token = name not in step.values or self._config.algorithm.advantage.by_token
             columns[name] = _column(step, name, rewarded, by_token)
         if step.greedy is not None:
-            columns[GREEDY] = torch.from_numpy(step.greedy[rewarded])
+            columns[GREEDY] = shaped(torch.from_numpy(step.greedy[rewarded]), self._config.algorithm.reward_shape)
         elif self._config.algorithm.advantage.type == "remax":
             raise SetupError(
                 "trainer.algorithm.advantage: remax, and a step was taken before the run had greedy answers; go on "

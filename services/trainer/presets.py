@@ -6,11 +6,11 @@ from typing import Any, Literal, get_args
 
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
-    "opo", "maxrl", "remax", "distillation", "sdpo", "gigpo", "luspo", "m2po", "topr", "vespo",
+    "opo", "maxrl", "remax", "distillation", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo", "vespo",
 ]  # fmt: skip
 
-CHOICES = ("advantage", "loss", "correction")
-"""Sections with a type and options; all else is one value."""
+SECTIONS = ("advantage", "loss", "correction", "imitate")
+"""Choices with options; all else is one value."""
 PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": {"type": "gae"}},
     "grpo": {"aggregation": "seq-mean-token-mean"},
@@ -38,9 +38,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "correction": {"type": "truncated"},
     },
     "gigpo": {"advantage": {"type": "gigpo"}},
+    "lite_ppo": {"advantage": {"type": "grpo", "std": "step"}, "aggregation": "token-mean"},
     "luspo": {"loss": {"type": "gspo"}, "aggregation": "seq-mean-token-sum"},
     "m2po": {"loss": {"type": "m2po"}},
     "topr": {"loss": {"type": "topr"}},
+    "vapo": {
+        "advantage": {"type": "gae", "length_alpha": 0.05},
+        "loss": {"type": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+        "imitate": {"coefficient": 0.1},
+        "aggregation": "token-mean",
+    },
     "vespo": {"loss": {"type": "vespo"}},
 }
 """What each leaves as it is by default is not named."""
@@ -56,8 +63,8 @@ def expand(given: dict[str, Any]) -> dict[str, Any]:
         if mine is None:
             found[key] = value
         elif isinstance(mine, dict) and isinstance(value, dict):
-            kind = mine.get("type", value["type"])
-            if kind != value["type"]:
+            kind = mine.get("type", value.get("type"))
+            if kind != value.get("type"):
                 raise ValueError(
                     f"preset={preset} takes {key}={{type: {value['type']}}}, and {kind} is given; leave out one of them"
                 )
@@ -69,7 +76,7 @@ def contradicted(preset: str, chosen: dict[str, Any]) -> str | None:
     """What of a whole ``chosen`` section is another method than its ``preset``, in words; numbers are tuned. Raised by
     a look before a run begins, and not by the section itself: what is written of a run that is over can be read."""
     for key, value in PRESETS[preset].items():
-        pairs = [(f"{key}.{name}", its, chosen[key][name]) for name, its in value.items()] if key in CHOICES else []
+        pairs = [(f"{key}.{name}", its, chosen[key][name]) for name, its in value.items()] if key in SECTIONS else []
         for name, its, mine in pairs or [(key, value, chosen[key])]:
             if mine != its and (isinstance(its, bool) or not isinstance(its, int | float)):
                 return f"preset={preset} takes {name}={its}, and {mine} is given; leave out one of them"

@@ -27,11 +27,12 @@ class TextError(ValueError):
 
 
 class Tokenizer:
-    """The tokenizer of a model, as a rollout uses it. ``template``: what its chat template is told beside messages."""
+    """The tokenizer of a model, as a rollout uses it. ``template``: what its chat template is told beside messages, and
+    as ``chat_template`` another one."""
 
     def __init__(self, path: str, template: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer = load_tokenizer(path)
-        self._template = dict(template or {})
+        self._tokenizer = load_tokenizer(path, template)
+        self._template = {name: value for name, value in (template or {}).items() if name != "chat_template"}
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
         """int32 ``[tokens]``. Chats go through the chat template, with the JSON schemas of ``tools``; without one,

@@ -7,6 +7,8 @@ the 16th power. A few rounds leave one block. The numbers are those of the proce
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import structlog
 import torch
 
@@ -89,16 +91,21 @@ class GpuGmac:
         """int8 ``[128, 2048]``: what each bit of 16 blocks adds to each of one, the last block's power being 0. Bit j
         of byte i stands at ``8 i + j``."""
         if level not in self._matrices:
-            base = self._gmac.power(TOGETHER**level)
-            factor, images = 1 << 127, []
-            for _ in range(TOGETHER):
-                images.append([multiply(factor, _unit(place)) for place in range(128)])
-                factor = multiply(factor, base)
-            words = b"".join(image.to_bytes(BLOCK) for block in reversed(images) for image in block)
-            table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-            spread = (table[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).to(torch.int8)
-            self._matrices[level] = spread.view(-1, 128).t().contiguous().to(self._device)
+            self._matrices[level] = _table(self._gmac.power(TOGETHER**level)).to(self._device)
         return self._matrices[level]
+
+
+@lru_cache(maxsize=32)
+def _table(base: int) -> torch.Tensor:
+    """The matrix for powers of ``base``, on the host. It takes 0.1 s, and every version asks for the same few."""
+    factor, images = 1 << 127, []
+    for _ in range(TOGETHER):
+        images.append([multiply(factor, _unit(place)) for place in range(128)])
+        factor = multiply(factor, base)
+    words = b"".join(image.to_bytes(BLOCK) for block in reversed(images) for image in block)
+    table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    spread = (table[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).to(torch.int8)
+    return spread.view(-1, 128).t().contiguous()
 
 
 def _grouped(rows: torch.Tensor) -> torch.Tensor:

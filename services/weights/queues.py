@@ -108,7 +108,7 @@ def borrow_queue(device: torch.device) -> Queue:
 
 
 def give_back(device: torch.device, queue: Queue) -> None:
-    """It has nothing to do, and may be lent again. One that has failed is kept out of use."""
+    """It has nothing to do, and may be lent again; one in which something hangs never is."""
     _spare[device].append(queue)
 
 

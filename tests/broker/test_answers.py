@@ -61,6 +61,14 @@ def test_long_texts_are_cut_with_a_mark_and_rewards_by_token_are_summed() -> Non
     assert rows[1][5] == rows[1][5] // 1 > 0 and rows[0][5] == 0.0
 
 
+def test_a_reward_that_is_not_asked_of_a_groups_source_is_no_number() -> None:
+    group = taken(1, 2)
+    del group.columns["reward/exact"]
+    rows = answers(5, [group], ("reward/exact", "reward/other"), {"reward/other"}, 2).rows
+    assert [*map(type, rows[0])] == [int, int, str, str, float, float, float, str, int, int]
+    np.testing.assert_equal(rows[1][4:7], (1.0, float("nan"), float("nan")))
+
+
 def test_a_group_that_cannot_be_read_is_left_out() -> None:
     broken = TakenGroup(number=0, experience=as_bytes(b"nothing"), columns={"reward": np.zeros(2, np.float32)})
     assert [row[1] for row in answers(0, [broken, taken(1, 2)], (), (), 3).rows] == [1, 1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,13 @@ STARTED: list[subprocess.Popen[bytes]] = []
 
 
 class Run:
-    """``penstock run`` in the background; ``prefix`` stands before the command, such as ``ip netns exec HOST``."""
+    """``penstock run`` in the background; ``prefix`` stands before the command, such as ``ip netns exec HOST``, and
+    ``env`` has variables of its own."""
 
     def __init__(
-        self, folder: Path, overrides: list[str], config: Path = QUICKSTART, prefix: tuple[str, ...] = ()
-    ) -> None:
+        self, folder: Path, overrides: list[str], config: Path = QUICKSTART, prefix: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.folder = folder / "run"
         self.output = folder / "output"
         command = [
@@ -51,7 +55,9 @@ class Run:
             "run.name=run",
         ]
         with self.output.open("wb") as out:
-            self.process = subprocess.Popen([*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT)
+            self.process = subprocess.Popen(
+                [*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **(env or {})}
+            )
         STARTED.append(self.process)
 
     @classmethod

@@ -20,6 +20,7 @@ from tests.e2e.runs import ROOT, Run, check_promises
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
 TENSOR, SEQUENCE = ([f"trainer.{kind}_parallel=2", "trainer.ranks=2"] for kind in ("tensor", "sequence"))
 ALONE = ["trainer.lora={rank: 16, publish: adapter}"]
+MUON = ["trainer.optimizer.type=muon"]
 PLAIN = ["loss={type: reinforce}", "correction={type: truncated}"]
 METHODS = {
     "dapo": ["loss={type: ppo_clip, clip_high: 0.28}"],
@@ -48,6 +49,8 @@ METHODS = {
     "topr": ["loss={type: topr}"],
     "vespo": ["loss={type: vespo}"],
     "undecided": ["entropy_share=0.2"],
+    "lite_ppo": ["advantage={type: grpo, std: step}"],
+    "imitation": ["imitate={coefficient: 0.1}"],
     "clip_by_age": ["loss={type: ppo_clip, lag_exponent: 0.5}"],
 }
 
@@ -127,9 +130,10 @@ def test_a_policy_that_can_read_a_good_answer_teaches_itself(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "shape", [["trainer.lora.rank=16"], ["trainer.ranks=2"], TENSOR, SEQUENCE, ["trainer.lora.variant=dora"], ALONE]
+    "shape",
+    [["trainer.lora.rank=16"], ["trainer.ranks=2"], TENSOR, SEQUENCE, ["trainer.lora.variant=dora"], ALONE, MUON],
 )
-def test_an_adapter_and_two_ranks_learn_as_well(shape: list[str], tmp_path: Path) -> None:
+def test_an_adapter_two_ranks_and_muon_learn_as_well(shape: list[str], tmp_path: Path) -> None:
     rate = ["trainer.optimizer.lr=3e-3"] if "lora" in shape[0] else []
     run = Run(tmp_path, [*shape, *rate])
     summary = run.wait(500)

@@ -194,7 +194,9 @@ def test_a_mixture_of_sources_has_a_curve_for_each(tmp_path: Path) -> None:
         [
             *SHORT, "prompts.eval=null",
             f"prompts.train={{type: mix, sources: {parts}, weights: {{short: 3, long: 1}}}}",
-            "reward.functions=[{function: 'tests.e2e.rewards:by_source'}]", "replay.samples=all",
+            "reward.functions=[{function: 'tests.e2e.rewards:by_source', name: brief, sources: [short]}, "
+            "{function: 'tests.e2e.rewards:by_source', name: slow, sources: [long]}, {function: length, weight: 0}]",
+            "replay.samples=all",
         ],
     )  # fmt: skip
     check_promises(run.wait())
@@ -204,6 +206,10 @@ def test_a_mixture_of_sources_has_a_curve_for_each(tmp_path: Path) -> None:
     short = [row["source"] == "short" for row in rows]
     assert 0.6 < sum(short) / len(short) < 0.9
     assert all(len(row["truth"]) == 4 for row in rows if row["source"] == "short")
+    for row in rows:  # each is judged by its own function alone, and what is asked of all is there
+        asked, other = ("brief", "slow") if row["source"] == "short" else ("slow", "brief")
+        assert row["reward"] == row[f"reward/{asked}"] and f"reward/{other}" not in row and row["reward/length"] > 0
+    assert all(row["reward/brief"] == pytest.approx(row["source/short"]) for row in steps_of(run.folder))
 
 
 def test_a_reward_that_always_fails_ends_the_run_and_says_why(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from penstock.services.runtime.gpus import visible_gpus
+
 GIB = float(1 << 30)
 STANDS_FOR = {"nccl": "gloo", "cuda_ipc": "shm"}
 
@@ -22,6 +24,10 @@ class Machine:
     def transport(self, name: str) -> str:
         """The transport, or what stands for it here."""
         return STANDS_FOR[name] if self.rehearsed else name
+
+    def first(self) -> str:
+        """The first of the GPUs that are to be seen, as `CUDA_VISIBLE_DEVICES` names it."""
+        return visible_gpus()[0]
 
     def settle(self) -> None:
         """Waits for the device."""

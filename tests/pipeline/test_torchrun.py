@@ -1,4 +1,4 @@
-"""Ranks are the command that started them, whatever the folder is that they are started in; and leave nothing behind."""
+"""Ranks are the command that started them, whatever folder they are started in, and leave nothing behind."""
 
 from __future__ import annotations
 

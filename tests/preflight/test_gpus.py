@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -81,7 +82,7 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: FakeNvml
 
 
 def test_a_torch_that_does_not_see_the_gpus_is_an_error(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     nvml.driver, nvml.cuda = "550.54.15", 12040
     wanted = r"torch is built for CUDA 13, and the driver 550\.54\.15 runs CUDA 12\.4 at most"
     assert "trainer.device: torch is built for CUDA 13" in found(small())
@@ -143,6 +144,8 @@ def test_two_nccls_in_one_folder_are_an_error(nvml: FakeNvml, monkeypatch: pytes
 
 
 def test_host_memory_shared_memory_and_disk_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=128 << 30))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 30, free=64 << 30))
     config = load(Path("configs/grpo-70b.yaml"))
     needs = host_needs(config)
     assert needs

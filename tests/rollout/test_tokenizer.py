@@ -1,4 +1,4 @@
-"""What a chat template is told beside the messages."""
+"""Chat templates, and what they are told beside the messages; tokens and their bytes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from penstock.pipeline.config import Config
+from penstock.pipeline.config import Config, load
+from penstock.pipeline.config.load import as_yaml, dump
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.preflight.model import _encode
 from penstock.pipeline.preflight.report import Report
+from penstock.services.modeling.load import load_tokenizer
 from penstock.services.runtime.errors import SetupError
 from penstock.services.turns.tokenizer import Tokenizer
 from tests.rollout.test_stop_texts import SPECIAL, bytewise, letter, with_bytes_to_fall_back_on
@@ -47,6 +50,39 @@ def test_a_name_that_the_template_does_not_look_at_is_refused_before_the_run(fol
     config = Config.model_validate({"model": model, "prompts": {"train": {"type": "sort"}}})
     with pytest.raises(SetupError, match="model.chat_template_kwargs.thinking: the chat template of .* does not look"):
         _encode(config, Report())
+
+
+def configured(folder: Path, **model: object) -> Config:
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    file = folder / "run.yaml"
+    file.write_text(
+        as_yaml({"model": {"type": "pretrained", "path": str(folder), **model}, "prompts": {"train": {"type": "sort"}}})
+    )
+    return load(file)
+
+
+def test_another_template_stands_in_a_file_or_in_the_config_and_the_run_keeps_it(folder: Path) -> None:
+    (folder / "chat.jinja").write_text("{% for m in messages %}x{{ m.content }}{% endfor %}{{ level }}")
+    for given in ("chat.jinja", (folder / "chat.jinja").read_text()):
+        config = configured(folder, chat_template=given, chat_template_kwargs={"level": "z"})
+        assert "messages" in dump(config) and Config.model_validate(yaml.safe_load(dump(config))) == config
+        _encode(config, Report())
+        text = Tokenizer(str(folder), config.template)
+        assert text.decode([text.encode_chat(SAY)]) == ["xcdez"]
+    load_tokenizer(str(folder), config.template).save_pretrained(folder / "checkpoint")
+    kept = Tokenizer(str(folder / "checkpoint"), {"level": "z"})
+    assert kept.decode([kept.encode_chat(SAY)]) == ["xcdez"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [("chta.jinja", "model.chat_template: there is no file 'chta.jinja', and a template itself has braces"),
+     ("{% for m in messages %}", "model.chat_template: a chat cannot be told by it: TemplateSyntaxError"),
+     ("{{ messages[3].content }}", "model.chat_template: a chat cannot be told by it: UndefinedError")],
+)  # fmt: skip
+def test_a_template_that_is_none_is_told_before_the_run(folder: Path, given: str, why: str) -> None:
+    with pytest.raises(SetupError, match=why):
+        _encode(configured(folder, chat_template=given), Report())
 
 
 def numbered(text: str) -> list[str]:

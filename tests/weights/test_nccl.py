@@ -157,6 +157,25 @@ def test_groups_that_are_over_are_let_go_of(channel: Channel, library: ctypes.CD
     until(lambda: len(running_lanes()) - lanes <= 5, 10, "the last group's threads alone to be left")
 
 
+@pytest.mark.parametrize("wrong", [INIT_STALLS, BROADCAST_STALLS, ASYNC_ERROR])
+def test_a_group_that_breaks_gives_its_queue_back(
+    channel: Channel, library: ctypes.CDLL, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has 32 of them: with one lost a break, broadcasts would soon lie in a queue of FSDP's."""
+    made = []
+    monkeypatch.setattr(queues, "make_queue", lambda device: made.append(device) or StubQueue(library))
+    first, counts = join(channel), []
+    for version in range(0, 6, 2):
+        for number, mode in ((version, wrong), (version + 1, OK)):
+            library.stub_mode(mode)
+            become(channel, number)
+            channel.publish(number)
+            assert same(first.wait(number), number)
+            channel.settled()
+        counts.append(len(made))
+    assert counts[0] == counts[-1], counts
+
+
 def running_lanes() -> list[str]:
     return [thread.name for thread in threading.enumerate() if re.fullmatch(r"nccl-\d+", thread.name)]
 

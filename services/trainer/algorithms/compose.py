@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from penstock.protocols.columns import LAGS, PICKED, REFERENCE, SCORES, SESSIONS, UNDECIDED
+from penstock.protocols.columns import GOOD, LAGS, PICKED, REFERENCE, SCORES, SESSIONS, UNDECIDED
 from penstock.services.learning.kl_penalty import kl_penalty
 from penstock.services.learning.masked_mean import masked_mean
-from penstock.services.learning.token_returns import on_last_token
+from penstock.services.learning.token_returns import on_last_token, whiten
 from penstock.services.runtime.plugins import UserCodeError
 from penstock.services.trainer.algorithm_config import AlgorithmConfig, CustomFunction
 from penstock.services.trainer.algorithms.advantages.branches import by_session
@@ -33,6 +33,8 @@ class Totals:
 
     tokens: float
     sequences: float
+    good: float = 0.0
+    """Tokens of trajectories that are imitated."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ class Algorithm:
         self.entropy_share = config.entropy_share
         if self.entropy_share < 1:
             self.columns.append(UNDECIDED)
+        self._imitates = config.imitate.coefficient > 0
+        if self._imitates:
+            self.columns.append(GOOD)
         self._in_loss = config.kl.coefficient > 0 and not config.kl.in_reward
         if self._in_loss:
             self.columns.append(REFERENCE)
@@ -124,6 +129,22 @@ class Algorithm:
         lies; None: on the last token. ``sessions`` ``[rows]``: rows with the same number are branches of one session,
         which a built-in advantage of whole rows compares as one; None: each row is its own."""
         mask = mask.to(scores.dtype)
+        found = self._compared(scores, mask, groups, columns, tokens, sessions)
+        if self._config.whiten:
+            found = whiten(found, mask)
+        bound = self._config.advantage_bound
+        return found if bound is None else found.clamp(-bound, bound)
+
+    def _compared(
+        self,
+        scores: torch.Tensor,
+        mask: torch.Tensor,
+        groups: torch.Tensor,
+        columns: Mapping[str, torch.Tensor],
+        tokens: torch.Tensor | None,
+        sessions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the advantage itself says; as `advantages`."""
         if self._config.advantage.by_token:
             alone = torch.arange(len(scores)) if sessions is None else sessions
             columns = {**columns, SCORES: scores, SESSIONS: alone}
@@ -183,6 +204,10 @@ class Algorithm:
             losses = losses - config.entropy_bonus * part.entropy
             metrics["entropy"] = masked_mean(part.entropy.detach(), part.mask)
         loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, totals.tokens, totals.sequences)
+        if self._imitates:
+            unlikely = -(part.log_prob * part.mask * part.columns[GOOD]).sum() / max(totals.good, 1.0)
+            loss = loss + config.imitate.coefficient * unlikely
+            metrics["imitated_nll"] = unlikely.detach() * totals.tokens / part.mask.sum().clamp(min=1)
         return loss, metrics
 
     def finished(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -69,7 +69,7 @@ class BroadcastGroup:
     ) -> None:
         """``store`` is rank 0's own; NCCL finds what it sends or receives on ``device``, and has a queue there that no
         other group shares: what stalls in it stands in nobody's way."""
-        self.route, self.epoch, self.rank, self._device = route, epoch, rank, device
+        self.route, self.epoch, self.rank = route, epoch, rank
         stall, patience_s = timedelta(seconds=route.stall_s), route.stall_s
         if route.type == "nccl":
             patience_s = max(route.stall_s, route.meet_s)
@@ -258,7 +258,7 @@ class BroadcastGroup:
         """Lets go of connections in good order; nothing is under way."""
         for lane in self._lanes:
             if isinstance(lane, NcclLane):
-                lane.close(lambda: queues.give_back(self._device, self._queue))
+                lane.close()
 
     def abort(self) -> None:
         """Ends it, whatever is under way: what NCCL still has in line is given up."""
@@ -324,7 +324,9 @@ def _meet(
             found: bytes = store.get(NAME)
             return found
 
-        return NcclLane(name, rank, route.size, device, device_queue, deadline)
+        return NcclLane(
+            name, rank, route.size, device, device_queue, deadline, lambda: queues.give_back(device, device_queue)
+        )
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout

@@ -136,11 +136,17 @@ class NcclLane:
         device: torch.device,
         device_queue: Queue,
         deadline: float,
+        gone: Callable[[], None] = lambda: None,
     ) -> None:
         """``name`` is given what makes a name, which it calls on rank 0 alone, and returns the group's. Broadcasts go
-        into ``device_queue``, a queue of ``device``."""
-        self._nccl = Nccl()
-        self._device, self._queue = device, device_queue
+        into ``device_queue``, a queue of ``device``; ``gone`` is called, in whatever thread, once the group has nothing
+        to do there any more, however it ended."""
+        self._device, self._queue, self._gone = device, device_queue, gone
+        try:
+            self._nccl = Nccl()
+        except NcclError:
+            gone()
+            raise
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._communicator: c_void_p | None = None
         self._left = False
@@ -175,18 +181,21 @@ class NcclLane:
         self._state()
 
     def abort(self) -> None:
-        """Ends the group. Waits for NCCL no longer than `ABORT_S`, and leaves it to itself then."""
+        """Ends the group. Waits for NCCL no longer than `ABORT_S`, and leaves it to itself then, with its queue."""
         with self._asking:
             if self._left:
                 return
             self._left = True
         self._calls.put(None)
-        if self._communicator:
+        if not self._communicator:
+            self._gone()
+        else:
             communicator = self._communicator
 
             def end() -> None:
                 use_device(self._device)
                 self._nccl.abort(communicator)
+                self._gone()
 
             ending = threading.Thread(target=end, name="nccl-abort", daemon=True)
             ending.start()
@@ -194,9 +203,8 @@ class NcclLane:
             if ending.is_alive():
                 log.warning("NCCL does not end its group: left behind", after_s=ABORT_S)
 
-    def close(self, gone: Callable[[], None]) -> None:
-        """Lets go of a group in good order, where it was not ended before; ``gone`` is called once it has nothing to do
-        any more, in a thread of its own."""
+    def close(self) -> None:
+        """Lets go of a group in good order, where it was not ended before."""
         with self._asking:
             if self._left or not self._communicator:
                 return
@@ -205,7 +213,7 @@ class NcclLane:
 
         def end() -> None:
             self._nccl.destroy(communicator)
-            gone()
+            self._gone()
 
         self._calls.put((end, Future()))
         self._calls.put(None)
