@@ -88,13 +88,14 @@ def _answers(
         return
     prompt = _cut(group.prompt.as_text())
     begins = np.cumsum([0, *(len(trajectory.tokens) for trajectory in group.trajectories)])[:-1]
-    nothing = np.full(len(group.trajectories), np.nan, np.float32)
-    parts = {name: taken.columns.get(name, nothing) for name in (REWARD, *rewards)}
-    parts |= {name: np.add.reduceat(parts[name], begins) for name in by_token if name in taken.columns}
+    parts = {name: np.full(len(group.trajectories), np.nan) for name in (REWARD, *rewards)}
+    for name in parts.keys() & taken.columns.keys():
+        values = taken.columns[name]
+        parts[name] = np.add.reduceat(values, begins) if name in by_token else values
     for sample, trajectory in enumerate(group.trajectories):
         if trajectory.greedy:
             continue
-        numbers = [float(parts[name][sample]) for name in (REWARD, *rewards)]
+        numbers = [float(values[sample]) for values in parts.values()]
         oldest = int(trajectory.versions[trajectory.versions >= 0].min(initial=step))
         yield (
             step, group.number, prompt, _cut(trajectory.text), *numbers, trajectory.finish, trajectory.sampled,

@@ -27,7 +27,8 @@ def taken(number: int, n: int, text: str = "abc", greedy: bool = False, by_token
     parts = 2 * rewards
     if by_token:
         parts = np.concatenate([np.full(len(t.tokens), k, np.float32) for k, t in enumerate(group.trajectories)])
-    columns = {"reward": rewards, "reward/exact": parts, "other": rewards}
+    size = sum(len(t.tokens) for t in group.trajectories)
+    columns = {"reward": rewards, "reward/exact": parts, "reference": np.zeros(size, np.float32)}
     return TakenGroup(number=number, experience=as_bytes(pack_group(group)), columns=columns)
 
 
@@ -35,7 +36,7 @@ def taken(number: int, n: int, text: str = "abc", greedy: bool = False, by_token
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), count=st.integers(1, 12))
 def test_one_of_each_group_comes_before_a_second_of_any(sizes: list[int], count: int) -> None:
     groups = [taken(number, n) for number, n in enumerate(sizes)]
-    found = answers(5, groups[:count], ("reward/exact",), (), count)
+    found = answers(5, groups[:count], ("reward/exact",), {"reference"}, count)
     assert found.columns == (
         "step", "group", "prompt", "response", "reward", "reward/exact", "finish", "tokens", "lag",
     )  # fmt: skip
@@ -56,7 +57,7 @@ def test_long_texts_are_cut_with_a_mark_and_rewards_by_token_are_summed() -> Non
     (row,) = answers(5, [taken(0, 1, "x" * 5000)], (), (), 1).rows
     assert row[3] == "0" + "x" * (LETTERS - 1) + " … [905 more characters]"
     groups = [taken(1, 3, by_token=True, greedy=True)]
-    rows = answers(5, groups, ("reward/exact",), {"reward/exact"}, 9).rows
+    rows = answers(5, groups, ("reward/exact",), {"reward/exact", "reference"}, 9).rows
     assert len(rows) == 2, "a greedy answer is not trained on"
     assert rows[1][5] == rows[1][5] // 1 > 0 and rows[0][5] == 0.0
 
