@@ -60,7 +60,10 @@ class RunConfig(Section):
     """How often one process (a rollout, the trainer, …) is started again after it died, before the run gives up."""
     trackers: tuple[TrackerName, ...] = ()
     """Where the metrics of steps and evaluations go besides the run's own files, e.g. ``[wandb]``: ``tensorboard``,
-    ``wandb``, ``mlflow``, ``trackio``. See docs/metrics.md."""
+    ``wandb``, ``mlflow``, ``trackio``, ``swanlab``, or ``module:Class`` of your own. See docs/metrics.md."""
+    tracker_samples: int = Field(0, ge=0)
+    """Answers of each step that trackers are shown as a table, with their prompts and rewards, e.g. ``4``: of as many
+    groups as there are, one of each before a second of any. 0: none."""
     prometheus: str | None = Field(None, pattern=r"^[^:]*:\d{1,5}$")
     """Where the broker serves the run's state for Prometheus, e.g. ``127.0.0.1:9400``; port 0: any that is free, which
     ``prometheus-NAME.json`` beside the run's folder says; null: nowhere. See docs/prometheus.md."""

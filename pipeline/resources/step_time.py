@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.pipeline.resources.devices import MACHINE, Device
-from penstock.pipeline.resources.model_shape import Shape
 from penstock.pipeline.resources.trainer_memory import activations, keeps_whole_gradients, of_stage, state_bytes
 from penstock.protocols.columns import TAUGHT
+from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.modeling.flops import backward_flops, forward_flops
+from penstock.services.runtime.gpu_kinds import MACHINE, Device
 from penstock.services.trainer.config import TrainerConfig
 
 FLOPS_SHARE = 0.35
@@ -136,18 +137,17 @@ def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) 
 
 
 def _forward_flops(shape: Shape, length: float) -> float:
-    """Of one token."""
-    return 2 * shape.met + 2 * shape.layers * shape.heads * shape.head_dim * length
+    """Of one token, which sees half of those around it."""
+    return forward_flops(shape, 1, 1, length / 2)
 
 
 def _flops(shape: Shape, trainer: TrainerConfig, length: float) -> float:
     """Of one token, forward and backward."""
     forward = _forward_flops(shape, length)
-    backward = 1 if trainer.lora else 2  # a frozen matrix has no gradient of its own
     again = float(bool(trainer.gradient_checkpointing))
     if trainer.gradient_checkpointing == "selective":  # of a mixture, the experts are computed again
         again = SELECTIVE_SHARE + 2 * shape.layers * shape.chosen * shape.expert / forward
-    return forward * (1 + backward + again)
+    return forward * (1 + again) + backward_flops(forward, trainer.lora is not None)
 
 
 def _cut(shape: Shape, trainer: TrainerConfig) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from penstock.pipeline.resources.model_shape import Shape
 from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
+from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.trainer.config import TrainerConfig
 
 GIB = float(1 << 30)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal
 
 import regex
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.protocols.columns import REWARD
 from penstock.protocols.connection import is_address
@@ -19,7 +20,21 @@ ONE_SET = "held_out"
 MOST_RETRY_S = 50
 """As long as a store that does not answer is waited for, at most."""
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+
+
+def _a_tracker(value: str) -> str:
+    if value in TRACKERS or all(value.partition(":")):
+        return value
+    near = difflib.get_close_matches(value, TRACKERS, 1)
+    raise ValueError(
+        f"{value!r} is none of {', '.join(TRACKERS)}, and not of the form module:Class, e.g. my_trackers:Board"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )
+
+
+TrackerName = Annotated[str, AfterValidator(_a_tracker)]
+"""A library's, or ``module:Class`` of the user's own."""
 
 
 class EvalSampling(Section):

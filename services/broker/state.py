@@ -26,7 +26,6 @@ from penstock.services.broker.config import (
     PromptsConfig,
     ReplayConfig,
     StoreConfig,
-    TrackerName,
 )
 from penstock.services.broker.latency import Latency
 from penstock.services.broker.meanwhile import Meanwhile
@@ -75,7 +74,9 @@ class BrokerSettings:
     eval_sampling: Sampling
     columns: ColumnTable
     """What a group needs before it may be trained on."""
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: tuple[str, ...] = ()
+    tracker_samples: int = 0
+    """Answers of a step that they are shown."""
     prometheus: str | None = None
     """Where metrics are served; None: nowhere."""
     traces: str | None = None

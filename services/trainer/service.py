@@ -167,9 +167,12 @@ class Trainer:
             metrics = train(self._learner, batch, self._settings, before_update)
             self._count_skips(batch.step, metrics)
             canary = self._score_canary()
+        seconds = time.monotonic() - started
         metrics |= {
             "wait_s": self._desk.waited_s,
-            "train_step_s": time.monotonic() - started,
+            "train_step_s": seconds,
+            "trainer_tokens_per_s": metrics["tokens"] / seconds,
+            **self._learner.flops.metrics(seconds, self._world.size),
             "publish_wait_s": waited,
             **({"turn_wait_s": self._shift.waited_s} if self._shift else {}),
             **self._learner.memory.metrics(),

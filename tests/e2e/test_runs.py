@@ -34,7 +34,8 @@ FIELDS = """
 
 
 def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*WHOLE, "run.trackers=[tensorboard]", "prompts.eval_every=3", "trainer.profile_steps=[4]"])
+    watched = ["run.trackers=[tensorboard]", "run.tracker_samples=2"]
+    run = Run(tmp_path, [*WHOLE, *watched, "prompts.eval_every=3", "trainer.profile_steps=[4]"])
     summary = run.wait()
     check_promises(summary)
     assert set(FIELDS) <= summary.keys()
@@ -44,7 +45,8 @@ def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
     assert page["summary"]["outcome"] == "complete" and page["steps"]["step"] == list(range(6))
     actors = set(page["beats"]["actors"])  # of a run so short one may have joined after the last look
     assert page["groups"] and page["loads"]["version"] and "trainer" in actors and {"rollout-0", "rollout-1"} & actors
-    assert (run.folder / "samples.jsonl").read_text() and list((run.folder / "tensorboard").iterdir())
+    (events,) = (run.folder / "tensorboard").iterdir()
+    assert (run.folder / "samples.jsonl").read_text() and events.read_bytes().count(b"samples/text_summary") == 6
     lines = (run.folder / "logs" / "trainer.jsonl").read_text().splitlines()
     assert all({"run", "actor", "event"} <= json.loads(line).keys() for line in lines)
     assert not undocumented(run.folder)

@@ -135,6 +135,19 @@ class NoScorer:
     pass
 
 
+class Bored:
+    def log(self, values):
+        pass
+
+
+class Wants:
+    def __init__(self, folder, url):
+        pass
+
+    def log(self, step, values):
+        pass
+
+
 def none_metric(old_log_prob, log_prob, advantages, mask, importance_weights=None):
     return -log_prob * advantages, {"x": None}
 
@@ -184,7 +197,18 @@ MISTAKES = [
       overrides=["trainer.algorithm.correction={type: truncated}"]),
     m("wandb without a key", "run.trackers: wandb has no key here; run: wandb login, or set WANDB_API_KEY",
       overrides=["run.trackers=[wandb]"]),
-    m("a tracker that nobody knows", "run.trackers.0", "tensorboard", overrides=["run.trackers=[comet]"]),
+    m("a tracker that nobody knows", "run.trackers.0: 'wandbb' is none of tensorboard", "did you mean 'wandb'?",
+      overrides=["run.trackers=[wandbb]"]),
+    m("a tracker that is not installed", "run.trackers: swanlab is not installed; run: ", "swanlab]",
+      overrides=["run.trackers=[swanlab]"]),
+    m("a tracker that is not there", "run.trackers: cannot load 'mine:Board' as module:name", "did you mean 'Bored'?",
+      overrides=["run.trackers=['mine:Board']"]),
+    m("a tracker without log", "run.trackers: mine:NoScorer has no method log(step, values)",
+      overrides=["run.trackers=['mine:NoScorer']"]),
+    m("a tracker that takes no step", "run.trackers: mine:Bored.log cannot be called with (step, values)",
+      overrides=["run.trackers=['mine:Bored']"]),
+    m("a tracker that wants more", "run.trackers: mine:Wants asks for url; it may ask for folder, project, config",
+      overrides=["run.trackers=['mine:Wants']"]),
     m("an adapter that is not there", "trainer.lora.start: nowhere has no adapter_config.json, so it is no adapter",
       overrides=["trainer.lora={start: nowhere}"]),
     m("an adapter of another rank", "trainer.lora.rank=4: the adapter in ", "adapter has rank 8; set",

@@ -103,6 +103,8 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
             assert off <= 1e-5, (name, off)
         of_ranks, of_one = Judgements(step), Judgements(step)
         mine, other = cut.train(step, judgements=of_ranks), plain.train(step, judgements=of_one)
+        assert cut.flops.total == pytest.approx(plain.flops.total), "of all ranks, each pass once"
+        assert bool(plain.flops.total) != mixture, "not of one with a dense layer, whose sizes are not known"
         np.testing.assert_allclose(of_ranks.values(world), of_one.values(single), atol=1e-4)
         assert np.count_nonzero(of_one.values(single)[0]) == sum(t.sampled for t in step.trajectories)
         layers = [key for key in other if key.startswith("layer/")]
