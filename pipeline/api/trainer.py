@@ -18,7 +18,7 @@ from penstock.pipeline.api.functions import Defined, Functions
 from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_folder
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import as_overrides, as_yaml, read_sections
-from penstock.pipeline.report.console import print_findings
+from penstock.pipeline.report.console import RunConsole, print_findings
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.resume import NOWHERE
 from penstock.protocols.experience import Prompt
@@ -179,7 +179,7 @@ def _section(data: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def _show(run: Run) -> None:
     """How far it is, step by step; at the end, what one should look at."""
-    console = Console()
+    console = RunConsole()
     bare = console.is_jupyter and find_spec("ipywidgets") is None  # rich draws its bar there with these alone
     summary = run.wait(on_step=_print_line) if bare else _show_bar(run, console)
     print_findings(console, summary)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from penstock.pipeline.api.run import Run
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.harness.answering import AnsweringBroker
@@ -68,3 +71,34 @@ def test_of_a_run_that_never_began_it_is_told_how_to_go_on(tmp_path: Path) -> No
         assert f"no broker has listened for {tmp_path} yet; penstock run is at work in" in str(done.exception)
     done = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert str(done.exception).endswith(f"go on with: penstock run --resume {tmp_path}")
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_what_the_start_before_came_to_is_not_how_a_run_stands_that_goes_on(tmp_path: Path, command: str) -> None:
+    (tmp_path / "config.yaml").touch()
+    summary = {"outcome": "complete", "steps": 5}
+    for name, text in (("summary.json", json.dumps(summary)), ("broker.address", "tcp://127.0.0.1:9\n")):
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, (1e9, 1e9))
+    with held(tmp_path):  # while it looks at its setup
+        done = CliRunner().invoke(app, [command, str(tmp_path)])
+        assert f"no broker has listened for {tmp_path} yet; penstock run is at work in" in str(done.exception)
+        found = Run(tmp_path).status()
+        assert found["phase"] == "preparing" and Run(tmp_path).summary is None
+        (tmp_path / "summary.json").write_text(json.dumps(summary))  # and now it is over
+        done = CliRunner().invoke(app, [command, str(tmp_path)])
+        assert done.exit_code == 0 and '"steps": 5' in done.output
+
+
+def test_a_broker_that_has_left_is_no_error_as_long_as_its_run_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "DEADLINE_S", 0.5)
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "reward": 0.5}\n')
+    with held(tmp_path):
+        (tmp_path / "broker.address").write_text("tcp://127.0.0.1:9\n")
+        found = Run(tmp_path).status()
+    assert (found["phase"], found["step"], found["metrics"]["reward"]) == ("ending", 1, 0.5)
+    with pytest.raises(ConfigError, match="no broker answers"):
+        Run(tmp_path).status()

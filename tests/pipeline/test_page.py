@@ -196,7 +196,7 @@ def test_all_steps_are_shown_while_there_is_room(folder: Path, monkeypatch: pyte
     assert shown() == list(range(9)), "archived ones, and those that samples.jsonl has of others"
     assert shown(groups=4) == [1, 4, 5, 6], "first a few from end to end, then the newest"
     assert shown(groups=7) == [*range(1, 7), 8]
-    each = len(NASTY) + 2 * (len("ab") + page_rollouts.ABOUT)
+    each = len(NASTY) + len('"ab"') + 2 * (len("ab") + page_rollouts.ABOUT)
     assert shown(letters=3 * each) == [1, 5, 6] and shown(letters=1) == [6]
     assert shown(letters=6 * each + 500) == [*range(1, 7), 8] and shown(letters=6 * each) == [*range(1, 7)]
 
@@ -311,6 +311,12 @@ def test_of_many_samples_the_newest_are_shown(tmp_path: Path) -> None:
     assert [group["group"] for group in groups_of(tmp_path, groups=3)] == [17, 18, 19]
     found = groups_of(tmp_path, letters=450 + 4 * page_rollouts.ABOUT)
     assert [group["group"] for group in found] == [18, 19] and [len(group["members"]) for group in found] == [2, 2]
+    whole, long = 4 * (99 + page_rollouts.ABOUT), {"tests": ["x" * 400_000]}
+    lines(tmp_path / "samples.jsonl", [row | {"truth": long, "failure": "x" * 500} for row in rows])
+    found = groups_of(tmp_path, letters=whole + 4 * 500 + 2 * page_rollouts.TRUTH + 500)
+    assert [group["group"] for group in found] == [18, 19], "truths and what went wrong need room, too"
+    assert found[0]["truth"].startswith('{"tests": ["xxx') and found[0]["truth"].endswith("… (cut: 400,015 characters)")
+    assert len(json.dumps(found)) < 20_000
 
 
 def test_a_file_is_written_where_no_folder_is_yet(folder: Path, tmp_path: Path) -> None:
