@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -229,6 +230,71 @@ def test_a_live_page_asks_for_what_is_new(folder: Path) -> None:
     assert client.get("/runs/0", params=new["seen"]).json()["wanted"] == 9
     assert len(client.get("/runs/0/groups").json()) == 2
     assert client.get("/runs/1").status_code == 404
+
+
+def test_of_beats_those_that_are_new_are_sent(folder: Path) -> None:
+    client = TestClient(make_app([folder]))
+    first = client.get("/runs/0").json()
+    lines_more = [{"time": 4000.0 + i, "actors": {"new": {"kind": "rollout", "pid": i}}, "queues": {}} for i in range(9)]
+    with (folder / "actors.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in lines_more))
+    new = client.get("/runs/0", params=first["seen"]).json()["beats"]
+    assert new["behind"] == len(first["beats"]["time"]) and new["time"] == [4002.0, 4005.0, 4008.0], "every third"
+    assert new["actors"]["new"]["pid"] == [2, 5, 8] and "trainer" not in new["actors"]
+    assert new["sessions"] == first["beats"]["sessions"]
+    again = TestClient(make_app([folder])).get("/runs/0", params=first["seen"]).json()["beats"]
+    assert again["behind"] == 0 and again["time"][-1] == 4008.0, "by another server, which may have kept others"
+
+
+def test_a_page_that_is_open_asks_for_its_own_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (other / "config.yaml").write_text(CONFIG)
+    client, seen = TestClient(make_app([other])), TestClient(make_app([folder])).get("/runs/0").json()
+    for path in ("/runs/0", "/runs/0/groups"):
+        assert client.get(path, params={"run": seen["id"]}).status_code == 409
+    assert client.get("/runs/0", params={"run": client.get("/runs/0").json()["id"]}).status_code == 200
+
+
+def test_a_run_that_cannot_be_read_costs_itself_alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (other / "config.yaml").write_text(CONFIG)
+    client = TestClient(make_app([other, folder]))
+    own = client.get("/runs/0").json()["id"]
+    (other / "config.yaml").write_text(CONFIG + "older: {}\n")
+    data = json.loads(client.get("/").text.split('id="data">')[1].split("</script>")[0])
+    assert [bool(run.get("unread")) for run in data["runs"]] == [True, False] and data["runs"][1]["steps"]["step"]
+    assert data["runs"][0].keys() - {"unread"} == data["runs"][1].keys()
+    assert f"{other} cannot be read" in client.get("/runs/0", params={"run": own}).json()["detail"]
+    assert client.get("/runs/1").status_code == 200
+    done = CliRunner().invoke(app, ["page", str(folder), str(other)])
+    assert isinstance(done.exception, ConfigError) and f"RUN: {other}: older" in str(done.exception)
+    (other / "config.yaml").unlink()  # moved, say
+    gone = client.get("/runs/0", params={"run": own})
+    assert gone.status_code == 500 and f"{other} cannot be read" in gone.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--port", "99999"], "less than or equal to 65535"),
+        (["--port", "-1"], "greater than or equal to 0"),
+        (["--port", "{taken}"], "--host, --port: cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        (["--host", "no.such.host.invalid"], "--host, --port: cannot listen on no.such.host.invalid:8430: "),
+    ],
+)
+def test_where_it_cannot_be_served_is_told_before_it_says_where(folder: Path, given: list[str], words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        done = CliRunner().invoke(app, ["page", str(folder), *(each.format(taken=taken) for each in given)])
+    assert done.exit_code and "http://" not in done.output
+    assert words.format(taken=taken) in " ".join(done.output.replace("│", "").split()) + str(done.exception)
+
+
+def test_any_free_port_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+    monkeypatch.setattr("penstock.pipeline.page.server.serve", lambda _, at: ports.append(at.getsockname()[1]))
+    done = CliRunner().invoke(app, ["page", str(folder), "--port", "0"])
+    assert done.output.startswith(f"http://127.0.0.1:{ports[0]}/ ") and ports[0]
 
 
 def test_the_command_writes_one_file_and_knows_a_run(
