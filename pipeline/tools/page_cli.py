@@ -8,8 +8,9 @@ from typing import Annotated, Optional
 import typer
 
 from penstock.pipeline.config import ConfigError, load
-from penstock.pipeline.run.folder import make_folder, named
+from penstock.pipeline.run.folder import named
 from penstock.pipeline.run.summary import check_run
+from penstock.pipeline.tools.output import output
 from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway.ports import address, listen
 
@@ -43,8 +44,8 @@ def page(
     if out is not None:
         from penstock.pipeline.page.build import write
 
-        make_folder(out.parent, "--out")
-        write(runs, out)
+        with output(out, "--out") as file:
+            write(runs, file)
         typer.echo(f"written: {out}")
         return
     from penstock.pipeline.page.server import make_app, serve

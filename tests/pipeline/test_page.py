@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
 import socket
 from collections.abc import Iterable
 from itertools import pairwise
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
@@ -385,11 +387,40 @@ def test_of_many_samples_the_newest_are_shown(tmp_path: Path) -> None:
     assert len(json.dumps(found)) < 20_000
 
 
-def test_a_file_is_written_where_no_folder_is_yet(folder: Path, tmp_path: Path) -> None:
-    for number, command in enumerate((["page", "--out"], ["trace", "--out"], ["rollouts", "--export"])):
-        file = tmp_path / f"new-{number}" / "file"
-        done = CliRunner().invoke(app, [command[0], str(folder), command[1], str(file)])
-        assert done.exit_code == 0 and file.is_file(), done.exception
-        (tmp_path / "taken").write_text("")
-        wrong = CliRunner().invoke(app, [command[0], str(folder), command[1], str(tmp_path / "taken" / "file")])
-        assert isinstance(wrong.exception, ConfigError) and f"{command[1]}: cannot write to" in str(wrong.exception)
+WRITES = (["page", "--out"], ["trace", "--out"], ["rollouts", "--export"])
+
+
+@pytest.mark.parametrize(("command", "key"), WRITES)
+def test_a_file_is_written_where_the_user_says(folder: Path, tmp_path: Path, command: str, key: str) -> None:
+    def write(file: Path, run: Path = folder) -> Result:
+        return CliRunner().invoke(app, [command, str(run), key, str(file)])
+
+    new = tmp_path / "new" / "file"
+    done = write(new)
+    assert done.exit_code == 0 and new.is_file(), done.exception
+    (tmp_path / "taken").write_text("")
+    wrong = write(tmp_path / "taken" / "file")
+    assert isinstance(wrong.exception, ConfigError) and f"{key}: cannot write to" in str(wrong.exception)
+    missing = write(tmp_path / "empty" / "file", tmp_path / "no-run")
+    assert "is not a run's folder" in str(missing.exception) and not (tmp_path / "empty").exists()
+
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(new)
+    new.write_text("")
+    assert write(link).exit_code == 0 and link.is_symlink() and new.stat().st_size, "the file behind it is written"
+    os.mkfifo(pipe)
+    wrong = write(pipe)
+    assert isinstance(wrong.exception, ConfigError) and f"{key}: {pipe} is no file" in str(wrong.exception)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(("command", "key"), WRITES)
+def test_a_full_disk_is_one_sentence(folder: Path, tmp_path: Path, command: str, key: str) -> None:
+    file, (soft, hard) = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+        done = CliRunner().invoke(app, [command, str(folder), key, str(file)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(done.exception, ConfigError) and f"{key}: cannot write {file}: " in str(done.exception)
+    assert not [each.name for each in tmp_path.iterdir() if "file" in each.name], "and nothing of it is left"
