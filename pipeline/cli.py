@@ -30,6 +30,7 @@ from penstock.pipeline.tools.simulate_cli import simulate
 from penstock.pipeline.tools.trace_cli import trace
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.plain import plain, visible
 
 app = typer.Typer(
     name="penstock",
@@ -81,7 +82,7 @@ def main() -> None:
     try:
         app(prog_name="penstock")
     except (SetupError, KeysError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {visible(str(error))}", err=True)
         sys.exit(2)
 
 
@@ -228,7 +229,7 @@ def prepare(
         report.problems += too_small(config, os.environ) + report.packages * in_container()
         report.check(elsewhere=True)
         for note in [*report.remarks, *to_scale(config, os.environ)]:
-            typer.echo(f"note: {note}", err=True)
+            typer.echo(f"note: {plain(note)}", err=True)
     for change in open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ()))):
         typer.echo(f"changed: {change}", err=True)
     if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():

@@ -84,7 +84,7 @@ class Run:
         return list(rollouts(self.folder, step))
 
     def status(self) -> dict[str, Any]:
-        """How it stands, as `penstock status --json` says it; of a run that is under way and has no broker that answers,
+        """How it stands, as `penstock status --json` says it. Of a run that is under way, while no broker answers,
         little more than the phase: ``preparing`` before there is one, ``ending`` after. Raises `ConfigError`."""
         if (over := self.summary) is not None:
             return over

@@ -107,8 +107,8 @@ def state(mailbox: Mailbox, run: Path | None = None) -> dict[str, Any]:
     assert isinstance(status, Status)
     if run and (name := run / "run.name").is_file() and name.read_text().strip() != status.state["run"]:
         raise AnotherRunError(
-            f"RUN: the broker at {mailbox.address} is of another run by now, {status.state['run']}; the one in {run} goes on by: penstock run --resume {shlex.quote(str(run))}, with "
-            "a broker.bind that nobody has"
+            f"RUN: the broker at {mailbox.address} is of another run by now, {status.state['run']}; the one in {run} "
+            f"goes on by: penstock run --resume {shlex.quote(str(run))}, with a broker.bind that nobody has"
         )
     return status.state
 

@@ -24,6 +24,7 @@ from penstock.pipeline.run.launcher import InterruptedRunError, RunError
 from penstock.pipeline.run.launcher import run as launch
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.resume import committed, complete, how_to_go_on, resumed
+from penstock.services.runtime.plain import plain, visible
 
 COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
 """Exit codes. A setup error, something that a better config mends and that is found before anything starts, is raised,
@@ -82,7 +83,7 @@ def _taken(folder: Path, wait_s: float) -> Iterator[None]:
 
 def _tell(console: Console, report: Report, done: int | None, changed: list[str]) -> None:
     """What one should know before it starts; ``done``: steps of one that goes on."""
-    lines = [f"note: {note}" for note in report.notes]
+    lines = [f"note: {plain(note)}" for note in report.notes]
     lines += [] if done is None else [f"goes on after {done} steps"]
     for line in (*lines, *(f"changed: {change}" for change in changed)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -119,7 +120,7 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
     for line in report.lines:
         typer.echo(f"# {line}")
     for note in report.notes:
-        typer.echo(f"# note: {note}")
+        typer.echo(f"# note: {plain(note)}")
     for lack in report.here:
         typer.echo(f"# on this machine: {lack}")
     if report.here:
@@ -137,7 +138,7 @@ def _run(console: Console, config: Config, origin: Origin, folder: Path, show: S
     try:
         summary = launch(config, folder, console)
     except RunError as error:
-        typer.echo(f"error: {error}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
+        typer.echo(f"error: {visible(str(error))}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
         return INTERRUPTED if isinstance(error, InterruptedRunError) else FAILED
     show(console, summary, folder)
     if summary["outcome"] == "complete":

@@ -102,7 +102,9 @@ def by_token_values(
     learned = [each for each, trajectory in zip(found, group.trajectories, strict=True) if not trajectory.greedy]
     sizes = [len(trajectory.tokens) for trajectory in group.trajectories if not trajectory.greedy]
     for name, several in made.items():
-        if [np.shape(values) for values in several] == [(size,) for size in sizes]:  # else it is of another life of the step
+        if [np.shape(values) for values in several] == [
+            (size,) for size in sizes
+        ]:  # else it is of another life of the step
             for each, values in zip(learned, several, strict=True):
                 each.setdefault(name, values)
     return found

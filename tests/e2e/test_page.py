@@ -198,7 +198,7 @@ def steps(first: int, last: int, reward: float) -> list[dict[str, Any]]:
 
 def beat(second: int, *names: str) -> dict[str, Any]:
     member = {"kind": "rollout", "pid": 7, "busy": 0.5, "silent_s": 0.0}
-    return {"time": 1000.0 + second, "actors": {name: member for name in names}, "queues": {"ready": second}}
+    return {"time": 1000.0 + second, "actors": dict.fromkeys(names, member), "queues": {"ready": second}}
 
 
 @pytest.mark.parametrize("outcome", ["interrupted", "complete"])
@@ -242,7 +242,9 @@ def test_an_open_page_follows_a_run_that_ends_and_goes_on(
     assert page.evaluate("runs[0].steps.step") == list(range(15))
     assert page.evaluate("[runs[0].loads.version, runs[0].evaluations.length]") == [[1, 2], 1]
     expected = {"a-rollout": [None, None, None, 7, 7], "trainer": [7, 7, 7, 7, None]}
-    assert page.evaluate("Object.entries(runs[0].beats.actors).map(([k, v]) => [k, v.pid])") == [*map(list, expected.items())]
+    assert page.evaluate("Object.entries(runs[0].beats.actors).map(([k, v]) => [k, v.pid])") == [
+        *map(list, expected.items())
+    ]
     assert page.evaluate("[runs[0].beats.time, runs[0].beats.queues.ready]") == [[*range(1000, 1005)], [*range(5)]]
     assert "steps: 30" in page.evaluate("document.getElementById('config').textContent")
     shown = (

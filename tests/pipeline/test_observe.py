@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,34 @@ def test_a_broker_that_has_left_is_no_error_as_long_as_its_run_is_there(
     assert (found["phase"], found["step"], found["metrics"]["reward"]) == ("ending", 1, 0.5)
     with pytest.raises(ConfigError, match="no broker answers"):
         Run(tmp_path).status()
+
+
+SESSION = {"session": 1, "key": "a", "turns": 1, "tokens": 2, "waiting": 0, "silent_s": 0.5, "error": "\x1b[2Jred"}
+
+
+@pytest.mark.parametrize("answer", ["{}", "[7]", "[{}]", "<html>", "", None, json.dumps([SESSION])])
+def test_whatever_is_at_a_gateways_old_address_is_told(tmp_path: Path, answer: str | None) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if answer is None:
+                self.wfile.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (tmp_path / "gateways").mkdir()
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        (tmp_path / "gateways" / "gateway-0.json").write_text(json.dumps({"http": url}))
+        done = CliRunner().invoke(app, ["agents", str(tmp_path)])
+        server.shutdown()
+    if answer == json.dumps([SESSION]):
+        assert done.exit_code == 0 and "\\x1b" in done.output and "\x1b[2J" not in done.output
+    else:
+        assert isinstance(done.exception, ConfigError), done.exception
+        assert f"RUN: gateway-0 does not answer at {url}: " in str(done.exception)

@@ -237,7 +237,9 @@ def test_a_live_page_asks_for_what_is_new(folder: Path) -> None:
 def test_of_beats_those_that_are_new_are_sent(folder: Path) -> None:
     client = TestClient(make_app([folder]))
     first = client.get("/runs/0").json()
-    lines_more = [{"time": 4000.0 + i, "actors": {"new": {"kind": "rollout", "pid": i}}, "queues": {}} for i in range(9)]
+    lines_more = [
+        {"time": 4000.0 + i, "actors": {"new": {"kind": "rollout", "pid": i}}, "queues": {}} for i in range(9)
+    ]
     with (folder / "actors.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in lines_more))
     new = client.get("/runs/0", params=first["seen"]).json()["beats"]
