@@ -38,9 +38,7 @@ def make_app(folders: Sequence[Path]) -> Any:
             raise HTTPException(409, f"run {number} is another one: {folders[number]}")
         try:
             return Response(as_json(read(files[number])), media_type="application/json")
-        except (
-            Exception
-        ) as error:  # a folder that was moved, a config of other code: of the other runs nothing is wrong
+        except Exception as error:  # a folder that was moved, a config of other code: the other runs are well
             raise HTTPException(500, _unread(folders[number], error)) from None
 
     @app.get("/", response_class=HTMLResponse)
