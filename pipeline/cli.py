@@ -16,6 +16,7 @@ from penstock.pipeline.bench.cli import bench
 from penstock.pipeline.config import ConfigError, TinyModel, load
 from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.launch.cli import launch
+from penstock.pipeline.report.console import RunConsole
 from penstock.pipeline.tools.arguments import FILE, OVERRIDES
 from penstock.pipeline.tools.doctor_cli import doctor
 from penstock.pipeline.tools.join_cli import join
@@ -29,6 +30,7 @@ from penstock.pipeline.tools.simulate_cli import simulate
 from penstock.pipeline.tools.trace_cli import trace
 from penstock.protocols.keys import KeysError
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.plain import plain, visible
 
 app = typer.Typer(
     name="penstock",
@@ -80,7 +82,7 @@ def main() -> None:
     try:
         app(prog_name="penstock")
     except (SetupError, KeysError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {visible(str(error))}", err=True)
         sys.exit(2)
 
 
@@ -116,7 +118,7 @@ def run(
     from penstock.pipeline.run.start import start
 
     folder = named(resume) if resume else None
-    raise typer.Exit(start(Console(), file, overrides or [], folder, dry_run, wait_s=wait_s))
+    raise typer.Exit(start(RunConsole(), file, overrides or [], folder, dry_run, wait_s=wait_s))
 
 
 @app.command("eval")
@@ -135,7 +137,7 @@ def evaluate(
     """
     from penstock.pipeline.run.evaluate import evaluate as evaluate_checkpoint
 
-    raise typer.Exit(evaluate_checkpoint(Console(), checkpoint, file, overrides or []))
+    raise typer.Exit(evaluate_checkpoint(RunConsole(), checkpoint, file, overrides or []))
 
 
 @app.command()
@@ -227,7 +229,7 @@ def prepare(
         report.problems += too_small(config, os.environ) + report.packages * in_container()
         report.check(elsewhere=True)
         for note in [*report.remarks, *to_scale(config, os.environ)]:
-            typer.echo(f"note: {note}", err=True)
+            typer.echo(f"note: {plain(note)}", err=True)
     for change in open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ()))):
         typer.echo(f"changed: {change}", err=True)
     if isinstance(config.model, TinyModel) and not (folder / "model" / "config.json").is_file():
@@ -264,10 +266,11 @@ def status(
     from penstock.pipeline.observe.client import find_broker, state, watching
     from penstock.pipeline.observe.terminal import View
     from penstock.pipeline.report.console import print_summary
-    from penstock.pipeline.run.summary import finite, read_summary
+    from penstock.pipeline.run.lock import came_to
+    from penstock.pipeline.run.summary import finite
 
     console = Console()
-    over = read_summary(run) if run and broker is None else None
+    over = came_to(run) if run and broker is None else None
     if run and over:
         if as_json:
             typer.echo(json.dumps(finite(over)))
@@ -290,14 +293,14 @@ def top(run: SOME_RUN = None, broker: BROKER = None, keys: KEYS = None) -> None:
     For instance: penstock top runs/first-try
     """
     from penstock.pipeline.observe.client import find_broker, follow
-    from penstock.pipeline.run.summary import read_summary
+    from penstock.pipeline.run.lock import came_to
 
     console = Console()
-    if run and broker is None and read_summary(run):
+    if run and broker is None and came_to(run):
         status(run)
         return
     try:
-        follow(console, *find_broker(run, broker, keys), over=lambda: run is not None and read_summary(run) is not None)
+        follow(console, *find_broker(run, broker, keys), over=lambda: run is not None and came_to(run) is not None)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

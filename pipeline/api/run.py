@@ -14,10 +14,11 @@ from typing import Any
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.folder import address_file, is_live, named
-from penstock.pipeline.run.lock import holder
-from penstock.pipeline.run.summary import check_run, read_summary, rows_behind, steps_in, steps_of
+from penstock.pipeline.run.folder import address_file, address_of, is_live, named
+from penstock.pipeline.run.lock import came_to, holder
+from penstock.pipeline.run.summary import check_run, rows_behind, steps_in, steps_of
 from penstock.pipeline.tools.rollouts import rollouts
+from penstock.protocols.mailbox import DeadlineError
 from penstock.services.runtime.user_folders import VARIABLE, listed
 
 FOLDERS, OUTPUT = "folders.json", "output.log"
@@ -25,6 +26,8 @@ FOLDERS, OUTPUT = "folders.json", "output.log"
 POLL_S = 0.5
 STOP_S = 120.0
 OnStep = Callable[[dict[str, Any]], None]
+Stamps = dict[str, tuple[int, int] | None]
+"""Inode and time (ns) of a file, by its name; None where there is none."""
 
 
 class RunFailed(RuntimeError):
@@ -34,9 +37,12 @@ class RunFailed(RuntimeError):
 class Run:
     """The run in ``folder``: under way, stopped, or over."""
 
-    def __init__(self, folder: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, process: subprocess.Popen[bytes] | None = None, before: Stamps | None = None
+    ) -> None:
         self.folder = named(Path(folder))
-        self._process = process
+        self._process, self._before = process, before or {}
+        """``process``: of the `penstock run` that has been started; ``before``: `stamps` from before it was."""
         if process is None:
             check_run(self.folder, "Run")
 
@@ -50,8 +56,8 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What it came to, of a run that is over; else None."""
-        return read_summary(self.folder)
+        """What it came to, of a run that is over; else None, also while one that goes on has not begun yet."""
+        return None if self._is_of_before("summary.json") else came_to(self.folder)
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -78,16 +84,32 @@ class Run:
         return list(rollouts(self.folder, step))
 
     def status(self) -> dict[str, Any]:
-        """How it stands, as `penstock status --json` says it; while its broker is not there yet, little more than the
-        phase ``preparing``. Raises `ConfigError`."""
+        """How it stands, as `penstock status --json` says it. Of a run that is under way, while no broker answers,
+        little more than the phase: ``preparing`` before there is one, ``ending`` after. Raises `ConfigError`."""
         if (over := self.summary) is not None:
             return over
-        if self.running and not address_file(self.folder).is_file():
-            return {"run": self.folder.name, "phase": "preparing", "step": 0, "metrics": {}, "members": {}}
-        from penstock.pipeline.observe.client import find_broker, state, watching
+        if self.running and (self._is_of_before(address_file(self.folder).name) or address_of(self.folder) is None):
+            return self._phase("preparing")
+        from penstock.pipeline.observe.client import SilentError, find_broker, state, watching
 
-        with watching(*find_broker(self.folder, None, None)) as mailbox:
-            return state(mailbox, self.folder)
+        try:
+            with watching(*find_broker(self.folder, None, None)) as mailbox:
+                return state(mailbox, self.folder)
+        except (SilentError, DeadlineError):
+            running, over = self.running, self.summary
+            if over is None and not running:
+                raise
+            return over or self._phase("ending")
+
+    def _phase(self, phase: str) -> dict[str, Any]:
+        steps = self.steps
+        last = steps[-1] if steps else {}
+        return {"run": self.folder.name, "phase": phase, "step": len(steps), "metrics": last, "members": {}}
+
+    def _is_of_before(self, name: str) -> bool:
+        """The file was there before the process that was started, and that has not begun, or never did."""
+        process = self._process
+        return process is not None and process.poll() != 0 and self._before.get(name) == _stamp(self.folder / name)
 
     def wait(self, seconds: float | None = None, on_step: OnStep = lambda row: None) -> dict[str, Any]:
         """Until it is over; ``on_step`` is called with each step's metrics as it is complete. Returns the summary.
@@ -113,8 +135,8 @@ class Run:
         if (supervisor := self._supervisor()) is not None:
             os.kill(supervisor, signal.SIGINT)
         elif self.running:
-            file = address_file(self.folder)
-            at = f" (its broker is at {file.read_text().strip()})" if file.is_file() else ""
+            address = address_of(self.folder)
+            at = f" (its broker is at {address})" if address else ""
             raise ConfigError(
                 f"stop: the run in {self.folder} is under way, but not by a penstock run of this machine{at}; end it "
                 "where it was started, e.g. with Ctrl-C there"
@@ -153,6 +175,19 @@ class Run:
         return holder(self.folder)
 
 
+def stamps(folder: Path) -> Stamps:
+    """Which files of an earlier start lie in ``folder`` that say how it stood."""
+    return {name: _stamp(folder / name) for name in ("summary.json", address_file(folder).name)}
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def script_folder(folder: Path) -> Path:
     """What a script has given the run in ``folder``: config, functions, rows."""
     return folder.with_name(f"{folder.name}.script")
@@ -166,6 +201,7 @@ def launched(command: list[str], folder: Path) -> Run:
     modules = json.loads((own / FOLDERS).read_text()) if (own / FOLDERS).is_file() else []
     known = [str(own.resolve()), *modules, *listed(VARIABLE)]
     env = os.environ | {VARIABLE: json.dumps(list(dict.fromkeys(known)))}
+    before = stamps(folder)
     with (own / OUTPUT).open("wb") as file:  # in a session of its own: Ctrl-C is handed on once, by `wait`'s caller
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env)
-    return Run(folder, process)
+    return Run(folder, process, before)

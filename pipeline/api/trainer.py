@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 import zlib
@@ -17,8 +16,8 @@ from rich.console import Console
 from penstock.pipeline.api.functions import Defined, Functions
 from penstock.pipeline.api.run import FOLDERS, OnStep, Run, launched, script_folder
 from penstock.pipeline.config import ConfigError
-from penstock.pipeline.config.load import as_overrides, as_yaml, read_sections
-from penstock.pipeline.report.console import print_findings
+from penstock.pipeline.config.load import as_overrides, as_yaml, plain_value, read_sections
+from penstock.pipeline.report.console import RunConsole, print_findings
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.resume import NOWHERE
 from penstock.protocols.experience import Prompt
@@ -60,17 +59,18 @@ class Trainer:
         environment: Defined | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
+        _check({"name": (name, str), "folder": (folder, str | Path), "overrides": (overrides, Mapping)})
+        if not isinstance(config, str | Path | Mapping):
+            raise ConfigError(f"config: give a YAML file, or the same as a map, not {config!r:.60}")
         if wrong := [key for key in overrides or {} if key in ("run", *NOWHERE)]:
             raise ConfigError(
                 f"overrides: {wrong[0]}: give a run's name and folder as name= and folder=, and its other keys one by "
                 "one, e.g. run.seed"
             )
         self._file = None if isinstance(config, Mapping) else Path(config)
-        data: dict[str, Any] = (
-            copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_sections(Path(config))
-        )
-        run = data.setdefault("run", {}) or {}
-        data["run"] = run
+        data: dict[str, Any] = plain_value(config, "") if isinstance(config, Mapping) else read_sections(Path(config))
+        run = _section(data, "run")
+        _check({"run.name": (run.get("name"), str), "run.folder": (run.get("folder"), str)})
         run["name"] = name or run.get("name") or time.strftime("run-%Y%m%d-%H%M%S")
         run["folder"] = str(Path(folder or run.get("folder") or "runs").expanduser().resolve())
         self.folder = Path(run["folder"]) / run["name"]
@@ -84,7 +84,7 @@ class Trainer:
         for part, choice in (("advantage", advantage), ("loss", loss), ("correction", correction)):
             if choice is not None:
                 _section(data, "trainer", "algorithm")[part] = self._chosen(choice, part)
-        self._overrides = dict(overrides or {})
+        self._overrides = as_overrides(overrides or {})
 
     def start(self) -> Run:
         """Starts it in the background, in processes of its own, which go on when this one ends."""
@@ -101,7 +101,7 @@ class Trainer:
         file.write_text(as_yaml(self._data))
         beside = [self._file.resolve().parent] if self._file else []
         (self._own / FOLDERS).write_text(json.dumps([str(each) for each in [*beside, *self._functions.folders]]))
-        return launched(penstock("run", str(file), *as_overrides(self._overrides)), self.folder)
+        return launched(penstock("run", str(file), *self._overrides), self.folder)
 
     def train(self, on_step: OnStep | None = None) -> Run:
         """Starts it, and waits until it is over; with a progress bar, unless ``on_step`` is told of each step. Ctrl-C
@@ -123,7 +123,8 @@ class Trainer:
     def _set(self, reward: Any, prompts: Any, evaluation: Any, environment: Defined | None) -> None:
         data = self._data
         if reward is not None:
-            every = [reward] if callable(reward) or isinstance(reward, str | Mapping) else list(reward)
+            alone = callable(reward) or isinstance(reward, str | Mapping) or not isinstance(reward, Iterable)
+            every = [reward] if alone else list(reward)
             _section(data, "reward")["functions"] = [self._rewarding(each) for each in every]
         if prompts is not None:
             _section(data, "prompts")["train"] = self._source(prompts, "prompts")
@@ -139,21 +140,26 @@ class Trainer:
         if isinstance(choice, Mapping):
             function = choice.get("function")
             named = {"function": self._functions.name(function, "reward")} if callable(function) else {}
-            return {**choice, **named}
+            given: dict[str, Any] = plain_value({**choice, **named}, "reward")
+            return given
         return {"function": self._functions.name(choice, "reward"), "name": choice.__name__}
 
     def _chosen(self, choice: Choice, key: str) -> dict[str, Any]:
         if isinstance(choice, str):
             return {"type": choice}
         if isinstance(choice, Mapping):
-            return dict(choice)
+            section: dict[str, Any] = plain_value(choice, key)
+            return section
         return {"type": "custom", "function": self._functions.name(choice, key)}
 
     def _source(self, given: Any, key: str) -> dict[str, Any]:
         if callable(given) and not hasattr(given, "__len__"):
             return {"type": "custom", "function": self._functions.name(given, key)}
         if isinstance(given, Mapping):  # a section, as the config has it
-            return dict(given)
+            section: dict[str, Any] = plain_value(given, key)
+            return section
+        if isinstance(given, str) or not (isinstance(given, Iterable) or hasattr(given, "__getitem__")):
+            raise ConfigError(f"{key}: give rows, or a function that returns them, not {given!r:.60}")
         lines = []
         for number, row in enumerate(given):
             try:
@@ -170,16 +176,25 @@ class Trainer:
         return {"type": "custom", "function": f"{Written.__module__}:{Written.__name__}", "options": {"file": file}}
 
 
+def _check(given: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raises `ConfigError` for what is not of its kind, by its key."""
+    for key, (value, kind) in given.items():
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{key}: give {'a map' if kind is Mapping else 'text'}, not {value!r:.60}")
+
+
 def _section(data: dict[str, Any], *names: str) -> dict[str, Any]:
-    for name in names:
-        data[name] = data.get(name) or {}
+    for place, name in enumerate(names, 1):
+        data[name] = {} if data.get(name) is None else data[name]
         data = data[name]
+        if not isinstance(data, dict):
+            raise ConfigError(f"{'.'.join(names[:place])}: a section is a map of keys, not {data!r:.60}")
     return data
 
 
 def _show(run: Run) -> None:
     """How far it is, step by step; at the end, what one should look at."""
-    console = Console()
+    console = RunConsole()
     bare = console.is_jupyter and find_spec("ipywidgets") is None  # rich draws its bar there with these alone
     summary = run.wait(on_step=_print_line) if bare else _show_bar(run, console)
     print_findings(console, summary)

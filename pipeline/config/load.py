@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from datetime import date
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import yaml
 from pydantic import ValidationError
 
@@ -183,8 +185,31 @@ def as_yaml(data: dict[str, Any]) -> str:
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:
     """``{"trainer.steps": 3}`` as ``trainer.steps=3``; values in JSON, which is YAML where nothing is escaped but what
-    YAML forbids."""
-    return [f"{key}={_escaped(json.dumps(value, ensure_ascii=False))}" for key, value in values.items()]
+    YAML forbids. Raises `ConfigError`, as `plain_value` does."""
+    plain = {key: plain_value(value, str(key)) for key, value in values.items()}
+    return [f"{key}={_escaped(json.dumps(value, ensure_ascii=False))}" for key, value in plain.items()]
+
+
+def plain_value(value: Any, key: str) -> Any:
+    """``value``, which Python code gives for ``key``, as YAML and JSON have it: numpy's numbers as Python's own, paths
+    and dates as text. Raises `ConfigError`, which names the key, for what has no such form."""
+    if isinstance(value, Mapping):
+        keys = {name: f"{key}.{name}" if key else str(name) for name in value}
+        return {plain_value(name, key): plain_value(each, keys[name]) for name, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_value(each, f"{key}.{place}") for place, each in enumerate(value)]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of a class of its own, such as an enum's
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, date | PurePath):
+        return value.isoformat() if isinstance(value, date) else str(value)
+    words = f"{type(value).__name__} {value!r:.60}"
+    raise ConfigError(f"{key}: no config has a {words}; give text, numbers, or lists and maps of these")
 
 
 def _escaped(text: str) -> str:

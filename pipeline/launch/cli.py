@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.report.console import RunConsole
 from penstock.pipeline.run.summary import read_summary
 from penstock.pipeline.tools.arguments import OVERRIDES
 
@@ -124,7 +125,7 @@ def on_ray(
     from penstock.pipeline.launch.parts import parts_of
     from penstock.pipeline.launch.ready import make_ready, resolve
 
-    console = Console()
+    console = RunConsole()
     file, overrides = _sorted(file, overrides, resume)
     config, origin, folder = resolve(console, Path(file) if file else None, overrides, resume, network)
     parts = parts_of(config, gpus, each)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.observe.terminal import View
-from penstock.pipeline.run.folder import address_file, keys_folder
+from penstock.pipeline.run.folder import address_of, keys_folder
 from penstock.pipeline.run.lock import holder
 from penstock.protocols.connection import is_address
 from penstock.protocols.keys import ClientKeys, load_client
@@ -29,7 +29,7 @@ EVERY_S = 1.0
 
 def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tuple[str, Path | None, Path | None]:
     """The broker's address, the keys to speak to it with, if there are any, and the run's folder, where that has named
-    it. Raises `ConfigError`."""
+    it. Raises `ConfigError`, and `SilentError` where none has listened yet."""
     named = run if broker is None else None
     if run is None and broker is None:
         raise ConfigError("give a run's folder, or the broker's address with --broker, e.g. tcp://127.0.0.1:5555")
@@ -37,11 +37,11 @@ def find_broker(run: Path | None, broker: str | None, keys: Path | None) -> tupl
         assert run
         if not run.is_dir():
             raise ConfigError(f"RUN: no such folder: {run}")
-        if not address_file(run).is_file():
+        broker = address_of(run)
+        if broker is None:
             if (run / "config.yaml").is_file():
-                raise ConfigError(f"RUN: no broker has listened for {run} yet; {_silent(keys, run)}")
+                raise SilentError(f"RUN: no broker has listened for {run} yet; {_silent(keys, run)}")
             raise ConfigError(f"RUN: no broker has ever listened for {run}; is it a run's folder?")
-        broker = address_file(run).read_text().strip()
     elif not is_address(broker):
         raise ConfigError(f"--broker: {broker!r} is not an address such as tcp://127.0.0.1:5555")
     if keys is None and run and (keys_folder(run) / "client.json").is_file():
@@ -66,14 +66,14 @@ def join(broker: str, keys: ClientKeys | None) -> Mailbox:
 
 @contextmanager
 def watching(broker: str, keys: Path | None, run: Path | None = None) -> Iterator[Mailbox]:
-    """A mailbox of an observer that the broker, of the run in the folder ``run``, has let in. Raises `ConfigError`
-    where it does not answer, whoever watches included, or refuses."""
+    """A mailbox of an observer that the broker, of the run in the folder ``run``, has let in. Raises
+    `SilentError` where it does not answer, whoever watches included, and `ConfigError` where it refuses."""
     try:
         with closing(join(broker, load_client(keys) if keys else None)) as mailbox:
             yield mailbox
             mailbox.tell(Bye(reason="has seen enough"))
     except DeadlineError:
-        raise ConfigError(f"no broker answers at {broker} within {DEADLINE_S:g} s; {_silent(keys, run)}") from None
+        raise SilentError(f"no broker answers at {broker} within {DEADLINE_S:g} s; {_silent(keys, run)}") from None
     except RefusedError as refused:
         raise ConfigError(f"the broker at {broker} refuses: {refused}") from None
 
@@ -92,6 +92,10 @@ def _silent(keys: Path | None, run: Path | None) -> str:
     )
 
 
+class SilentError(ConfigError):
+    """No broker answers: there is none yet, or none any more."""
+
+
 class AnotherRunError(ConfigError):
     """Where a run's broker was, another run's is now."""
 
@@ -103,9 +107,8 @@ def state(mailbox: Mailbox, run: Path | None = None) -> dict[str, Any]:
     assert isinstance(status, Status)
     if run and (name := run / "run.name").is_file() and name.read_text().strip() != status.state["run"]:
         raise AnotherRunError(
-            f"RUN: the broker at {address_file(run).read_text().strip()} is of another run by now, "
-            f"{status.state['run']}; the one in {run} goes on by: penstock run --resume {shlex.quote(str(run))}, with "
-            "a broker.bind that nobody has"
+            f"RUN: the broker at {mailbox.address} is of another run by now, {status.state['run']}; the one in {run} "
+            f"goes on by: penstock run --resume {shlex.quote(str(run))}, with a broker.bind that nobody has"
         )
     return status.state
 

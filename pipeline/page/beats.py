@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from itertools import chain
 from pathlib import Path
@@ -27,7 +28,19 @@ class Beats:
     def _begin(self, file: int) -> None:
         self._file, self._at, self._count, self._every = file, 0, 0, 0
         self._kept: Rows = []
-        self._latest: deque[bytes] = deque(maxlen=LATEST)
+        self._latest: deque[bytes | Rows] = deque(maxlen=LATEST)
+        self._series = secrets.token_hex(4)
+
+    @property
+    def seen(self) -> str:
+        """How far those that are kept go now, for `behind`."""
+        return f"{self._series}-{len(self._kept)}"
+
+    def behind(self, seen: str) -> int:
+        """How many of those that are kept were there at an earlier `seen`; 0 where they are others since: thinned, or
+        read by another process."""
+        series, _, count = seen.partition("-")
+        return int(count) if series == self._series and count.isdigit() else 0
 
     def read(self) -> tuple[Rows, Rows]:
         """Those that are kept; and the same with all of the latest, for who asks what is going on now."""
@@ -45,6 +58,10 @@ class Beats:
             self._latest.append(line)
         if len(self._kept) > 2 * BEATS:
             self._kept, self._every = self._kept[::2], 2 * self._every
-        latest = list(chain.from_iterable(map(parsed, self._latest)))
+            self._series = secrets.token_hex(4)
+        for place, each in enumerate(self._latest):
+            if isinstance(each, bytes):
+                self._latest[place] = parsed(each)
+        latest = list(chain.from_iterable(each for each in self._latest if not isinstance(each, bytes)))
         earlier = [row for row in self._kept if latest and row["time"] < latest[0]["time"]]
         return self._kept, earlier + latest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import threading
@@ -36,13 +37,35 @@ class RunFiles:
         """When it was written, and the same as text."""
         self._lock = threading.Lock()
 
-    def data(self, metrics: int = 0, loads: int = 0) -> dict[str, Any]:
-        """Everything but its rollouts; of steps, evaluations and loads those behind so many bytes of metrics.jsonl and
-        weights.jsonl, as the answer before has them in ``seen``."""
-        with self._lock:
-            return self._data(metrics, loads)
+    @property
+    def name(self) -> str:
+        """What the page calls it."""
+        return self._folder.name
 
-    def _data(self, metrics: int, loads: int) -> dict[str, Any]:
+    @property
+    def identity(self) -> str:
+        """Of this run alone: its folder, and when it began there."""
+        about = self._folder / "run.name"
+        began = about.stat().st_mtime_ns if about.is_file() else 0
+        return hashlib.sha256(f"{self._folder.resolve()} {began}".encode()).hexdigest()[:16]
+
+    def data(self, metrics: int = 0, loads: int = 0, beats: str = "") -> dict[str, Any]:
+        """Everything but its rollouts; of steps, evaluations and loads those behind so many bytes of metrics.jsonl and
+        weights.jsonl, and of beats those that are new, as the answer before has them in ``seen``; ``beats.behind`` are
+        those before them."""
+        with self._lock:
+            return self._data(metrics, loads, beats)
+
+    def unread(self, error: str) -> dict[str, Any]:
+        """The same of a run that cannot be read, and why."""
+        seen = {"metrics": 0, "loads": 0, "beats": ""}
+        return {
+            "id": self.identity, "name": self.name, "unread": error, "config": "", "wanted": 0, "summary": None,
+            "alerts": [], "columns": [], "steps": {}, "evaluations": [], "sampled": [], "beats": _beats([], 0),
+            "loads": {}, "seen": seen,
+        }  # fmt: skip
+
+    def _data(self, metrics: int, loads: int, seen_beats: str) -> dict[str, Any]:
         config, text = self._configured()
         rows, metrics = self._rows(metrics)
         steps = steps_in(rows)
@@ -52,7 +75,8 @@ class RunFiles:
         look = summary.get("look_at_this", []) if summary else alerts(config, every, with_latest, time.time())
         loaded, loads = rows_behind(self._folder / "weights.jsonl", loads)
         return {
-            "name": self._folder.name,
+            "id": self.identity,
+            "name": self.name,
             "config": text,
             "wanted": config.trainer.steps,
             "summary": summary,
@@ -65,9 +89,9 @@ class RunFiles:
                 if row["kind"] == "eval"
             ],
             "sampled": [name for name, how in config.prompts.eval_sampling.items() if how.temperature > 0],
-            "beats": _beats(beats),
+            "beats": _beats(beats, self._beats.behind(seen_beats)),
             "loads": by_column([{key: row.get(key) for key in LOADS} for row in loaded]),
-            "seen": {"metrics": metrics, "loads": loads},
+            "seen": {"metrics": metrics, "loads": loads, "beats": self._beats.seen},
         }
 
     def _configured(self) -> tuple[Config, str]:
@@ -113,25 +137,27 @@ def _time(value: float) -> float | None:
     return round(value, 3) if math.isfinite(value) else None
 
 
-def _beats(beats: Rows) -> dict[str, Any]:
-    """What every actor did: for each beat, and of each actor, null where it was not there; and which beats are the
-    first ones of a start."""
-    names = sorted({name for beat in beats for name in beat["actors"]})
+def _beats(beats: Rows, behind: int) -> dict[str, Any]:
+    """What every actor did: for each beat but the first ones that are ``behind``, and of each actor that was there,
+    null where it was not; and which of all beats are the first ones of a start."""
+    new = beats[behind:]
+    names = sorted({name for beat in new for name in beat["actors"]})
     actors = {}
     for name in names:
-        mine = [beat["actors"].get(name) for beat in beats]
+        mine = [beat["actors"].get(name) for beat in new]
         actors[name] = {
             "kind": next(member["kind"] for member in mine if member),
             "busy": [member and _value(float(member.get("busy", 0.0))) for member in mine],
             "pid": [member and member["pid"] for member in mine],
             "tokens_per_s": [member and _value(float(member.get("tokens_per_s", 0.0))) for member in mine],
         }
-    queues = beats[-1]["queues"] if beats else {}
+    queues = new[-1]["queues"] if new else {}
     return {
-        "time": [_value(beat["time"]) for beat in beats],
+        "behind": behind,
+        "time": [_value(beat["time"]) for beat in new],
         "sessions": sessions(beats),
         "actors": actors,
-        "queues": {name: [beat["queues"].get(name) for beat in beats] for name in queues},
+        "queues": {name: [beat["queues"].get(name) for beat in new] for name in queues},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ log = structlog.get_logger()
 TOKENS, GROUPS = 1_000_000, 10_000
 """What a page has, at most."""
 LETTERS = 50_000_000
-"""Of prompts and answers that it has at most, and of what else is told of an answer."""
+"""Of prompts, truths and answers that it has at most, and of what else is told of an answer."""
 ABOUT = 300
-"""Letters of the latter."""
+"""Letters of the latter, but for why it failed."""
+TRUTH = 4000
+"""Letters of a truth that it has at most."""
 STEPS = 40
 """Archived steps that are looked into first, evenly over the run."""
 
@@ -46,7 +49,7 @@ def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS, letters:
             by_trajectory = by_token_values(group, columns, sorted(by_token), of_trainer.get(group.number, {}))
             flat = {name: values for name, values in columns.items() if name not in by_token}
             shown = _shown(group, flat, step, by_trajectory, with_text)
-            letters -= _letters(shown["prompt"], shown["members"])
+            letters -= _letters_of_group(shown) + _letters(shown["members"])
             if len(found) == groups or (letters < 0 and found):
                 return _in_order(found)
             found.append(shown)
@@ -124,7 +127,7 @@ def _shown(
             member |= _tokens(trajectory, begin, step, by_token[number], texts)
         if trajectory.failure:
             member["failure"] = trajectory.failure
-    return _group(flat[0], members)
+    return _group(flat[0] | {"truth": _shortened(flat[0]["truth"])}, members)
 
 
 def _begin(trajectory: Trajectory) -> int:
@@ -176,16 +179,27 @@ def _of_samples(folder: Path, groups: int, letters: int, archived: Set[int]) -> 
         if row["step"] in archived:
             continue
         several = found.setdefault((row["step"], row["group"]), [])
-        letters -= _letters("" if several else row["prompt"], [row])
+        row["truth"] = _shortened(row["truth"]) if not several else None
+        letters -= _letters([row]) + (0 if several else _letters_of_group(row))
         several.append(row)
         while len(found) > groups or (letters < 0 and len(found) > 1):
             oldest = found.pop(next(iter(found)))
-            letters += _letters(oldest[0]["prompt"], oldest)
+            letters += _letters(oldest) + _letters_of_group(oldest[0])
     return [_group(several[0], [_plain(row) for row in several]) for several in found.values()]
 
 
-def _letters(prompt: str, answers: Sequence[dict[str, Any]]) -> int:
-    return len(prompt) + sum(len(answer["response"]) + ABOUT for answer in answers)
+def _letters(answers: Sequence[dict[str, Any]]) -> int:
+    return sum(len(answer["response"]) + len(answer.get("failure", "")) + ABOUT for answer in answers)
+
+
+def _letters_of_group(group: dict[str, Any]) -> int:
+    return len(group["prompt"]) + len(json.dumps(group["truth"]))
+
+
+def _shortened(truth: Any) -> Any:
+    """As text, cut short, where it is longer than a page has room for, such as the tests of a program."""
+    text = truth if isinstance(truth, str) else json.dumps(truth)
+    return truth if len(text) <= TRUTH else f"{text[:TRUTH]} … (cut: {len(text):,} characters)"
 
 
 SHARED = ("step", "group", "prompt", "truth")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from penstock.pipeline.page.build import page
 from penstock.pipeline.page.data import RunFiles, as_json
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.services.runtime.install import install
+from penstock.services.runtime.plugins import describe
 
 GROUPS = 512
 """The newest ones, which a live page has."""
 
 
 def make_app(folders: Sequence[Path]) -> Any:
-    """The page at ``/``; what is new at ``/runs/N?metrics=BYTES&loads=BYTES``, and groups at ``/runs/N/groups``."""
+    """The page at ``/``; what is new at ``/runs/N?run=ID&metrics=BYTES&loads=BYTES&beats=SEEN``, and groups at
+    ``/runs/N/groups?run=ID``. A page that is open since another server was here asks for another ID, and is told so
+    (409)."""
     try:
         from fastapi import FastAPI, HTTPException, Response
         from fastapi.responses import HTMLResponse
@@ -27,33 +31,48 @@ def make_app(folders: Sequence[Path]) -> Any:
 
     files = [RunFiles(folder) for folder in folders]
 
-    def check(number: int) -> None:
-        if not 0 <= number < len(folders):
+    def answer(number: int, asked: str, read: Callable[[RunFiles], Any]) -> Any:
+        if not 0 <= number < len(files):
             raise HTTPException(404, f"there is no run {number}")
+        if asked and (folders[number] / "config.yaml").is_file() and asked != files[number].identity:
+            raise HTTPException(409, f"run {number} is another one: {folders[number]}")
+        try:
+            return Response(as_json(read(files[number])), media_type="application/json")
+        except Exception as error:  # a folder that was moved, a config of other code: the other runs are well
+            raise HTTPException(500, _unread(folders[number], error)) from None
 
     @app.get("/", response_class=HTMLResponse)
     def whole() -> str:
         """The page, with all runs as they are now."""
-        return page({"runs": [each.data() | {"groups": []} for each in files], "live": True})
+        return page({"runs": [_whole(each, folder) for each, folder in zip(files, folders, strict=True)], "live": True})
 
     @app.get("/runs/{number}")
-    def run(number: int, metrics: int = 0, loads: int = 0) -> Response:
+    def run(number: int, run: str = "", metrics: int = 0, loads: int = 0, beats: str = "") -> Any:
         """Of one run, with what is behind so many bytes of its files."""
-        check(number)
-        return Response(as_json(files[number].data(metrics, loads)), media_type="application/json")
+        return answer(number, run, lambda each: each.data(metrics, loads, beats))
 
     @app.get("/runs/{number}/groups")
-    def groups(number: int) -> Response:
+    def groups(number: int, run: str = "") -> Any:
         """Groups of one run, the newest."""
-        check(number)
-        return Response(as_json(groups_of(folders[number], groups=GROUPS)), media_type="application/json")
+        return answer(number, run, lambda _: groups_of(folders[number], groups=GROUPS))
 
     return app
 
 
-def serve(folders: Sequence[Path], host: str, port: int) -> None:
+def _whole(files: RunFiles, folder: Path) -> dict[str, Any]:
+    try:
+        found = files.data()
+    except Exception as error:  # see above
+        found = files.unread(_unread(folder, error))
+    return found | {"groups": []}
+
+
+def _unread(folder: Path, error: Exception) -> str:
+    return f"{folder} cannot be read: {error if isinstance(error, ConfigError) else describe(error)}"
+
+
+def serve(app: Any, listening: socket.socket) -> None:
     """Until Ctrl-C."""
-    app = make_app(folders)
     import uvicorn
 
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])

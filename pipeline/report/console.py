@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import structlog
 from rich.console import Console
+
+log = structlog.get_logger()
 
 SHOWN = (
     "outcome", "steps", "reward_first", "reward_last", "eval_before", "eval_after", "eval_best",
@@ -14,6 +19,21 @@ SHOWN = (
     "groups_lost", "groups_trained_twice", "groups_without_variance", "steps_skipped", "rewards_failed",
     "prompts_dropped", "train_s", "restarts",
 )  # fmt: skip
+
+
+class RunConsole(Console):
+    """Of a command whose work goes on when nobody reads any more what it says, as behind ``| head``: `Console` itself
+    would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Says nothing from now on."""
+        self.quiet = True
+        with suppress(OSError, ValueError):  # a file that is none of the system's
+            own, nowhere = self.file.fileno(), os.open(os.devnull, os.O_WRONLY)
+            for unread in (own, *[2] * os.path.sameopenfile(own, 2)):
+                os.dup2(nowhere, unread)  # or what else is said there, or flushed at the end, would fail once more
+            os.close(nowhere)
+        log.warning("nobody reads what is said any more: it goes on")
 
 
 def print_summary(console: Console, summary: dict[str, Any], folder: Path) -> None:

@@ -14,6 +14,7 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
+from penstock.pipeline.run.lock import is_of_before
 from penstock.pipeline.run.resume import changes, check_fixed, complete
 from penstock.pipeline.run.summary import read_summary
 from penstock.services.runtime import device_turn
@@ -105,6 +106,16 @@ def model_path(config: Config, folder: Path) -> str:
 def address_file(folder: Path) -> Path:
     """Where the broker of the run in ``folder`` says how it is reached."""
     return folder / "broker.address"
+
+
+def address_of(folder: Path) -> str | None:
+    """How the broker of the run in ``folder`` is reached; None where none has listened since the run began, or goes on
+    (as a `penstock run` of this machine does)."""
+    file = address_file(folder)
+    try:
+        return None if is_of_before(folder, file) else file.read_text().strip()
+    except OSError:
+        return None
 
 
 def keys_folder(folder: Path) -> Path:

@@ -17,9 +17,10 @@ from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.observe import client
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.pipeline.run.command import penstock
-from penstock.pipeline.run.folder import address_file, keys_folder, run_key
+from penstock.pipeline.run.folder import address_of, keys_folder, run_key
 from penstock.pipeline.run.forking import fork_server
 from penstock.pipeline.run.launcher import BROKER_SILENT_S, CHECKPOINT_S, DRAIN_S, STATUS_EVERY_S, RunError, ends
+from penstock.pipeline.run.lock import came_to
 from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.summary import check_run, read_summary
 from penstock.pipeline.run.supervisor import Supervisor
@@ -80,6 +81,8 @@ class _Join:
         """Signals that came, one after the other."""
         self._other: client.AnotherRunError | None = None
         """What is where the run's broker was."""
+        self._address = ""
+        """Where that listened when we last looked."""
 
     def run(self) -> bool:
         try:
@@ -87,7 +90,7 @@ class _Join:
                 with closing(mailbox):
                     self._work(mailbox)
         except RefusedError as refused:  # of another Penstock, say
-            raise ConfigError(f"the broker at {self._address()} refuses: {refused}") from None
+            raise ConfigError(f"the broker at {self._address} refuses: {refused}") from None
         if self._interrupted:
             return False
         summary = read_summary(self._folder)
@@ -101,7 +104,7 @@ class _Join:
         """An observer's mailbox at a broker that is at work; None where the run is over, or we are told to leave."""
         deadline, told = time.monotonic() + self._patience_s, False
         while not self._interrupted:
-            summary = read_summary(self._folder)
+            summary = came_to(self._folder)
             if summary and summary["outcome"] != "interrupted":
                 return None
             if mailbox := self._answering():
@@ -115,13 +118,15 @@ class _Join:
         return None
 
     def _answering(self) -> Mailbox | None:
-        if not address_file(self._folder).is_file() or not (self._folder / "config.yaml").is_file():
+        found = address_of(self._folder)
+        if found is None or not (self._folder / "config.yaml").is_file():
             return None
+        self._address = found
         client_keys = keys_folder(self._folder) / "client.json"
         pair = keys.load_client(client_keys) if client_keys.is_file() else None
         mailbox, at_work = None, False
         try:
-            mailbox = client.join(self._address(), pair)
+            mailbox = client.join(self._address, pair)
             at_work = client.state(mailbox, self._folder)["phase"] not in OVER
             self._other = None
         except DeadlineError:
@@ -133,22 +138,18 @@ class _Join:
                 mailbox.close()
         return mailbox if at_work else None
 
-    def _address(self) -> str:
-        return address_file(self._folder).read_text().strip()
-
     def _nobody(self) -> str:
         waited = f"no broker of the run in {self._folder} was at work within {self._patience_s:g} s (--patience)"
-        if not address_file(self._folder).is_file():
-            return f"{waited}: none has ever listened; start the run, or give the folder that it runs in"
+        if not self._address:
+            return f"{waited}: none has listened; start the run, or give the folder that it runs in"
         if self._other:
             return f"{waited}: {self._other}"
-        address = self._address()
-        if keys.is_loopback(address):
+        if keys.is_loopback(self._address):
             return (
-                f"{waited}: its last one, at {address}, was for its own machine alone; start the run with "
+                f"{waited}: its last one, at {self._address}, was for its own machine alone; start the run with "
                 "broker.bind=tcp://NETWORK:0 weights.host=NETWORK, e.g. 10.1.0.0/16"
             )
-        return f"{waited}: its last one was at {address}; go on with: penstock run --resume {self._folder}"
+        return f"{waited}: its last one was at {self._address}; go on with: penstock run --resume {self._folder}"
 
     def _work(self, mailbox: Mailbox) -> None:
         """Until the broker behind ``mailbox`` is gone, or the run ends."""
@@ -159,7 +160,7 @@ class _Join:
         preloaded = any(each.preloaded(config) for each, _ in every)
         forks = fork_server(self._log(f"join-{self._kind}-{self._name}-forkserver")) if preloaded else None
         supervisor = Supervisor(config.run.max_restarts, forks)
-        address = self._address()
+        address = self._address
         try:
             for each, placed in every:
                 for name, gpus in placed.items():

@@ -12,6 +12,7 @@ from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Bye, StopRun
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.errors import EXIT_SETUP
+from penstock.services.runtime.plain import plain
 from penstock.services.runtime.plugins import UserCodeError, describe
 from penstock.services.runtime.registry import ActorSpec
 
@@ -31,7 +32,7 @@ def last_words(error: Exception, context: ActorContext, name: str, step: int, sh
     elif crashes.again(context.folder, name, error, step):
         where = f" at step {step}" if step >= 0 else ""
         code, said = EXIT_SETUP, f"the same failure twice{where}: {said}"
-    said = " ".join(said.split())
+    said = plain(said)
     who = f"{name} (a rank)" if shared and code == 1 and not crashes.is_own(error) else context.name
     os.write(2, f"{who}: {said}\n".encode())
     return code, said

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.run.summary import read_summary
 
 LOCK = "run.lock"
 RETRY_S = 1.0
@@ -38,6 +39,21 @@ def held(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def is_of_before(folder: Path, file: Path) -> bool:
+    """A `penstock run` of this machine is at work in ``folder``, and ``file`` there is of an earlier start: it was
+    written before this one took the lock."""
+    try:
+        return holder(folder) is not None and file.stat().st_mtime_ns < (folder / LOCK).stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+def came_to(folder: Path) -> dict[str, Any] | None:
+    """The summary of the run in ``folder`` as it is now: None while it is not over, or goes on and looks at its setup
+    yet."""
+    return None if is_of_before(folder, folder / "summary.json") else read_summary(folder)
 
 
 def _take(file: IO[str]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from penstock.pipeline.preflight.look import look
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.report.console import print_summary
 from penstock.pipeline.resources.choice import choose
-from penstock.pipeline.run.folder import begin, make_folder, new_folder
+from penstock.pipeline.run.folder import address_file, begin, make_folder, new_folder
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError
 from penstock.pipeline.run.launcher import run as launch
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.resume import committed, complete, how_to_go_on, resumed
+from penstock.services.runtime.plain import plain, visible
 
 COMPLETE, FAILED, SETUP, INTERRUPTED = 0, 1, 2, 130
 """Exit codes. A setup error, something that a better config mends and that is found before anything starts, is raised,
@@ -54,24 +56,37 @@ def start(
         console.print(f"the run in {folder} is complete; {more}", highlight=False, markup=False, soft_wrap=True)
         print_summary(console, summary, folder)
         return COMPLETE
-    try:
-        with console.status("looking at data, model and functions …"):
-            report = look(config, folder)
-    except KeyboardInterrupt:
-        typer.echo("interrupted before the run began", err=True)
-        return INTERRUPTED
-    if dry_run:
-        return _show(config, report, changed)
-    report.check(elsewhere=False)
-    make_folder(folder, "run.folder")
-    for note in report.notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    if resume:
-        console.print(f"goes on after {committed(folder)} steps", highlight=False)
-    for change in changed:
-        console.print(f"changed: {change}", highlight=False, markup=False, soft_wrap=True)
-    with held(folder, wait_s):
+    with ExitStack() as stack:
+        if resume and not dry_run:  # at once: from then on what the start before left counts for nothing
+            stack.enter_context(_taken(folder, wait_s))
+        try:
+            with console.status("looking at data, model and functions …"):
+                report = look(config, folder)
+        except KeyboardInterrupt:
+            typer.echo("interrupted before the run began", err=True)
+            return INTERRUPTED
+        if dry_run:
+            return _show(config, report, changed)
+        report.check(elsewhere=False)
+        if not resume:  # nothing is made for a run that cannot work
+            stack.enter_context(_taken(folder, wait_s))
+        _tell(console, report, committed(folder) if resume else None, changed)
         return _run(console, config, origin, folder, show)
+
+
+@contextmanager
+def _taken(folder: Path, wait_s: float) -> Iterator[None]:
+    make_folder(folder, "run.folder")
+    with held(folder, wait_s):
+        yield
+
+
+def _tell(console: Console, report: Report, done: int | None, changed: list[str]) -> None:
+    """What one should know before it starts; ``done``: steps of one that goes on."""
+    lines = [f"note: {plain(note)}" for note in report.notes]
+    lines += [] if done is None else [f"goes on after {done} steps"]
+    for line in (*lines, *(f"changed: {change}" for change in changed)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def laid_out(file: str | None, overrides: list[str], resume: Path | None) -> tuple[Config, Origin, list[str]]:
@@ -105,7 +120,7 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
     for line in report.lines:
         typer.echo(f"# {line}")
     for note in report.notes:
-        typer.echo(f"# note: {note}")
+        typer.echo(f"# note: {plain(note)}")
     for lack in report.here:
         typer.echo(f"# on this machine: {lack}")
     if report.here:
@@ -116,13 +131,14 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
 
 def _run(console: Console, config: Config, origin: Origin, folder: Path, show: Show) -> int:
     begin(config, folder, origin)
+    address_file(folder).unlink(missing_ok=True)  # of a broker that is no more
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     if config.gateway.count:
         console.print(waits_for_agents(folder), highlight=False, markup=False, soft_wrap=True)
     try:
         summary = launch(config, folder, console)
     except RunError as error:
-        typer.echo(f"error: {error}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
+        typer.echo(f"error: {visible(str(error))}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
         return INTERRUPTED if isinstance(error, InterruptedRunError) else FAILED
     show(console, summary, folder)
     if summary["outcome"] == "complete":

@@ -15,6 +15,7 @@ import structlog
 
 from penstock.pipeline.run.forking import Forked, ForkError, ForkServer
 from penstock.services.runtime.errors import EXIT_SETUP
+from penstock.services.runtime.plain import plain
 from penstock.services.runtime.processes import with_parent
 
 log = structlog.get_logger()
@@ -70,7 +71,7 @@ class Child:
         except OSError:
             return ""
         own = [line for line in lines[-20:] if line.startswith(f"{self.name}: ")]
-        return (own or lines or [""])[-1]
+        return plain((own or lines or [""])[-1])
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.tools.arguments import warn
+from penstock.services.runtime.plain import plain
 
 COLUMNS = ("session", "key", "turns", "tokens", "waiting", "silent_s", "error")
 ANSWER_S = 10.0
@@ -30,12 +32,18 @@ def sessions(run: Path) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     silent: list[str] = []
     for file in files:
-        url = json.loads(file.read_text())["http"]
+        url = "the address in its file"
         try:
+            url = json.loads(file.read_text())["http"]
             with direct.open(urllib.request.Request(f"{url}/v1/sessions", headers=headers), timeout=ANSWER_S) as answer:
-                found[file.stem] = json.loads(answer.read())
-        except OSError as error:
-            silent.append(f"{file.stem} does not answer at {url}: {error}")
+                rows = json.loads(answer.read())
+            if not isinstance(rows, list) or not all(
+                isinstance(row, dict) and set(COLUMNS) <= row.keys() for row in rows
+            ):
+                raise ValueError("what is there is no gateway")
+            found[file.stem] = rows
+        except (OSError, ValueError, HTTPException) as error:  # as where something else is at a killed one's address
+            silent.append(f"{file.stem} does not answer at {url}: {plain(str(error))}")
     if silent and not found:
         raise ConfigError(f"RUN: {'; '.join(silent)}")
     for each in silent:
@@ -50,5 +58,5 @@ def show(console: Console, run: Path) -> None:
         for column in COLUMNS:
             table.add_column(column.replace("silent_s", "silent, s"))
         for row in sorted(rows, key=lambda row: -row["silent_s"]):
-            table.add_row(*(Text(str(row[column])) for column in COLUMNS))
+            table.add_row(*(Text(plain(str(row[column]))) for column in COLUMNS))
         console.print(table)

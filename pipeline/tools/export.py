@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.config import ConfigError
+from penstock.pipeline.tools.output import output
 from penstock.pipeline.tools.rollouts import archived, batches, by_token_values, of_tokens, readable
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Group
@@ -33,7 +34,7 @@ def export(run: str | Path, file: Path, step: int | None = None) -> int:
     fixed columns there is a float64 for each column of the experience that has a value for each trajectory, a list of
     float32 for each that has one for each token, and ``metrics``, JSON of what agents have measured;
     ``trainer_logprobs`` and ``advantages`` are null where the trainer has a disk of its own. Raises `ConfigError` where
-    there is no archive."""
+    there is no archive, or ``file`` cannot be written."""
     need("pyarrow", "data", "--export")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -49,17 +50,19 @@ def export(run: str | Path, file: Path, step: int | None = None) -> int:
             ("metrics", pa.string()),
         ]
     )
-    aside, written = file.with_name(f".{file.name}.partial"), 0
-    try:
-        with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
-            for number, several in groupby(steps, key=lambda each: each[0]):  # a row group of the file is a step
-                made = judged.read(Path(run) / "archive", number)
-                found = [row for _, group, of in several for row in _rows(number, group, of, table, made)]
-                writer.write_table(pa.Table.from_pylist(found, schema))
-                written += len(found)
-        aside.rename(file)
-    finally:
-        aside.unlink(missing_ok=True)
+    written = 0
+    with output(file, "--export") as whole:
+        aside = whole.with_name(f".{whole.name}.partial")
+        try:
+            with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
+                for number, several in groupby(steps, key=lambda each: each[0]):  # a row group of the file is a step
+                    made = judged.read(Path(run) / "archive", number)
+                    found = [row for _, group, of in several for row in _rows(number, group, of, table, made)]
+                    writer.write_table(pa.Table.from_pylist(found, schema))
+                    written += len(found)
+            aside.rename(whole)
+        finally:
+            aside.unlink(missing_ok=True)
     return written
 
 

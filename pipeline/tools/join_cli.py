@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
 
+from penstock.pipeline.report.console import RunConsole
 from penstock.pipeline.tools.arguments import OVERRIDES
+from penstock.services.runtime.plain import visible
 
 NOBODY = 75
 """Exit code, as sysexits.h has it: try again later."""
@@ -56,8 +57,8 @@ def join(
         overrides, actor = [actor, *(overrides or [])], "rollout"
     try:
         mine = name or f"{socket.gethostname()}-{os.getpid()}"
-        over = join_run(Console(), named(run), actor, count, mine, patience, overrides or [])
+        over = join_run(RunConsole(), named(run), actor, count, mine, patience, overrides or [])
     except RunError as error:
-        typer.echo(f"error: {error}\nlogs: {run / 'logs'}", err=True)
+        typer.echo(f"error: {visible(str(error))}\nlogs: {run / 'logs'}", err=True)
         raise typer.Exit(NOBODY if isinstance(error, NobodyError) else 1) from None
     raise typer.Exit(0 if over else 130)

@@ -7,8 +7,12 @@ from typing import Annotated, Optional
 
 import typer
 
-from penstock.pipeline.run.folder import make_folder, named
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.run.folder import named
 from penstock.pipeline.run.summary import check_run
+from penstock.pipeline.tools.output import output
+from penstock.protocols.mailbox import AddressError
+from penstock.services.gateway.ports import address, listen
 
 
 def page(
@@ -20,7 +24,7 @@ def page(
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where it is served.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Its port.")] = 8430,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Its port; 0: any that is free.")] = 8430,
 ) -> None:
     """Look at runs in a browser: curves, a timeline of every process, and what was trained on, token by token.
 
@@ -33,14 +37,23 @@ def page(
     runs = [named(folder) for folder in runs]
     for folder in runs:
         check_run(folder)
+        try:
+            load(folder / "config.yaml")
+        except ConfigError as error:  # as of a run of other code
+            raise ConfigError(f"RUN: {folder}: {error}") from None
     if out is not None:
         from penstock.pipeline.page.build import write
 
-        make_folder(out.parent, "--out")
-        write(runs, out)
+        with output(out, "--out") as file:
+            write(runs, file)
         typer.echo(f"written: {out}")
         return
-    from penstock.pipeline.page.server import serve
+    from penstock.pipeline.page.server import make_app, serve
 
-    typer.echo(f"http://{host}:{port}/  (Ctrl-C ends it)")
-    serve(runs, host, port)
+    app = make_app(runs)
+    try:
+        listening = listen("--host, --port", host, port)
+    except AddressError as error:
+        raise ConfigError(str(error)) from None
+    typer.echo(f"http://{address(host, listening.getsockname()[1])}/  (Ctrl-C ends it)")
+    serve(app, listening)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
 
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.config.load import options_of
+from penstock.pipeline.report.console import RunConsole
 from penstock.protocols.keys import KeysError
 from penstock.protocols.mailbox import DeadlineError
 from penstock.services.players.playing import Score, play_run
@@ -47,7 +47,7 @@ def play(
     or: penstock play runs/agent openenv:http://127.0.0.1:8000 -o action=message
     or: penstock play runs/agent my_env:Guess -o max_turns=4 -o options.digits=2
     """
-    console = Console()
+    console = RunConsole()
     look_in(Path.cwd())
     own = Path(run) / "keys" / "agents.key"
     if key == "none" and own.is_file():

@@ -100,8 +100,9 @@ def by_token_values(
     parts = {name: np.split(columns[name], ends) for name in names if name in columns}
     found = [{name: each[number] for name, each in parts.items()} for number in range(len(group.trajectories))]
     learned = [each for each, trajectory in zip(found, group.trajectories, strict=True) if not trajectory.greedy]
+    shapes = [(len(trajectory.tokens),) for trajectory in group.trajectories if not trajectory.greedy]
     for name, several in made.items():
-        if len(several) == len(learned):  # else it is of another life of the step
+        if list(map(np.shape, several)) == shapes:  # else it is of another life of the step
             for each, values in zip(learned, several, strict=True):
                 each.setdefault(name, values)
     return found

@@ -23,11 +23,9 @@ def rollouts(
     or: penstock rollouts runs/first-try --export rollouts.parquet
     and then: pandas.read_parquet("rollouts.parquet")
     """
-    from penstock.pipeline.run.folder import make_folder
     from penstock.pipeline.tools.rollouts import rollouts as read
 
     if export is not None:
-        make_folder(export.parent, "--export")
         from penstock.pipeline.tools.export import export as write
 
         typer.echo(f"{write(run, export, step):,} trajectories in {export}")

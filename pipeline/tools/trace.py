@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config import ConfigError
 from penstock.pipeline.page.alerts import sessions
 from penstock.pipeline.page.data import as_json
 from penstock.pipeline.run.summary import check_run, read_lines, steps_in
+from penstock.pipeline.tools.output import output
 from penstock.services.runtime.files import write_whole
 
 Event = dict[str, Any]
@@ -33,10 +33,8 @@ def write_trace(run: Path, file: Path) -> int:
     rows = read_lines(run / "metrics.jsonl")
     beats, loads = read_lines(run / "actors.jsonl"), read_lines(run / "weights.jsonl")
     found = list(events(steps_in(rows), [row for row in rows if row["kind"] == "eval"], beats, loads))
-    try:
-        write_whole(file, as_json({"displayTimeUnit": "ms", "traceEvents": found}))
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {file}: {error.strerror}; choose another file") from None
+    with output(file, "--out") as whole:
+        write_whole(whole, as_json({"displayTimeUnit": "ms", "traceEvents": found}))
     return len(found)
 
 

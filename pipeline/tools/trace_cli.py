@@ -17,8 +17,6 @@ def trace(
 
     For instance: penstock trace runs/first-try --out first-try.trace.json
     """
-    from penstock.pipeline.run.folder import make_folder
     from penstock.pipeline.tools.trace import write_trace
 
-    make_folder(out.parent, "--out")
     typer.echo(f"{write_trace(run, out):,} events in {out}: open it at https://ui.perfetto.dev")

@@ -51,6 +51,7 @@ from penstock.services.broker.versions import Versions
 from penstock.services.data import open_source
 from penstock.services.data.held_out import HeldOut
 from penstock.services.data.prompts import PromptStream
+from penstock.services.runtime.plain import plain
 
 log = structlog.get_logger()
 
@@ -305,6 +306,7 @@ class BrokerState:
             self.drop_evaluation(number, reason)
 
     def _dropped(self, number: int, reason: str, kind: DropKind) -> None:
+        reason = plain(reason)
         self.recorder.drop(number, reason, kind)
         self.traces.dropped(number, reason)
         self.progress.totals["prompts_dropped"] += kind == "prompt"

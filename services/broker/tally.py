@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from penstock.services.runtime.plain import plain
+
 KINDS = 8
 """Kinds of failures that are told apart; what is rarer is counted as other."""
 
@@ -31,7 +33,7 @@ class Tally:
         """So many calls more, with what went wrong."""
         self.calls += calls
         self.failed += len(errors)
-        for error in errors:
+        for error in map(plain, errors):
             kind = _kind(error)
             kind = kind if kind in self.kinds or len(self.kinds) < KINDS else "other"
             self.kinds[kind] = self.kinds.get(kind, 0) + 1

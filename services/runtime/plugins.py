@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.plain import plain
 from penstock.services.runtime.user_folders import folders
 
 _OURS = Path(__file__).resolve().parents[2]
@@ -66,8 +67,8 @@ def user_code(key: str, name: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Type, message, and the user's own file and line, where the error came through one."""
-    return f"{type(error).__name__}: {error}{blame(error)}"
+    """Type, message, and the user's own file and line, where the error came through one; in one line."""
+    return plain(f"{type(error).__name__}: {error}{blame(error)}")
 
 
 def blame(error: BaseException) -> str:

@@ -35,14 +35,13 @@ def write(folder: Path, number: int, keep: int | Literal["all"], groups: Mapping
 def read(folder: Path, number: int) -> Judged:
     """Of step ``number`` of an archive; empty where there is none, as of runs whose trainer has a disk of its own, or
     it cannot be read."""
-    try:
-        groups = wire.unpack(_file(folder, number).read_bytes())["groups"]
-    except (FileNotFoundError, wire.WireError):
-        return {}
     found: Judged = {}
-    for group in groups:
-        ends = np.cumsum(group["sizes"])[:-1]
-        found[group["number"]] = {name: np.split(group[name], ends) for name in NAMES}
+    try:
+        for group in wire.unpack(_file(folder, number).read_bytes())["groups"]:
+            ends = np.cumsum(group["sizes"])[:-1]
+            found[group["number"]] = {name: np.split(group[name], ends) for name in NAMES}
+    except (OSError, wire.WireError, AttributeError, KeyError, TypeError, ValueError):
+        return {}
     return found
 
 

@@ -13,6 +13,13 @@ def test_failures_are_counted_by_what_happened() -> None:
     assert Tally(**tally.row()) == tally and tally.last == "judge crashed with exit code 3"
 
 
+def test_what_a_function_says_reaches_no_terminal_as_it_is() -> None:
+    tally = Tally()
+    tally.add(1, ["judge raised Odd\x1b[2J: a\n\tb\x07\x9b\udc80"])
+    assert tally.last == r"judge raised Odd\x1b[2J: a b\x07\x9b\udc80" and tally.last.isprintable()
+    assert tally.words() == r"1 of 1 calls failed: 1 raised Odd\x1b[2J"
+
+
 def test_a_function_with_a_thousand_errors_has_few_kinds() -> None:
     tally = Tally()
     for number in range(1000):

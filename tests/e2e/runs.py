@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -35,16 +35,24 @@ STARTED: list[subprocess.Popen[bytes]] = []
 """Of the test that is running: none may outlive it, also where it fails (tests/conftest.py)."""
 
 
+def unread() -> BinaryIO:
+    """A pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "wb")
+
+
 class Run:
     """``penstock run`` in the background; ``prefix`` stands before the command, such as ``ip netns exec HOST``, and
-    ``env`` has variables of its own."""
+    ``env`` has variables of its own; ``read``: what it says is, else it goes into a pipe whose reader has left."""
 
     def __init__(
         self, folder: Path, overrides: list[str], config: Path = QUICKSTART, prefix: tuple[str, ...] = (),
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None, read: bool = True,
     ) -> None:  # fmt: skip
         self.folder = folder / "run"
         self.output = folder / "output"
+        self.output.touch()
         command = [
             sys.executable,
             "-m",
@@ -54,7 +62,7 @@ class Run:
             f"run.folder={folder}",
             "run.name=run",
         ]
-        with self.output.open("wb") as out:
+        with self.output.open("wb") if read else unread() as out:
             self.process = subprocess.Popen(
                 [*prefix, *command, *overrides], stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **(env or {})}
             )

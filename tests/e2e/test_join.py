@@ -59,7 +59,7 @@ def test_rollouts_come_and_go_and_the_run_does_not_mind(tmp_path: Path) -> None:
         (["nowhere"], 2, "RUN: nowhere is not a run's folder"),
         (["{folder}", "nobody"], 2, "ACTOR: 'nobody' is not one of trainer, rollout"),
         (["{folder}", "critic"], 2, "ACTOR: this run needs no critic"),
-        (["{folder}", "--patience", "1"], 75, "none has ever listened; start the run"),
+        (["{folder}", "--patience", "1"], 75, "none has listened; start the run"),
     ],
 )
 def test_what_cannot_be_joined_is_told(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:

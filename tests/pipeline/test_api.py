@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -252,6 +254,27 @@ def test_overrides_say_what_was_given() -> None:
     config.run.project.encode()
 
 
+def test_values_of_numpy_and_paths_are_as_good_as_others(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("penstock.pipeline.api.trainer.launched", lambda *args: args)
+    given = {"trainer.steps": np.int64(5), "trainer.optimizer": {"lr": np.float32(0.5)}, "model.path": Path("models/a")}
+    trainer = penstock.Trainer(
+        {"gate": {"max_lag": np.int64(2)}, "run": {"deterministic": np.bool_(True), "folder": tmp_path}},
+        name="one", overrides=given, reward={"function": "length", "weight": np.float64(0.5)},
+        advantage={"type": np.str_("rloo")},
+        prompts={"type": "hub", "files": (Path("a.json"),), "since": date(2026, 1, 2)},
+    )  # fmt: skip
+    command, _ = trainer.start()  # type: ignore[misc]
+    assert command[-3:] == ["trainer.steps=5", 'trainer.optimizer={"lr": 0.5}', 'model.path="models/a"']
+    data = yaml.safe_load((tmp_path / "one.script" / "config.yaml").read_text())
+    assert data == {
+        "gate": {"max_lag": 2},
+        "run": {"deterministic": True, "folder": str(tmp_path), "name": "one"},
+        "reward": {"functions": [{"function": "length", "weight": 0.5}]},
+        "trainer": {"algorithm": {"advantage": {"type": "rloo"}}},
+        "prompts": {"train": {"type": "hub", "files": ["a.json"], "since": "2026-01-02"}},
+    }
+
+
 def test_what_no_process_could_find_is_refused() -> None:
     def local(response: str) -> float:
         return 1.0
@@ -345,6 +368,20 @@ def test_rows_are_read_as_they_were_given(tmp_path: Path, monkeypatch: Any) -> N
         ),
         ({"config": {}, "prompts": [{"question": "1+1="}]}, "prompts: row 0 has no prompt; it has question"),
         ({"config": {}, "prompts": [{"prompt": "1", "truth": {1}}]}, "prompts: row 0: .*a truth is JSON"),
+        ({"config": 5}, "config: give a YAML file, or the same as a map, not 5"),
+        ({"config": {"run": "x"}}, "run: a section is a map of keys, not 'x'"),
+        ({"config": {"run": {"name": 5}}}, "run.name: give text, not 5"),
+        ({"config": {"trainer": ["x"]}, "loss": "gspo"}, "trainer: a section is a map of keys, not .'x'."),
+        ({"config": {"gate": {"max_lag": print}}}, "gate.max_lag: no config has a builtin_function_or_method"),
+        ({"config": {}, "name": 5}, "name: give text, not 5"),
+        ({"config": {}, "folder": 5}, "folder: give text, not 5"),
+        ({"config": {}, "reward": 5}, "reward: give a function or a class, not 5"),
+        ({"config": {}, "reward": {"function": "length", "weight": 1j}}, "reward.weight: no config has a complex 1j"),
+        ({"config": {}, "loss": {"type": "gspo", "clip_low": b"x"}}, "loss.clip_low: no config has a bytes b'x'"),
+        ({"config": {}, "prompts": 5}, "prompts: give rows, or a function that returns them, not 5"),
+        ({"config": {}, "evaluation": "sums"}, "evaluation: give rows, or a function that returns them, not 'sums'"),
+        ({"config": {}, "overrides": ["a=1"]}, "overrides: give a map, not .'a=1'."),
+        ({"config": {}, "overrides": {"reward.functions": [{"function": len}]}}, "reward.functions.0.function: no con"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_starts(given: dict[str, Any], words: str) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import penstock
+from penstock.pipeline.api.run import launched
 from penstock.pipeline.config import ConfigError
 
 
@@ -80,6 +82,32 @@ def test_a_run_that_has_just_been_started_is_being_prepared(tmp_path: Path) -> N
     process.wait()
     with pytest.raises(ConfigError, match="no such folder"):
         penstock.Run(tmp_path / "run", process).status()
+
+
+STOPS = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); print(flush=True); {}"
+
+
+def test_a_run_that_goes_on_is_not_what_it_was_before(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    (folder / "summary.json").write_text('{"outcome": "complete", "steps": 3}')
+    (folder / "broker.address").write_text("tcp://127.0.0.1:9\n")
+    run = launched([sys.executable, "-c", STOPS.format("time.sleep(60)")], folder)
+    assert run.summary is None and run.status()["phase"] == "preparing"
+    output = tmp_path / "run.script" / "output.log"
+    while not output.read_text():
+        time.sleep(0.05)
+    assert run.stop() is None
+    with pytest.raises(penstock.RunFailed):
+        run.wait(0)
+    assert penstock.Run(folder).wait(0)["steps"] == 3, "the folder is as it was"
+
+    says = """open("run/summary.json", "w").write('{"outcome": "interrupted"}'); sys.exit(130)"""
+    monkeypatch.chdir(tmp_path)
+    assert launched([sys.executable, "-c", STOPS.format(says)], folder).wait(60) == {"outcome": "interrupted"}
+    complete = launched([sys.executable, "-c", "pass"], folder)  # which had nothing to do
+    assert complete.wait(60) == {"outcome": "interrupted"}
 
 
 def test_a_folder_that_is_no_runs_is_told(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
+import socket
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError
@@ -196,7 +199,7 @@ def test_all_steps_are_shown_while_there_is_room(folder: Path, monkeypatch: pyte
     assert shown() == list(range(9)), "archived ones, and those that samples.jsonl has of others"
     assert shown(groups=4) == [1, 4, 5, 6], "first a few from end to end, then the newest"
     assert shown(groups=7) == [*range(1, 7), 8]
-    each = len(NASTY) + 2 * (len("ab") + page_rollouts.ABOUT)
+    each = len(NASTY) + len('"ab"') + 2 * (len("ab") + page_rollouts.ABOUT)
     assert shown(letters=3 * each) == [1, 5, 6] and shown(letters=1) == [6]
     assert shown(letters=6 * each + 500) == [*range(1, 7), 8] and shown(letters=6 * each) == [*range(1, 7)]
 
@@ -229,6 +232,73 @@ def test_a_live_page_asks_for_what_is_new(folder: Path) -> None:
     assert client.get("/runs/0", params=new["seen"]).json()["wanted"] == 9
     assert len(client.get("/runs/0/groups").json()) == 2
     assert client.get("/runs/1").status_code == 404
+
+
+def test_of_beats_those_that_are_new_are_sent(folder: Path) -> None:
+    client = TestClient(make_app([folder]))
+    first = client.get("/runs/0").json()
+    lines_more = [
+        {"time": 4000.0 + i, "actors": {"new": {"kind": "rollout", "pid": i}}, "queues": {}} for i in range(9)
+    ]
+    with (folder / "actors.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in lines_more))
+    new = client.get("/runs/0", params=first["seen"]).json()["beats"]
+    assert new["behind"] == len(first["beats"]["time"]) and new["time"] == [4002.0, 4005.0, 4008.0], "every third"
+    assert new["actors"]["new"]["pid"] == [2, 5, 8] and "trainer" not in new["actors"]
+    assert new["sessions"] == first["beats"]["sessions"]
+    again = TestClient(make_app([folder])).get("/runs/0", params=first["seen"]).json()["beats"]
+    assert again["behind"] == 0 and again["time"][-1] == 4008.0, "by another server, which may have kept others"
+
+
+def test_a_page_that_is_open_asks_for_its_own_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (other / "config.yaml").write_text(CONFIG)
+    client, seen = TestClient(make_app([other])), TestClient(make_app([folder])).get("/runs/0").json()
+    for path in ("/runs/0", "/runs/0/groups"):
+        assert client.get(path, params={"run": seen["id"]}).status_code == 409
+    assert client.get("/runs/0", params={"run": client.get("/runs/0").json()["id"]}).status_code == 200
+
+
+def test_a_run_that_cannot_be_read_costs_itself_alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (other / "config.yaml").write_text(CONFIG)
+    client = TestClient(make_app([other, folder]))
+    own = client.get("/runs/0").json()["id"]
+    (other / "config.yaml").write_text(CONFIG + "older: {}\n")
+    data = json.loads(client.get("/").text.split('id="data">')[1].split("</script>")[0])
+    assert [bool(run.get("unread")) for run in data["runs"]] == [True, False] and data["runs"][1]["steps"]["step"]
+    assert data["runs"][0].keys() - {"unread"} == data["runs"][1].keys()
+    assert f"{other} cannot be read" in client.get("/runs/0", params={"run": own}).json()["detail"]
+    assert client.get("/runs/1").status_code == 200
+    done = CliRunner().invoke(app, ["page", str(folder), str(other)])
+    assert isinstance(done.exception, ConfigError) and f"RUN: {other}: older" in str(done.exception)
+    (other / "config.yaml").unlink()  # moved, say
+    gone = client.get("/runs/0", params={"run": own})
+    assert gone.status_code == 500 and f"{other} cannot be read" in gone.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--port", "99999"], "less than or equal to 65535"),
+        (["--port", "-1"], "greater than or equal to 0"),
+        (["--port", "{taken}"], "--host, --port: cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        (["--host", "no.such.host.invalid"], "--host, --port: cannot listen on no.such.host.invalid:8430: "),
+    ],
+)
+def test_where_it_cannot_be_served_is_told_before_it_says_where(folder: Path, given: list[str], words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        done = CliRunner().invoke(app, ["page", str(folder), *(each.format(taken=taken) for each in given)])
+    assert done.exit_code and "http://" not in done.output
+    assert words.format(taken=taken) in " ".join(done.output.replace("│", "").split()) + str(done.exception)
+
+
+def test_any_free_port_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+    monkeypatch.setattr("penstock.pipeline.page.server.serve", lambda _, at: ports.append(at.getsockname()[1]))
+    done = CliRunner().invoke(app, ["page", str(folder), "--port", "0"])
+    assert done.output.startswith(f"http://127.0.0.1:{ports[0]}/ ") and ports[0]
 
 
 def test_the_command_writes_one_file_and_knows_a_run(
@@ -311,13 +381,48 @@ def test_of_many_samples_the_newest_are_shown(tmp_path: Path) -> None:
     assert [group["group"] for group in groups_of(tmp_path, groups=3)] == [17, 18, 19]
     found = groups_of(tmp_path, letters=450 + 4 * page_rollouts.ABOUT)
     assert [group["group"] for group in found] == [18, 19] and [len(group["members"]) for group in found] == [2, 2]
+    whole, long = 4 * (99 + page_rollouts.ABOUT), {"tests": ["x" * 400_000]}
+    lines(tmp_path / "samples.jsonl", [row | {"truth": long, "failure": "x" * 500} for row in rows])
+    found = groups_of(tmp_path, letters=whole + 4 * 500 + 2 * page_rollouts.TRUTH + 500)
+    assert [group["group"] for group in found] == [18, 19], "truths and what went wrong need room, too"
+    assert found[0]["truth"].startswith('{"tests": ["xxx') and found[0]["truth"].endswith("… (cut: 400,015 characters)")
+    assert len(json.dumps(found)) < 20_000
 
 
-def test_a_file_is_written_where_no_folder_is_yet(folder: Path, tmp_path: Path) -> None:
-    for number, command in enumerate((["page", "--out"], ["trace", "--out"], ["rollouts", "--export"])):
-        file = tmp_path / f"new-{number}" / "file"
-        done = CliRunner().invoke(app, [command[0], str(folder), command[1], str(file)])
-        assert done.exit_code == 0 and file.is_file(), done.exception
-        (tmp_path / "taken").write_text("")
-        wrong = CliRunner().invoke(app, [command[0], str(folder), command[1], str(tmp_path / "taken" / "file")])
-        assert isinstance(wrong.exception, ConfigError) and f"{command[1]}: cannot write to" in str(wrong.exception)
+WRITES = (["page", "--out"], ["trace", "--out"], ["rollouts", "--export"])
+
+
+@pytest.mark.parametrize(("command", "key"), WRITES)
+def test_a_file_is_written_where_the_user_says(folder: Path, tmp_path: Path, command: str, key: str) -> None:
+    def write(file: Path, run: Path = folder) -> Result:
+        return CliRunner().invoke(app, [command, str(run), key, str(file)])
+
+    new = tmp_path / "new" / "file"
+    done = write(new)
+    assert done.exit_code == 0 and new.is_file(), done.exception
+    (tmp_path / "taken").write_text("")
+    wrong = write(tmp_path / "taken" / "file")
+    assert isinstance(wrong.exception, ConfigError) and f"{key}: cannot write to" in str(wrong.exception)
+    missing = write(tmp_path / "empty" / "file", tmp_path / "no-run")
+    assert "is not a run's folder" in str(missing.exception) and not (tmp_path / "empty").exists()
+
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(new)
+    new.write_text("")
+    assert write(link).exit_code == 0 and link.is_symlink() and new.stat().st_size, "the file behind it is written"
+    os.mkfifo(pipe)
+    wrong = write(pipe)
+    assert isinstance(wrong.exception, ConfigError) and f"{key}: {pipe} is no file" in str(wrong.exception)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(("command", "key"), WRITES)
+def test_a_full_disk_is_one_sentence(folder: Path, tmp_path: Path, command: str, key: str) -> None:
+    file, (soft, hard) = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+        done = CliRunner().invoke(app, [command, str(folder), key, str(file)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(done.exception, ConfigError) and f"{key}: cannot write {file}: " in str(done.exception)
+    assert not [each.name for each in tmp_path.iterdir() if "file" in each.name], "and nothing of it is left"

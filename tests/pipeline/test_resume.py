@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.pipeline.cli import app
-from penstock.pipeline.config import ConfigError, dump, load
+from penstock.pipeline.config import Config, ConfigError, dump, load
 from penstock.pipeline.config.origin import Origin, read, write
 from penstock.pipeline.run import folder as run_folder
 from penstock.pipeline.run.folder import begin, is_live, named, run_name
-from penstock.pipeline.run.lock import held
+from penstock.pipeline.run.lock import held, holder
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
 from penstock.pipeline.run.summary import read_summary
@@ -132,6 +132,18 @@ def test_only_one_at_a_time_runs_in_a_folder(folder: Path) -> None:
         pass
     with held(folder):
         pass
+
+
+def test_a_run_that_goes_on_has_its_folder_before_it_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(config: Config, looked: Path) -> None:
+        raise ConfigError(f"held by {holder(looked)}")
+
+    monkeypatch.setattr("penstock.pipeline.run.start.look", look)
+    with pytest.raises(ConfigError, match=f"held by {os.getpid()}"):
+        start(Console(), "trainer.steps=90", [], folder, False)
+    with pytest.raises(ConfigError, match="held by None"):
+        start(Console(), str(folder / "config.yaml"), [f"run.folder={folder.parent}", "run.name=new"], None, False)
+    assert not (folder.parent / "new").exists(), "nothing is made for a run that cannot work"
 
 
 def test_the_runs_own_file_keeps_where_it_came_from(folder: Path) -> None:

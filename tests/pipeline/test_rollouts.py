@@ -17,12 +17,14 @@ from penstock.pipeline.models.tiny import build
 from penstock.pipeline.page.rollouts import groups_of
 from penstock.pipeline.tools.recompute import redo
 from penstock.pipeline.tools.rollouts import rollouts
+from penstock.protocols import wire
 from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import pack_group
 from penstock.services.broker.archive import Archive, ArchiveError
 from penstock.services.data.config import SortData
 from penstock.services.data.sort import SortSource
+from penstock.services.trainer.judged import NAMES
 
 CONFIG: dict[str, Any] = {
     "model": {"type": "tiny", "hidden_size": 16, "layers": 1, "warm_start": {"steps": 0}},
@@ -114,6 +116,29 @@ def test_a_step_whose_file_is_cut_short_costs_itself_alone(tmp_path: Path) -> No
     for command in ("rollouts", "replay"):
         refused = CliRunner().invoke(app, [command, str(folder), "--step", "1"])
         assert isinstance(refused.exception, ArchiveError) and "step-000001.msgpack" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    "judged",
+    [
+        {"groups": [{"number": 0, "sizes": [5, 5], **dict.fromkeys(NAMES, 3)}]},
+        {"groups": [{"number": 0, "sizes": ["a"], **dict.fromkeys(NAMES, np.zeros(10, np.float32))}]},
+        {"groups": [{"number": [0], "sizes": [5, 5], **dict.fromkeys(NAMES, np.zeros(10, np.float32))}]},
+        {"groups": [{"number": 0, "sizes": [4, 6], **dict.fromkeys(NAMES, np.zeros(10, np.float32))}]},
+        {"groups": [{"number": 0, "sizes": [5, 5], **dict.fromkeys(NAMES, np.zeros((2, 5), np.float32))}]},
+        {"groups": [7]},
+        [7],
+    ],
+)
+def test_what_the_trainer_made_of_a_step_costs_itself_alone_where_it_is_damaged(tmp_path: Path, judged: Any) -> None:
+    folder = run(tmp_path, CONFIG, [a_group(0, rewards())])
+    (tmp_path / "archive" / "judged-000000.msgpack").write_bytes(wire.pack(judged))
+    make_model(folder)
+    member = groups_of(folder)[0]["members"][1]
+    assert member["tokens"] and "by_token" not in member
+    pytest.importorskip("pyarrow")
+    done = CliRunner().invoke(app, ["rollouts", str(folder), "--export", str(tmp_path / "out.parquet")])
+    assert done.exit_code == 0, done.exception
 
 
 def make_model(folder: Path) -> None:

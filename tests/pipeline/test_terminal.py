@@ -12,6 +12,7 @@ from structlog.testing import CapturingLogger
 
 from penstock.pipeline.observe import terminal as of_terminal
 from penstock.pipeline.observe.terminal import View
+from penstock.pipeline.report.console import RunConsole
 from penstock.pipeline.run import launcher
 
 STATE = {
@@ -33,29 +34,30 @@ def said(monkeypatch: pytest.MonkeyPatch) -> CapturingLogger:
 class Gone(io.StringIO):
     """A terminal that is there, and then is not."""
 
-    gone = False
+    gone: OSError | None = None
 
     def isatty(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
         if self.gone:
-            raise OSError(5, "Input/output error")
+            raise self.gone
         return super().write(text)
 
     def flush(self) -> None:
         if self.gone:
-            raise OSError(5, "Input/output error")
+            raise self.gone
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_that_goes_away_ends_the_view_alone(terminal: bool) -> None:
+@pytest.mark.parametrize("how", [OSError(5, "Input/output error"), BrokenPipeError(32, "Broken pipe")])
+def test_a_terminal_that_goes_away_ends_the_view_alone(terminal: bool, how: OSError) -> None:
     file = Gone()
-    view = View(Console(file=file, force_terminal=terminal, width=100), "run")
+    view = View(RunConsole(file=file, force_terminal=terminal, width=100), "run")
     with view:
         view.note("before")
         assert "before" in file.getvalue()
-        file.gone = True
+        file.gone = how
         for _ in range(3):
             view.update(STATE, 0)
             view.note("after")

@@ -1,6 +1,6 @@
 // Puts the views together, and keeps them fresh while a run goes on.
 const data = JSON.parse(document.getElementById("data").textContent);
-const runs = data.runs, place = (name) => document.getElementById(name), EVERY_MS = 2000;
+const runs = data.runs, place = (name) => document.getElementById(name), EVERY_MS = 2000, COMPLETE_MS = 30_000;
 
 const remembered = {};  // a sandboxed frame has no storage
 try { remembered.theme = localStorage.theme; } catch (error) { /* then it is forgotten */ }
@@ -12,7 +12,7 @@ place("title").textContent = runs.map((run) => run.name).join(", ");
 const views = {
   curves: new Curves(place("curves"), runs),
   timeline: new Timeline(place("timeline"), runs),
-  rollouts: new Rollouts(place("rollouts"), runs, data.live ? (which) => ask(`runs/${which}/groups`) : null),
+  rollouts: new Rollouts(place("rollouts"), runs, data.live ? (which) => ask(`runs/${which}/groups?run=${runs[which].id}`) : null),
 };
 function configs() {
   place("config").replaceChildren(...runs.flatMap((run) => [make("h2", {}, run.name), make("pre", {}, run.config)]));
@@ -64,7 +64,7 @@ function say() {
     const rewards = run.steps.reward ?? [], done = run.summary?.steps ?? (run.steps.step?.at(-1) ?? -1) + 1;
     const state = run.summary ? run.summary.outcome : data.live ? "under way" : "as it was";
     return `${runs.length > 1 ? run.name + ": " : ""}${state}, step ${number(done)} of ${number(run.wanted)}`
-      + (rewards.length ? `, reward ${number(rewards.at(-1))}` : "");
+      + (rewards.length ? `, reward ${number(rewards.at(-1))}` : "") + (run.unread ? `; ${run.unread}` : "");
   }).join(" · ");
 }
 
@@ -81,8 +81,14 @@ function alarm() {
 }
 
 async function ask(path) {
-  const answer = await fetch(path);
-  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  let answer;
+  try {
+    answer = await fetch(path);
+  } catch (error) {
+    throw new Error(`the page's server does not answer (${error.message}); penstock page starts it again`);
+  }
+  if (answer.status === 409 || answer.status === 404) throw new Error("another run is served here by now; reload the page");
+  if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).detail ?? `${path}: ${answer.status}`);
   return answer.json();
 }
 
@@ -101,20 +107,49 @@ function places(known = [], fresh = []) {
   return fresh.map((step) => { if (!at.has(step)) at.set(step, at.size); return at.get(step); });
 }
 
-async function renew() {
+// Beats that are new, behind those that are here; or all of them, where they were thinned.
+function follow(run, fresh) {
+  const behind = fresh.behind, where = fresh.time.map((_, i) => behind + i);
+  const {time, actors, queues} = behind ? run.beats : {time: [], actors: {}, queues: {}};
+  time.push(...fresh.time);
+  for (const name of new Set([...Object.keys(actors), ...Object.keys(fresh.actors)])) {
+    const {kind, ...columns} = fresh.actors[name] ?? {};
+    actors[name] ??= {kind, ...Object.fromEntries(Object.keys(columns).map((column) => [column, new Array(behind).fill(null)]))};
+    const {kind: _, ...known} = actors[name];
+    merge(known, columns, where);
+  }
+  merge(queues, fresh.queues, where);
+  run.beats = {time, sessions: fresh.sessions, queues,
+    actors: Object.fromEntries(Object.keys(actors).sort().map((name) => [name, actors[name]]))};
+}
+
+async function renew(which, run) {
+  const {seen} = run;
+  const {steps, loads, evaluations, columns, beats, ...fresh}
+    = await ask(`runs/${which}?run=${run.id}&metrics=${seen.metrics}&loads=${seen.loads}&beats=${seen.beats}`);
+  const loaded = run.loads.time?.length ?? 0;
+  merge(run.steps, steps, places(run.steps.step, steps.step));
+  merge(run.loads, loads, (loads.time ?? []).map((_, i) => loaded + i));
+  follow(run, beats);
+  run.evaluations.push(...evaluations);
+  run.columns = [...new Set([...run.columns, ...columns])];
+  const changed = Boolean(steps.step || evaluations.length) || run.summary?.outcome !== fresh.summary?.outcome;
+  if (run.config !== fresh.config) { run.config = fresh.config; configs(); }
+  Object.assign(run, fresh, {unread: null});
+  return changed;
+}
+
+// Each run by itself: of one that cannot be read the others know nothing.
+async function renewAll() {
   let changed = false;
   for (const [which, run] of runs.entries()) {
-    if (run.summary?.outcome === "complete") continue;
-    const {steps, loads, evaluations, columns, ...fresh}
-      = await ask(`runs/${which}?metrics=${run.seen.metrics}&loads=${run.seen.loads}`);
-    const loaded = run.loads.time?.length ?? 0;
-    merge(run.steps, steps, places(run.steps.step, steps.step));
-    merge(run.loads, loads, (loads.time ?? []).map((_, i) => loaded + i));
-    run.evaluations.push(...evaluations);
-    run.columns = [...new Set([...run.columns, ...columns])];
-    changed ||= Boolean(steps.step || evaluations.length) || run.summary?.outcome !== fresh.summary?.outcome;
-    if (run.config !== fresh.config) { run.config = fresh.config; configs(); }
-    Object.assign(run, fresh);
+    if (Date.now() < (run.again ?? 0)) continue;
+    try {
+      changed = await renew(which, run) || changed;
+    } catch (error) {
+      run.unread = error.message;
+    }
+    run.again = run.summary?.outcome === "complete" ? Date.now() + COMPLETE_MS : 0;  // it may go on all the same
   }
   say();
   alarm();
@@ -123,11 +158,7 @@ async function renew() {
 }
 
 async function live() {
-  try {
-    await renew();
-  } catch (error) {
-    place("state").textContent = `the page's server does not answer (${error.message}); penstock page starts it again`;
-  }
+  await renewAll();
   setTimeout(live, EVERY_MS);  // one that was interrupted may go on
 }
 

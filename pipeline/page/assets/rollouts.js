@@ -1,5 +1,7 @@
 // What was trained on: a list of groups that is filtered, and the completions of one of them side by side.
 const ROW = 46;
+// Tokens of an answer that get elements of their own together.
+const PART = 400;
 // What tokens can be coloured by: [words, the column that it needs beside the engine's, the value of token i].
 const COLOURINGS = {
   logprob: ["the engine's log-probability", null, (member, i) => member.logprob[i]],
@@ -65,7 +67,7 @@ class Rollouts {
     try {
       this.runs[which].groups = await this.fetchGroups(which);
     } catch (error) {
-      this.count.textContent = `the page's server does not answer (${error.message})`;
+      this.count.textContent = error.message;
       return;
     }
     if (which === this.which) this.filter();
@@ -132,6 +134,11 @@ class Rollouts {
   choose(group) {
     this.chosen = group;
     this.paint();
+    this.unseen?.disconnect();
+    this.unseen = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => {
+      this.unseen.unobserve(entry.target);
+      entry.target.build();
+    }), {rootMargin: "200px"});
     if (!group) {
       this.detail.replaceChildren(make("p", {class: "about"}, this.runs[this.which].groups?.length
         ? "nothing fits these filters" : "no rollouts are kept yet: replay.samples and replay.archive say which are"));
@@ -177,26 +184,18 @@ class Rollouts {
 
   text(member) {
     if (!member.tokens) return make("div", {class: "text"}, member.response || "(nothing)");
-    const box = make("div", {class: "text"});
-    const {logprob, lag, by_token: columns = {}} = member, [, needs, value] = COLOURINGS[this.colouring];
-    const found = (i) => (needs && !columns[needs] ? null : value(member, i, columns[needs]));
-    const parts = document.createDocumentFragment();
+    const box = make("div", {class: "text"}), {logprob, lag, by_token: columns = {}} = member;
     const several = member.mask.join("").replace(/^0+/, "").includes("01");  // more than one turn: each a block
-    let block = parts;
-    member.tokens.forEach((token, i) => {
-      if (i === 0 && !member.mask[0] && member.parent == null) return;  // the prompt's last
-      if ((several || member.parent != null) && (block === parts || member.mask[i] !== member.mask[i - 1])) {
+    const apart = several || member.parent != null, first = !member.mask[0] && member.parent == null ? 1 : 0;  // the prompt's last
+    for (let i = first, block = box, end; i < member.tokens.length; i = end) {
+      if (apart && (i === first || member.mask[i] !== member.mask[i - 1])) {
         block = make("div", {class: member.mask[i] ? "turn said" : "turn heard", title: member.mask[i] ? "the policy" : "read by it"});
-        parts.append(block);
+        box.append(block);
       }
-      const span = document.createElement("span");
-      span.textContent = token;
-      if (!member.mask[i]) span.className = "given";
-      else span.style.background = shade(this.colouring, found(i));
-      span.dataset.i = i;
-      block.append(span);
-    });
-    box.append(parts);
+      end = i + 1;
+      while (end < member.tokens.length && end < i + PART && (!apart || member.mask[end] === member.mask[i])) end++;
+      block.append(this.part(member, i, end));
+    }
     box.addEventListener("mousemove", (event) => {
       const i = event.target.dataset?.i;
       if (i == null) return showTip(event, "");
@@ -210,6 +209,23 @@ class Rollouts {
     });
     box.addEventListener("mouseleave", (event) => showTip(event, ""));
     return box;
+  }
+
+  // Tokens from one to another: text at first, and an element each once somebody sees it.
+  part(member, from, to) {
+    const {by_token: columns = {}} = member, [, needs, value] = COLOURINGS[this.colouring], colouring = this.colouring;
+    const found = (i) => (needs && !columns[needs] ? null : value(member, i, columns[needs]));
+    const part = make("span", {class: "part"}, member.tokens.slice(from, to).join(""));
+    part.build = () => part.replaceChildren(...member.tokens.slice(from, to).map((token, place) => {
+      const span = document.createElement("span"), i = from + place;
+      span.textContent = token;
+      if (!member.mask[i]) span.className = "given";
+      else span.style.background = shade(colouring, found(i));
+      span.dataset.i = i;
+      return span;
+    }));
+    this.unseen.observe(part);
+    return part;
   }
 }
 
