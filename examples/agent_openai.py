@@ -1,7 +1,9 @@
 """An agent with a tool, in the unmodified `openai` client: trained while it plays. See configs/agent.yaml.
 
-python examples/agent_openai.py runs/agent
+python examples/agent_openai.py runs/agent           # --turns: what the call was worth is said of the call's turn
 """
+
+from __future__ import annotations
 
 import asyncio
 import json
@@ -22,8 +24,10 @@ TOOL = {
 }
 
 
-async def play(model: AsyncOpenAI, task: penstock.Prompt) -> float:
-    """Plays one task over ``model``; returns its reward: a third for a right call, all of it for the right answer."""
+async def play(model: AsyncOpenAI, session: penstock.AsyncAgentSession) -> float:
+    """Plays a session over ``model``; returns its reward: a third for a right call, all of it for the right answer.
+    With ``--turns`` the third is the call's own, and what is returned is the rest."""
+    task, by_turn = session.task, "--turns" in sys.argv
     letters = list(task.truth)
     random.Random(task.index).shuffle(letters)
     shown = letters[: max(1, len(letters) // 2)]
@@ -35,6 +39,8 @@ async def play(model: AsyncOpenAI, task: penstock.Prompt) -> float:
     call = said.tool_calls[0]
     if sorted(json.loads(call.function.arguments)["letters"]) != sorted(shown):
         return 0.0
+    if by_turn:
+        await session.reward(1 / 3, turn=first.id)
     messages += [said, {"role": "tool", "tool_call_id": call.id, "content": f"sort {''.join(letters)}="}]
     second = await model.chat.completions.create(
         model="policy", messages=messages, tools=[TOOL], stream="--stream" in sys.argv
@@ -44,7 +50,8 @@ async def play(model: AsyncOpenAI, task: penstock.Prompt) -> float:
         answer = "".join(part.function.arguments or "" for calls in parts if calls for part in calls)
     else:
         answer = second.choices[0].message.tool_calls[0].function.arguments
-    return 1.0 if json.loads(answer)["letters"] == task.truth else 1 / 3
+    right = json.loads(answer)["letters"] == task.truth
+    return (2 / 3 if right else 0.0) if by_turn else (1.0 if right else 1 / 3)
 
 
 async def work(client: penstock.AsyncAgentClient) -> None:
@@ -53,7 +60,7 @@ async def work(client: penstock.AsyncAgentClient) -> None:
         try:
             session = await client.session(wait_s=300)
             async with session, AsyncOpenAI(base_url=session.base_url, api_key="none") as model:
-                await session.finish(reward=await play(model, session.task))
+                await session.finish(reward=await play(model, session))
         except penstock.RunOver:
             return
 

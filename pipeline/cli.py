@@ -359,7 +359,8 @@ def replay(
     """Redo a run's steps from its archive, offline, and compare each version's digest with the recorded one.
 
     Needs replay.archive: all. All steps are redone with the config that the run has now. Exit code 0 where all digests
-    agree, which run.deterministic promises where no key was changed on the way.
+    agree, which run.deterministic promises where no key was changed on the way. One process redoes them: where the
+    trainer had several ranks, which sum in another order, digests are shown and not compared.
 
     For instance: penstock replay runs/first-try --step 17
     """

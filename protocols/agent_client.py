@@ -127,8 +127,14 @@ class _Asked:
             return ""
         return f"{type(error).__name__}: {error}" if error else "left without finish()"
 
-    def _finish(self, reward: float | None, metrics: Mapping[str, float] | None) -> m.AgentFinish:
-        return m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {}))
+    def _finish(
+        self,
+        reward: float | None,
+        metrics: Mapping[str, float] | None,
+        turn_rewards: Mapping[int | str, float] | None,
+    ) -> m.AgentFinish:
+        by_name = {str(turn): value for turn, value in (turn_rewards or {}).items()}
+        return m.AgentFinish(session=self.id, reward=reward, metrics=dict(metrics or {}), turn_rewards=by_name)
 
 
 class AgentSession(_Asked):
@@ -149,10 +155,21 @@ class AgentSession(_Asked):
         """The policy's answer to token ids."""
         return _reply(self._line.say(self._generate(tokens, max_tokens), self._turn_s))
 
-    def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """Done. Without a ``reward`` the run's reward functions say how good it was. The mean of each of ``metrics``
-        is in the step's metrics, as ``agent/NAME``."""
-        self._line.say(self._finish(reward, metrics), SAY_S)
+    def reward(self, reward: float, turn: int | str | None = None) -> None:
+        """What one turn was worth: ``turn`` is a `Reply.turn`, or the id of the completion, response or message that
+        told it; None: the newest answer. Said again, it replaces what was said."""
+        self._line.say(m.AgentReward(session=self.id, reward=reward, turn=turn), SAY_S)
+
+    def finish(
+        self,
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int | str, float] | None = None,
+    ) -> None:
+        """Done. ``reward`` says how good it was, beside what its turns were worth: ``turn_rewards`` as by `reward`.
+        Without any of them the run's reward functions say it. The mean of each of ``metrics`` is in the step's metrics,
+        as ``agent/NAME``."""
+        self._line.say(self._finish(reward, metrics, turn_rewards), SAY_S)
         self.forget()
 
     def abandon(self, reason: str = "given up by its agent") -> None:
@@ -237,9 +254,18 @@ class AsyncAgentSession(_Asked):
         """See `AgentSession.generate`."""
         return _reply(await self._line.say_async(self._generate(tokens, max_tokens), self._turn_s))
 
-    async def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
+    async def reward(self, reward: float, turn: int | str | None = None) -> None:
+        """See `AgentSession.reward`."""
+        await self._line.say_async(m.AgentReward(session=self.id, reward=reward, turn=turn), SAY_S)
+
+    async def finish(
+        self,
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        turn_rewards: Mapping[int | str, float] | None = None,
+    ) -> None:
         """See `AgentSession.finish`."""
-        await self._line.say_async(self._finish(reward, metrics), SAY_S)
+        await self._line.say_async(self._finish(reward, metrics, turn_rewards), SAY_S)
         self.forget()
 
     async def abandon(self, reason: str = "given up by its agent") -> None:

@@ -71,7 +71,8 @@ METRICS = frozenset(
         "mismatch_bound", "gather_s", "digest_s", "leased", "waiting", "unscored", "ready", "groups_dropped",
         "rejected_tokens", "rejected_rows", "turns", "reward_greedy", "reward_kl", "kl_coefficient", "critic_loss",
         "critic_value_mean", "critic_return_mean", "critic_explained_variance", "critic_clip_fraction",
-        "critic_grad_norm", "critic_skipped", "critic_lr", "prompts_resting", "taught_rows", "taught_gain",
+        "critic_grad_norm", "critic_skipped", "critic_lr", "prompts_resting", "taught_rows", "taught_gain", "mfu",
+        "trainer_tokens_per_s", "solved_all", "solved_none",
     )
 )  # fmt: skip
 """Names in the row of a step, which no column and no metric of the user's own may have: columns stand there too."""
@@ -109,8 +110,15 @@ class Column(BaseModel):
     """Evaluation prompts have it too."""
     of_step: bool = False
     """A learner writes it once a step has taken the group, and the trainer waits for it; nobody waits for it before."""
+    sources: tuple[str, ...] = ()
+    """Of which sources' prompts it is asked: `experience.Prompt.source`, or the name of an evaluation set; empty: of
+    all. A group of another source has no such column; where a table needs one, it is NaN."""
     source: str = ""
     """What computes it, for people: ``reward my_rewards:judge``, say."""
+
+    def asked(self, source: str) -> bool:
+        """Groups of this source have it."""
+        return not self.sources or source in self.sources
 
     def check(self, values: np.ndarray, trajectories: int, tokens: int) -> None:
         """Raises `ColumnError` where ``values`` are not this column of a group with so many trajectories and tokens (of
@@ -132,8 +140,8 @@ class Column(BaseModel):
 
 
 class WeightedSum(BaseModel):
-    """A column that is made of others, a value for each trajectory: the weighted sum; NaN where one of them is. One
-    with a value for each token counts by its trajectory's sum."""
+    """A column that is made of others, a value for each trajectory: the weighted sum of those that its group's source
+    is asked for; NaN where one of them is. One with a value for each token counts by its trajectory's sum."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
@@ -141,8 +149,8 @@ class WeightedSum(BaseModel):
     """Column to weight."""
 
     def of(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        """float32 ``[trajectories]``, from as many values of each term."""
-        total = sum(weight * columns[name].astype(np.float64) for name, weight in self.terms.items())
+        """float32 ``[trajectories]``, from as many values of each term that was asked; ``columns`` has one or more."""
+        total = sum(w * columns[name].astype(np.float64) for name, w in self.terms.items() if name in columns)
         return np.asarray(total, np.float32)
 
 
@@ -157,6 +165,19 @@ class ColumnTable(BaseModel):
     def by_name(self) -> dict[str, Column]:
         """The columns that scorers write."""
         return {column.name: column for column in self.columns}
+
+    @cached_property
+    def by_source(self) -> bool:
+        """Some are asked of some sources alone."""
+        return any(column.sources for column in self.columns)
+
+    def judged(self, source: str) -> bool:
+        """A prompt of this source has something that its sums are made of."""
+        return all(self.asked_terms(total, source) for total in self.sums)
+
+    def asked_terms(self, total: WeightedSum, source: str) -> list[str]:
+        """What ``total`` is made of for a prompt of this source."""
+        return [term for term in total.terms if self.by_name[term].asked(source)]
 
     @property
     def by_token(self) -> set[str]:

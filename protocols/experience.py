@@ -247,6 +247,13 @@ class Group:
     prompt: Prompt
     trajectories: Sequence[Trajectory] = field(default_factory=tuple)
 
+    def check_ids(self, vocabulary: int) -> None:
+        """Raises `ExperienceError` where a token is none of ``vocabulary``, a number of tokens."""
+        for trajectory in self.trajectories:
+            for ids in (trajectory.tokens, trajectory.candidate_ids):
+                if ids.size and ids.max() >= vocabulary:
+                    raise ExperienceError(f"tokens: {ids.max()} is beyond the model's vocabulary of {vocabulary}")
+
     @property
     def sampled(self) -> int:
         """Number of tokens that the policy sampled, over all trajectories."""

@@ -116,6 +116,14 @@ def sessions_in(data: Bytes) -> list[int]:
     return _field(data, "session", list)
 
 
+def source_in(data: Bytes) -> str:
+    """`Prompt.source` of what a packed group answers."""
+    found = _field(data, "prompt", dict).get("source", "")
+    if not isinstance(found, str):
+        raise ExperienceError("not a group: its prompt's source is no text")
+    return found
+
+
 def _field(data: Bytes, name: str, kind: type) -> Any:
     fields = wire.unpack(data.data)
     found = fields.get(name) if isinstance(fields, dict) else None

@@ -28,7 +28,8 @@ from penstock.pipeline.resources.model_files import config_file
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import GIB, keeps_whole_gradients, of_stage
 from penstock.protocols.digests import Gmac
-from penstock.services.modeling import attention
+from penstock.services.learning import muon
+from penstock.services.modeling import attention, head
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import attention_of, load_config
@@ -132,16 +133,18 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     world = World(CPU, rank, trainer.ranks, replace(Ranks.of(trainer), sequence=1))
     # Real ones, made before nothing is real.
     _ = world.fsdp_mesh, world.tensor_mesh, world.expert_fsdp_mesh, world.expert_mesh["expert"].get_group()
+    _ = world.cut_group
     shape = shape_of(config)
     assert shape is not None
     whole = keeps_whole_gradients(of_stage(trainer), shape.stage(world.stage, trainer.pipeline_parallel), gpu_gib)
     # Decided above, for a GPU: the learner would look at this machine's memory.
     trainer = trainer.model_copy(update={"sum_gradients": "step" if whole else "micro_batch"})
-    model = start._empty(str(folder), "language")
+    model = start._empty(str(folder), "language", "model.path")
     lora = trainer.lora
     adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant) if lora else None
     memory = Memory()
     start._adapt(model, adapter, str(folder), config.model.dtype)
+    head.compute_head_in(model, config.model.head_dtype)
     shard(model, world, config.model.dtype)  # without memory yet, and over meshes that are real
     with memory.counting():
         start._materialize(model, CPU, CPU)
@@ -186,6 +189,7 @@ def reference_peak(config: Config) -> float:
         model = AutoModelForCausalLM.from_config(
             about, dtype=DTYPES[config.model.dtype], attn_implementation=attention_of(about)
         )
+        head.compute_head_in(model, config.model.head_dtype)
         memory.peak = memory.now
         logprobs(model, _rows(config.reference.tokens_per_batch), 1.0)
     return memory.peak / GIB
@@ -211,8 +215,10 @@ def main() -> None:
     """``fake_memory trainer|reference FILE GIB RANK``"""
     what, path, gib, rank = sys.argv[1:5]
     attention._loop = attention._flash  # as on a GPU; its kernel's shapes are known without one
+    vars(head)["_widens"] = lambda left, right: left.itemsize == right.itemsize == 2  # as on a GPU, too
     vars(shard_exporter)["copy_bytes"] = lambda source, target: target.copy_(source)  # there are no bytes
     vars(expert)["_traffic"] = _balanced
+    vars(muon)["precision"] = lambda device: torch.bfloat16
     World.of_stages = lambda world, mine: dict(mine)  # type: ignore[method-assign, assignment]  # nobody is there
     config = load(Path(path))
     found = trainer_peak(config, float(gib) or None, int(rank)) if what == "trainer" else reference_peak(config)

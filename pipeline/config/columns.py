@@ -25,6 +25,8 @@ def columns_read(config: Any) -> dict[str, str]:
     found |= dict.fromkeys(config.reward.columns, "reward.columns")
     for kind, scorer in config.scorers.items():
         found |= dict.fromkeys(scorer.reads, f"scorers.{kind}.reads")
+    if config.replay.filter.type != "none":
+        found.setdefault(config.replay.filter.column, "replay.filter.column")
     return found
 
 
@@ -80,6 +82,12 @@ def check_columns(config: Any) -> None:
                 "cost one for each trajectory"
             )
     _check_order(table)
+    rule = config.replay.filter
+    if rule.type != "none" and rule.column in {column.name for column in table.of_step}:
+        raise ValueError(
+            f"replay.filter.column: {rule.column} is written when a step has taken the group, and groups are filtered "
+            "before; take a reward's column, or a scorer's"
+        )
 
 
 def _teachers_temperature(scorer: Any) -> float | None:

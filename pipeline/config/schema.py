@@ -12,7 +12,9 @@ from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
+from penstock.pipeline.config.head import check_head
 from penstock.pipeline.config.reference import check_reference
+from penstock.pipeline.config.sources import check_sources
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
 from penstock.protocols.experience import Sampling
 from penstock.protocols.versions import Dtype
@@ -58,7 +60,10 @@ class RunConfig(Section):
     """How often one process (a rollout, the trainer, …) is started again after it died, before the run gives up."""
     trackers: tuple[TrackerName, ...] = ()
     """Where the metrics of steps and evaluations go besides the run's own files, e.g. ``[wandb]``: ``tensorboard``,
-    ``wandb``, ``mlflow``, ``trackio``. See docs/metrics.md."""
+    ``wandb``, ``mlflow``, ``trackio``, ``swanlab``, or ``module:Class`` of your own. See docs/metrics.md."""
+    tracker_samples: int = Field(0, ge=0)
+    """Answers of each step that trackers are shown as a table, with their prompts and rewards, e.g. ``4``: of as many
+    groups as there are, one of each before a second of any. 0: none."""
     prometheus: str | None = Field(None, pattern=r"^[^:]*:\d{1,5}$")
     """Where the broker serves the run's state for Prometheus, e.g. ``127.0.0.1:9400``; port 0: any that is free, which
     ``prometheus-NAME.json`` beside the run's folder says; null: nowhere. See docs/prometheus.md."""
@@ -126,6 +131,10 @@ class PretrainedModel(Section):
     chat_template: str | None = None
     """How chats are told to the model, in the place of the tokenizer's own template: a file with a template in Jinja,
     e.g. ``chat.jinja``, or the template itself. Checkpoints have it; null: the tokenizer's own."""
+    head_dtype: Literal["float32"] | None = None
+    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
+    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     chat_template_kwargs: dict[str, Any] = {}
     """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
     what it may be told is the template's own."""
@@ -170,6 +179,10 @@ class TinyModel(Section):
     """Longest prompt and response together that the model can read, in tokens; here a token is a character."""
     dtype: Dtype = "float32"
     """What rollouts and reference compute in, and what is published; the trainer's master copy is float32."""
+    head_dtype: Literal["float32"] | None = None
+    """What the head, the last matrix, computes logits in, in trainer, rollouts and reference alike, e.g. ``float32``:
+    where `dtype` has 16 bits much of what engine and trainer differ by comes from there (MiniMax 2025, MiniMax-M1,
+    arXiv:2506.13585). null: in `dtype`. Of a float32 model it changes nothing. See docs/engines.md."""
     warm_start: WarmStart = WarmStart()
     """A short supervised start; without it a tiny model would never hit on a right answer to be rewarded for."""
 
@@ -336,7 +349,7 @@ class Config(Section):
                     f"{key}.mini_batches={learner.mini_batches} is more than gate.groups_per_step="
                     f"{self.gate.groups_per_step}: each is made of whole groups"
                 )
-        if sampling.n == 1 and self.replay.filter == "zero_variance":
+        if sampling.n == 1 and self.replay.filter.type == "zero_variance":
             raise ValueError(
                 "replay.filter=zero_variance drops every group of one answer; set it to none, or rollout.sampling.n "
                 "above 1"
@@ -373,5 +386,7 @@ class Config(Section):
             if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):
                 raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")
         check_reference(self)
+        check_head(self)
         check_columns(self)
+        check_sources(self)
         return self

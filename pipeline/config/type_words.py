@@ -64,6 +64,8 @@ def _several(annotation: Any) -> str:
         return f"sections{chosen}"
     if choices := literals(annotation):
         return either(f"`{choice}`" for choice in choices)
+    if typing.get_origin(annotation) is Annotated:
+        return _several(typing.get_args(annotation)[0])
     if annotation not in NAMES:
         raise TypeError(f"pipeline/config/type_words.py has no words for a list of {annotation!r}")
     return NAMES[annotation][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from rich.console import Console
@@ -10,10 +11,11 @@ from rich.progress import Progress
 from penstock.pipeline.config import Config, TinyModel
 from penstock.pipeline.models.tiny import build
 from penstock.services.data import open_source
+from penstock.services.runtime.files import sync
 
 
 def make_tiny(config: Config, folder: Path) -> None:
-    """Makes the config's tiny model in ``folder``/model, with a progress bar."""
+    """Makes the config's tiny model in ``folder``/model, with a progress bar. It is there once it is whole."""
     assert isinstance(config.model, TinyModel)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("warm start", total=config.model.warm_start.steps)
@@ -21,5 +23,11 @@ def make_tiny(config: Config, folder: Path) -> None:
         def advance(step: int, _steps: int, loss: float) -> None:
             progress.update(task, completed=step, description=f"warm start, loss {loss:.3f}")
 
-        source = open_source(config.prompts.train)
-        build(config.model, source, folder / "model", config.run.seed, advance)
+        partial, made = folder / ".model.partial", folder / "model"
+        for left in (partial, made):  # of somebody who was killed here
+            shutil.rmtree(left, ignore_errors=True)
+        build(config.model, open_source(config.prompts.train), partial, config.run.seed, advance)
+        for written in (*partial.iterdir(), partial):
+            sync(written)
+        partial.rename(made)
+        sync(folder)

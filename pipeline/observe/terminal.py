@@ -137,7 +137,8 @@ class View:
             "mismatch": _mismatch(metrics),
             "queues": "  ".join(f"{name} {depth}" for name, depth in queues.items()),
             "tokens/s": f"{_tokens_per_s(state):,.0f} generated",
-            "dropped": f"{state['dropped']} groups, {state['totals']['prompts_dropped']} of them for their prompts",
+            "dropped": f"{state['dropped']} groups, {state['totals']['prompts_dropped']} of them for their prompts"
+            + (f", {sum(state['filtered'].values())} by replay.filter" if state["filtered"] else ""),
         }
         if state["evaluations_by_set"]:
             shown["evaluation"] = _evaluation(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
 from penstock.pipeline.config import Config, TinyModel
 from penstock.pipeline.models.answers import answer_of
@@ -12,6 +11,7 @@ from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.data.config import DataConfig
+from penstock.services.data.mixture import Mixture
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.rollout.config import PluginEngineConfig
 
@@ -23,9 +23,10 @@ def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found; its ``row`` is a usable prompt."""
     rows = _look_at(config.prompts.train, "prompts.train", False, report)
     report.row = next(iter(rows), None)
+    report.trained = {prompt.source for prompt in rows}
     if config.prompts.eval_size:
         for name, source in config.prompts.eval.items():
-            _look_at(source, f"prompts.eval.{name}", True, report)
+            _look_at(source, f"prompts.eval.{name}", True, report, name)
     model = config.model
     if isinstance(model, TinyModel) and rows:
         if model.warm_start.steps:
@@ -37,8 +38,8 @@ def look(config: Config, report: Report) -> None:
         check_length(config, sizes, report, model.max_length)
 
 
-def _look_at(source: DataConfig, key: str, held_out: bool, report: Report) -> list[Prompt]:
-    """The usable ones of the first rows."""
+def _look_at(source: DataConfig, key: str, held_out: bool, report: Report, counts_to: str = "") -> list[Prompt]:
+    """The usable ones of the first rows. One that says no source of its own ``counts_to`` this one."""
     with report.collect():
         prompts = open_source(source, held_out, key)
         if not len(prompts):
@@ -52,13 +53,21 @@ def _look_at(source: DataConfig, key: str, held_out: bool, report: Report) -> li
                 f"{key}: {len(why)} of the first {len(why) + len(usable)} rows cannot be used and will be dropped; "
                 f"{why[0]}"
             )
+        for prompt in [*usable, *_of_rare_sources(prompts)]:
+            report.rows.setdefault(prompt.source or counts_to, prompt)
         return usable
     return []
 
 
-def _usable(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[str]]:
+def _of_rare_sources(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first row of each source of a mixture, wherever that is; none of one that cannot be used."""
+    first = prompts.one_of_each() if isinstance(prompts, Mixture) else []
+    return [prompt for index in first for prompt in _usable(prompts, index, 1)[0]]
+
+
+def _usable(prompts: Sequence[Prompt], begin: int = 0, rows: int = ROWS) -> tuple[list[Prompt], list[str]]:
     usable, why = [], []
-    for index in islice(range(len(prompts)), ROWS):
+    for index in range(begin, min(begin + rows, len(prompts))):
         try:
             prompt = prompts[index]
             wire.pack(prompt.model_dump())

@@ -20,6 +20,8 @@ from penstock.pipeline.preflight import (
     model,
     rewards,
     scorers,
+    sources,
+    trackers,
 )
 from penstock.pipeline.preflight.hub import without_hub
 from penstock.pipeline.preflight.report import Report
@@ -34,7 +36,8 @@ def look(config: Config, folder: Path) -> Report:
     report = Report()
     with without_hub(config, report):
         machine.look(config, folder, report)
-        for part in (gpus, data, model, lora, learners, rewards, environment, gateway, algorithm, scorers):
+        parts = (gpus, data, model, lora, learners, rewards, sources, environment, gateway, algorithm, scorers)
+        for part in (*parts, trackers):
             part.look(config, report)
     needs = plan(config)
     here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"

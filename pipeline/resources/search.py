@@ -13,7 +13,6 @@ from itertools import product
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.config.colocated import check_colocated
-from penstock.pipeline.resources.devices import MACHINE, Device
 from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.memory import (
     SHARE_STEP,
@@ -27,12 +26,14 @@ from penstock.pipeline.resources.memory import (
     too_large,
     trainer_of,
 )
-from penstock.pipeline.resources.model_shape import Shape, shape_of
+from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, Load, switch_s, train_s, values_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, trainer_gib
+from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
+from penstock.services.runtime.gpu_kinds import MACHINE, Device
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
 BANDWIDTH_SHARE = 0.5

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.pipeline.resources.devices import MACHINE, Device
-from penstock.pipeline.resources.model_shape import Shape
-from penstock.pipeline.resources.trainer_memory import activations, keeps_whole_gradients, of_stage
+from penstock.pipeline.resources.trainer_memory import activations, keeps_whole_gradients, of_stage, state_bytes
 from penstock.protocols.columns import TAUGHT
+from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.modeling.flops import backward_flops, forward_flops
+from penstock.services.runtime.gpu_kinds import MACHINE, Device
 from penstock.services.trainer.config import TrainerConfig
 
 FLOPS_SHARE = 0.35
@@ -24,6 +25,8 @@ HOST_UPDATE_GB_S = 20.0
 """At which a host's processor reads and writes memory for one rank, of eight that share it."""
 UPDATE_BYTES = 28
 """That AdamW reads and writes of a parameter: it, its gradient, and both moments."""
+MUON_BYTES = 20
+"""That Muon does, beside what it iterates: a parameter, its gradient, and one mean."""
 
 PROMPT = 256
 """Tokens of a prompt, where nobody knows better."""
@@ -85,14 +88,35 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     if trainer.offload_activations:
         kept, _ = activations(shape, trainer)
         waits += passes * 2 * kept / (device.host_gb_s * 1e9 * LINK_SHARE)
-    trained = (
-        _cut(shape, trainer)
-        if not trainer.lora
-        else shape.adapter(trainer.lora.rank, trainer.lora.targets) / trainer.ranks
-    )
-    update_gb_s = HOST_UPDATE_GB_S if trainer.offload else device.gb_s * LINK_SHARE
-    updates = trainer.epochs * trainer.mini_batches * UPDATE_BYTES * trained / (update_gb_s * 1e9)
+    updates = trainer.epochs * trainer.mini_batches * _update_s(shape, trainer, device)
     return max(arithmetic, gathered) + waits + updates
+
+
+def _update_s(shape: Shape, trainer: TrainerConfig, device: Device) -> float:
+    """Seconds of an optimizer's step: what it reads and writes; of Muon, whose matrices go to a rank each, also how
+    they get there and back, and the arithmetic of its iteration, where it is no adapter's."""
+    lora = trainer.lora
+    trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else _cut(shape, trainer)
+    bytes_s = (HOST_UPDATE_GB_S if trainer.offload else device.gb_s * LINK_SHARE) * 1e9
+    if trainer.optimizer.type == "adamw":
+        return UPDATE_BYTES * trained / bytes_s
+    ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
+    seconds = (MUON_BYTES * (trained - ends) + UPDATE_BYTES * ends) / bytes_s
+    if lora:
+        return seconds
+    shared = shape.layers * (shape.shared + shape.router) * trainer.replicas / trainer.ranks
+    alone = trainer.replicas / trainer.ranks
+    seconds += 2 * 2 * shared * (1 - alone) / _between(trainer.ranks // trainer.replicas, device)  # in bf16
+    if trainer.offload:
+        seconds += 2 * 2 * (trained - ends) / (device.host_gb_s * 1e9 * LINK_SHARE)
+    flops = trainer.optimizer.newton_schulz * alone * _iteration_flops(shape)
+    return seconds + flops / (device.tflops * 1e12 * FLOPS_SHARE)
+
+
+def _iteration_flops(shape: Shape) -> float:
+    """Of one step of Newton-Schulz of all matrices: X Xᵀ, its square, and what that does to X."""
+    sizes = [*shape.matrices.values()] + 3 * shape.experts * [(shape.hidden, shape.intermediate)]
+    return shape.layers * sum(4 * min(size) ** 2 * max(size) + 2 * min(size) ** 3 for size in sizes)
 
 
 def values_s(shape: Shape, critic: TrainerConfig, load: Load, device: Device) -> float:
@@ -107,23 +131,23 @@ def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) 
     lora = trainer.lora
     trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else _cut(shape, trainer)
     frozen = shape.learned_bytes * _cut(shape, trainer) if lora else 0.0
-    kept = 0.0 if trainer.offload else 12 * trained + frozen
+    ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
+    kept = 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends) + frozen
     return 2 * (kept + shape.parameters * shape.served_bytes / tensor) / (device.host_gb_s * 1e9 * LINK_SHARE)
 
 
 def _forward_flops(shape: Shape, length: float) -> float:
-    """Of one token."""
-    return 2 * shape.met + 2 * shape.layers * shape.heads * shape.head_dim * length
+    """Of one token, which sees half of those around it."""
+    return forward_flops(shape, 1, 1, length / 2)
 
 
 def _flops(shape: Shape, trainer: TrainerConfig, length: float) -> float:
     """Of one token, forward and backward."""
     forward = _forward_flops(shape, length)
-    backward = 1 if trainer.lora else 2  # a frozen matrix has no gradient of its own
     again = float(bool(trainer.gradient_checkpointing))
     if trainer.gradient_checkpointing == "selective":  # of a mixture, the experts are computed again
         again = SELECTIVE_SHARE + 2 * shape.layers * shape.chosen * shape.expert / forward
-    return forward * (1 + backward + again)
+    return forward * (1 + again) + backward_flops(forward, trainer.lora is not None)
 
 
 def _cut(shape: Shape, trainer: TrainerConfig) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from penstock.pipeline.resources.model_shape import Shape
-from penstock.services.learning.config import GRADIENT_SHARE
+from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
+from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.trainer.config import TrainerConfig
 
 GIB = float(1 << 30)
@@ -38,8 +38,9 @@ def of_stage(trainer: TrainerConfig) -> TrainerConfig:
 def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float | None) -> dict[str, float]:
     """Of a stage that has gone forward through ``in_flight`` micro-batches when its first backward begins: at its peak,
     where a later micro-batch's backward begins, or where embedding and head are summed, or gathered. Always there, and
-    cut: fp32 weights, their gradient and Adam's two moments; the version that is published, in 16 bits. With an adapter
-    that alone has gradient and moments, and the model is in what is computed with: bf16, or else fp32."""
+    cut: fp32 weights, their gradient and the optimizer's state; the version that is published, in 16 bits. With an
+    adapter that alone has gradient and state, and the model is in what is computed with: bf16, or else fp32. What Muon
+    puts together of matrices in an update is less than an update finds free: units and activations are gone by then."""
     lora, tensor, shards, wide = trainer.lora, trainer.tensor_parallel, trainer.shards, shape.learned_bytes
     # Of a layer, what one rank gathers: experts are not cut by tensor parallelism, but dealt out.
     dealt = shape.experts / trainer.expert_parallel
@@ -71,7 +72,7 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
     held = {
         "weights": wide * cut + 4 * trained if lora else 4 * cut,
         "gradients": 4.0 * (whole if keeps else trained),
-        "optimizer": (8 if trainer.optimizer.moments == "float32" else EIGHT_BIT_BYTES) * trained,
+        "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else shape.ends / shards),
         "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
         "published version": version,
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
@@ -83,6 +84,19 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
         "embedding and head, summed": max(0.0, sums - (ends + layers + acts + logits)),
     }
     return {name: size / GIB for name, size in parts.items() if size} | {"context": OVERHEAD_GIB}
+
+
+def _kept_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:
+    """Of what the optimizer keeps on a device."""
+    if optimizer.moments == "8bit":
+        return EIGHT_BIT_BYTES * trained
+    return state_bytes(optimizer, trained, ends) - 4 * trained
+
+
+def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:
+    """Of ``trained`` parameters, and of what the optimizer keeps of them, in fp32: of AdamW two means, of Muon one, but
+    for those that are embedding and head (``ends``), which are AdamW's."""
+    return 8 * trained + 4 * ends if optimizer.type == "muon" else 12 * trained
 
 
 def version_bytes(shape: Shape, trainer: TrainerConfig) -> float:

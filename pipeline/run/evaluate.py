@@ -33,6 +33,7 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     path = str(find_folder(checkpoint) or checkpoint)
     about = adapter_of(Path(path))
     model: dict[str, Any] = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
+    model["head_dtype"] = config.model.head_dtype
     if isinstance(config.model, PretrainedModel):  # its prompts are told as they were when it was trained
         model |= config.model.model_dump(include={"chat_template", "chat_template_kwargs"})
     own = as_overrides({"model": model, "trainer.lora": _adapter(about, path), "trainer.steps": 0})

@@ -14,7 +14,7 @@ from penstock.pipeline.run.summary import check_run, read_lines, read_summary
 FIXED = (
     "model", "prompts.train", "prompts.shuffle", "prompts.curriculum", "prompts.eval", "prompts.eval_size",
     "prompts.eval_sampling", "run.seed", "run.deterministic", "rollout.sampling.n", "rollout.sampling.temperature",
-    "trainer.lora",
+    "trainer.lora", "trainer.optimizer.type", "critic.optimizer.type",
 )  # fmt: skip
 """What a resumed run must have as it began."""
 FOLDERS = ("model.path", "trainer.lora.start")

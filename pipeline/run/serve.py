@@ -222,6 +222,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         learners=registry.learners(config),
         agents=config.gateway.count > 0,
         trackers=config.run.trackers,
+        tracker_samples=config.run.tracker_samples,
         prometheus=config.run.prometheus,
         traces=config.run.traces,
         wanted={spec.kind: len(spec.names(config)) for spec in registry.actors(config).values()},

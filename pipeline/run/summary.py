@@ -135,6 +135,7 @@ def summarize(folder: Path, state: dict[str, Any], ledger: LedgerReply, restarts
         "groups_finished": totals["finished"],
         "groups_trained": totals["trained"],
         "groups_dropped": state["dropped"],
+        "groups_filtered": state["filtered"],
         **audit(folder, ledger),
         "groups_without_variance": totals["groups_without_variance"],
         "steps_skipped": totals["steps_skipped"],

@@ -110,7 +110,8 @@ class World:
         self.clock = Clock(costs.cores)
         sampling, engine = config.rollout.sampling, config.rollout.engine
         self._n, self._longest = config.sampling.trajectories, sampling.max_new_tokens
-        columns = config.columns.scored
+        # Which source a prompt is from is not known here: each is judged by all, which takes longest.
+        columns = [column.model_copy(update={"sources": ()}) for column in config.columns.scored]
         gate = Gate(config.gate.groups_per_step, config.gate.window, config.gate.max_lag)
         self._groups = GroupTracker(
             Volatile(), gate, columns, steps, None, config.gate.prefetch,

@@ -19,6 +19,7 @@ from rich.table import Table
 from penstock.pipeline.config import Config, TinyModel
 from penstock.services.data import DataError, open_source
 from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.precision import LOGPROBS
@@ -65,7 +66,7 @@ def examine_engine(console: Console, config: Config, prompts: int) -> bool:
         say(f"starting the engine ({config.rollout.engine.type})")
         started = time.monotonic()
         try:
-            engine = make_engine(config.rollout, path, config.model.dtype, text)
+            engine = make_engine(config.rollout, path, config.model.dtype, text, head_dtype=config.model.head_dtype)
             findings.add(True, "start", f"{time.monotonic() - started:.1f} s")
             try:
                 _examine(engine, config, path, text, prompts, findings, say)
@@ -101,6 +102,7 @@ def _examine(
     engine: Engine, config: Config, path: str, text: Tokenizer, prompts: int, findings: _Findings, say: Any
 ) -> None:
     model = load_model(path, config.model.dtype, torch.device("cpu")).eval()
+    compute_head_in(model, config.model.head_dtype)
     if config.rollout.sampling.routing_replay:
         Replay(model)
     random = np.random.default_rng(config.run.seed)

@@ -19,16 +19,18 @@ from penstock.pipeline.resources.choice import (
     seconds_of,
     shape_words,
 )
-from penstock.pipeline.resources.devices import MACHINE, Device, devices_of
+from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import plan, trainer_of
-from penstock.pipeline.resources.model_shape import Shape, shape_of
+from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
 from penstock.pipeline.resources.shares import too_much
 from penstock.pipeline.resources.step_time import FLOPS_SHARE, LINK_SHARE, PROMPT, Load
 from penstock.pipeline.resources.trainer_memory import trainer_parts
+from penstock.services.modeling.decoder_shape import Shape
+from penstock.services.runtime.gpu_kinds import MACHINE, Device
 
 SHOWN = 6
 

@@ -44,7 +44,8 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     from penstock.services.learning import checkpoint
     from penstock.services.learning.batch import open_batch
     from penstock.services.modeling import determinism
-    from penstock.services.modeling.load import device_of
+    from penstock.services.modeling.head import compute_head_in
+    from penstock.services.modeling.load import device_of, vocabulary_of
     from penstock.services.modeling.parallel.world import World
     from penstock.services.modeling.routing import Replay, mixture_of
     from penstock.services.trainer.learner import Learner
@@ -64,6 +65,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
     if config.run.deterministic:  # as the run itself did
         trainer = trainer.model_copy(update={"halve_micro_batches": False})
     model = load_policy(str(start or begun), begun, world, config.model.dtype, trainer.lora, trainer.offload)
+    compute_head_in(model, config.model.head_dtype)
     if config.rollout.sampling.routing_replay:
         Replay(model)
     teacher = self_teacher(trainer, begun, config.template)
@@ -79,7 +81,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")
         _check_columns(batch, config)
         torch.manual_seed(batch.seed)
-        step = open_batch(batch, config.columns, mixture_of(model))
+        step = open_batch(batch, config.columns, mixture_of(model), vocabulary_of(model))
         metrics = learner.train(step)
         digest = source.digest()
         groups = len(batch.groups) - step.unreadable
@@ -91,7 +93,9 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
 
 def _check_columns(batch: Batch, config: Config) -> None:
     """Raises `ConfigError` where a group of ``batch`` came without a column that ``config`` has."""
-    wanted = {column.name for column in config.columns.scored} | {total.name for total in config.columns.sums}
+    # What some sources are asked for alone is looked at where a group is opened.
+    wanted = {column.name for column in config.columns.scored if not column.sources}
+    wanted |= {total.name for total in config.columns.sums}
     for taken in batch.groups:
         if missing := sorted(wanted - taken.columns.keys()):
             raise ConfigError(
@@ -103,15 +107,23 @@ def _check_columns(batch: Batch, config: Config) -> None:
 def recompute(console: Console, folder: Path, only: int | None) -> bool:
     """Prints each step as it is redone; returns whether every digest was the recorded one."""
     config = load(folder / "config.yaml")
-    same = total = 0
+    ranks, same, total = config.trainer.ranks, 0, 0
     for step in redo(folder, config, only):
         total, same = total + 1, same + step.same
-        mark = "same bits" if step.same else f"differs: recorded {step.recorded}"
+        differs = f"recorded {step.recorded}" if ranks > 1 else f"differs: recorded {step.recorded}"
+        mark = "same bits" if step.same else differs
         console.print(
             f"step {step.step}: {step.groups} groups, reward {step.reward:.3f}, loss {step.loss:+.4f}, "
             f"version {step.step + 1} {step.digest} ({mark})",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    if ranks > 1 and same < total:
+        console.print(
+            f"{total} versions were redone by one process; the run's {ranks} ranks summed in another order, so that no "
+            "digest is compared",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return True
     promised = "" if config.run.deterministic else "only run.deterministic promises that, and "
     hint = "" if same == total else f"; {promised}all steps are redone with the config that the run has now"
     console.print(f"{same} of {total} versions have the recorded digest{hint}", highlight=False, soft_wrap=True)

@@ -35,6 +35,11 @@ class TurnKey(BaseModel):
         """What its answer is called there."""
         return f"answer.{self.place}.{self.turn}"
 
+    @property
+    def reward_record(self) -> str:
+        """What is kept there of what its agent has said that it was worth."""
+        return f"reward.{self.place}.{self.turn}"
+
     @classmethod
     def of_note(cls, purpose: Purpose, number: int, record: str) -> TurnKey | None:
         """The turn whose note is called so; None where ``record`` is something else."""
@@ -159,6 +164,16 @@ class AgentGenerate(Message):
     max_tokens: int | None = None
 
 
+class AgentReward(Message):
+    """agent → gateway: what one turn was worth. Said again, it replaces what was said. Answered by `Ack` once it is
+    durable."""
+
+    session: str
+    reward: float
+    turn: int | str | None = None
+    """Its number, or the id of what answered it; None: the newest that its agent has had."""
+
+
 class AgentFinish(Message):
     """agent → gateway: done; without a reward the reward functions say how good it was. Answered by `Ack`."""
 
@@ -166,6 +181,8 @@ class AgentFinish(Message):
     reward: float | None = None
     metrics: dict[str, float] = {}
     """Whatever else the agent has measured, by name."""
+    turn_rewards: dict[str, float] = {}
+    """As of `AgentReward`, of several turns by number or id."""
 
 
 class AgentAbandon(Message):

@@ -25,7 +25,7 @@ class TakenGroup(BaseModel):
     number: int
     experience: Bytes
     columns: dict[str, Values]
-    """Every column of the run, by name (`columns.ColumnTable`)."""
+    """Every column of the run that its prompt's source is asked for, by name (`columns.ColumnTable`)."""
 
 
 class StepColumn(Message):

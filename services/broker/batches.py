@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import structlog
 
 from penstock.protocols import messages as m
+from penstock.protocols.columns import REWARD
 from penstock.protocols.experience import ExperienceError
 from penstock.protocols.wire import WireError
 from penstock.services.broker.archive import open_group
 from penstock.services.broker.payloads import PayloadLostError
 from penstock.services.broker.rules.ledger import Step
-from penstock.services.broker.samples import best_and_worst, rows
+from penstock.services.broker.samples import answers, best_and_worst, rows
 from penstock.services.broker.state import BrokerState
 from penstock.services.runtime import health
 from penstock.services.runtime.errors import SetupError
@@ -31,6 +33,7 @@ def batch_for(state: BrokerState, step: Step, learner: str) -> m.Batch:
     for number in step.groups:
         state.payloads.forget(("train", number))
     _record_samples(state, step.step, batch.groups)
+    _show_answers(state, step.step, batch.groups)
     return batch
 
 
@@ -90,3 +93,15 @@ def _record_samples(state: BrokerState, step: int, groups: list[m.TakenGroup]) -
         found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in by_token}))
         kept += best_and_worst(found) if keep == "some" else found
     state.recorder.samples(step, kept)
+
+
+def _show_answers(state: BrokerState, step: int, groups: list[m.TakenGroup]) -> None:
+    """To trackers, whose thread reads the groups; of a step that is redone they have them already."""
+    count = state.settings.tracker_samples
+    if not count or step < state.groups.ledger.committed:
+        return
+    columns = state.settings.columns
+    rewards = next((tuple(total.terms) for total in columns.sums if total.name == REWARD), ())
+    shown = groups[:count]
+    size = sum(group.experience.nbytes for group in shown)
+    state.recorder.answers(step, size, partial(answers, step, shown, rewards, columns.by_token, count))

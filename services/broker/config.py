@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal
 
 import regex
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from penstock.protocols.columns import REWARD
 from penstock.protocols.connection import is_address
 from penstock.protocols.experience import Sampling
 from penstock.services.data.config import DataConfig
@@ -18,7 +20,21 @@ ONE_SET = "held_out"
 MOST_RETRY_S = 50
 """As long as a store that does not answer is waited for, at most."""
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+
+
+def _a_tracker(value: str) -> str:
+    if value in TRACKERS or all(value.partition(":")):
+        return value
+    near = difflib.get_close_matches(value, TRACKERS, 1)
+    raise ValueError(
+        f"{value!r} is none of {', '.join(TRACKERS)}, and not of the form module:Class, e.g. my_trackers:Board"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )
+
+
+TrackerName = Annotated[str, AfterValidator(_a_tracker)]
+"""A library's, or ``module:Class`` of the user's own."""
 
 
 class EvalSampling(Section):
@@ -210,6 +226,55 @@ class BrokerConfig(Section):
         return self
 
 
+class NoFilter(Section):
+    """Every group whose answers have rewards is trained on."""
+
+    type: Literal["none"] = "none"
+
+
+class VarianceFilter(Section):
+    """Leaves out groups whose answers were all judged alike, from which nothing can be learned (Yu et al. 2025,
+    arXiv:2503.14476)."""
+
+    type: Literal["zero_variance"] = "zero_variance"
+    column: str = REWARD
+    """What is compared: the whole reward, or one of its functions or another column, e.g. ``reward/exact_match``."""
+    tolerance: float = Field(0.0, ge=0)
+    """The largest and the smallest value may lie so far apart and still be alike, e.g. ``0.01``."""
+
+
+class RangeFilter(Section):
+    """Keeps groups whose mean is between two bounds and is neither of them: of a reward that is 0 or 1, those with
+    right and wrong answers alike, as DAPO does (Yu et al. 2025, arXiv:2503.14476, section 3.2)."""
+
+    type: Literal["range"] = "range"
+    column: str = REWARD
+    """Whose mean over the answers that have a value: the whole reward's, or that of one of its functions or of another
+    column, e.g. ``reward/exact_match``."""
+    low: float = 0.0
+    """A group whose mean is at most this is left out, e.g. ``0.1``."""
+    high: float = 1.0
+    """A group whose mean is at least this is left out, e.g. ``0.9``."""
+
+    @model_validator(mode="after")
+    def _between(self) -> RangeFilter:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: every group would be left out")
+        return self
+
+
+class ColumnFilter(Section):
+    """A rule of your own: leaves out groups whose column is 0, or has no value, for each of their answers."""
+
+    type: Literal["column"] = "column"
+    column: str
+    """Who says so: a reward function of weight 0 (with `whole_group` it sees all answers), or a scorer, e.g.
+    ``reward/keep``."""
+
+
+FilterConfig = Annotated[NoFilter | VarianceFilter | RangeFilter | ColumnFilter, Field(discriminator="type")]
+
+
 class ReplayConfig(Section):
     """What becomes of trained groups."""
 
@@ -220,11 +285,17 @@ class ReplayConfig(Section):
     """Trajectories that are written to samples.jsonl, a flat row each (``pandas.read_json("samples.jsonl",
     lines=True)``): ``all``; those of N groups of every step (e.g. ``2``); or ``some``: the best and the worst of a
     group in about 40 steps of the run, as the report shows them."""
-    filter: Literal["none", "zero_variance"] = "none"
-    """``zero_variance``: drop groups whose rewards are all equal, from which nothing can be learned, and generate
-    others instead (Yu et al. 2025)."""
+    filter: FilterConfig = NoFilter()
+    """Which groups are left out once they are judged, and others generated instead, e.g.
+    ``{type: range, column: reward/exact_match}``. A kind's name alone is enough where it needs nothing else:
+    ``zero_variance``."""
     max_consecutive_filtered: int = Field(1024, ge=1)
     """So many filtered groups without one that is kept end the run: there is nothing left to learn."""
+
+    @field_validator("filter", mode="before")
+    @classmethod
+    def _by_its_name(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) and value != "column" else value
 
 
 class StoreConfig(Section):

@@ -299,6 +299,7 @@ class Handlers:
         }
         row |= {**queues(state), **progress.latency.read(), **state.curriculum.counts()}
         row |= {"groups_dropped": state.groups.drops}
+        row |= {f"filtered/{why}": count for why, count in state.groups.filtered.items()}
         state.recorder.step(row | {"generated_tokens_total": progress.totals["generated_tokens"]})
         every, done = state.settings.prompts.eval_every, commit.step + 1
         due = every and done % every == 0 and done < state.groups.steps

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.protocols.columns import ColumnTable
-from penstock.protocols.experience import Purpose, as_bytes
+from penstock.protocols.experience import ExperienceError, Purpose, as_bytes
 from penstock.protocols.messages import TakenGroup
+from penstock.protocols.packed_groups import source_in
+from penstock.protocols.wire import WireError
 from penstock.services.broker.store import Store, StoreError
 
 EXPERIENCE = "experience"
@@ -31,6 +33,7 @@ class Payloads:
         self._store = store
         self._dtypes = {column.name: np.dtype(column.dtype) for column in table.columns}
         self._dtypes |= {total.name: np.dtype(np.float32) for total in table.sums}
+        self._of_sources = {column.name: column for column in table.columns if column.sources}
         self._held: dict[Key, Parts] = {}
         self._bytes = 0
         self._queued: set[Key] = set()
@@ -69,7 +72,7 @@ class Payloads:
 
     def taken(self, numbers: Sequence[int], columns: Sequence[str], partial: bool = False) -> list[TakenGroup]:
         """The groups of a step with all their columns, or, ``partial``, with those that they have. Raises `StoreError`
-        where the store has lost one."""
+        where the store has lost one. Columns that not every source is asked for are there where they are."""
         away = [number for number in numbers if ("train", number) not in self._held]
         read = dict(zip(away, self._store.payloads(away), strict=True)) if away else {}
         groups = []
@@ -77,8 +80,7 @@ class Payloads:
             parts = read[number] if number in read else self._held["train", number]
             if EXPERIENCE not in parts:
                 raise PayloadLostError(f"the store has lost group {number}: its step cannot be redone")
-            missing = [name for name in columns if name not in parts]
-            if missing and not partial:
+            if not partial and (missing := self._lacking(parts, columns)):
                 raise StoreError(
                     f"group {number} was taken by a step when this run had no column {', '.join(missing)}: go on with "
                     "the config that it had (reward.functions, scorers) until a checkpoint covers the step"
@@ -86,6 +88,17 @@ class Payloads:
             values = {name: np.frombuffer(parts[name], self._dtypes[name]) for name in columns if name in parts}
             groups.append(TakenGroup(number=number, experience=as_bytes(parts[EXPERIENCE]), columns=values))
         return groups
+
+    def _lacking(self, parts: Parts, columns: Sequence[str]) -> list[str]:
+        """Of ``columns`` those that a group of its source has, and this one has not."""
+        missing = [name for name in columns if name not in parts]
+        if self._of_sources.keys().isdisjoint(missing):
+            return missing
+        try:
+            source = source_in(as_bytes(parts[EXPERIENCE]))
+        except (ExperienceError, WireError):  # whoever reads it finds out
+            return [name for name in missing if name not in self._of_sources]
+        return [name for name in missing if name not in self._of_sources or self._of_sources[name].asked(source)]
 
     def settled(self) -> None:
         """The turn is durable, and visible to reads."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
 from penstock.services.broker.beats import Beats
-from penstock.services.broker.trackers import Trackers
+from penstock.services.broker.trackers import Table, Trackers
 from penstock.services.runtime.files import open_lines
 
 TAIL = 1 << 20
@@ -56,6 +56,10 @@ class Recorder:
         if row["reward"] is not None:
             sets = {f"eval_reward/{name}": reward for name, reward in row["sets"].items()}
             self._trackers.log({"step": row["step"], "eval_reward": row["reward"], **sets})
+
+    def answers(self, step: int, size: int, make: Callable[[], Table]) -> None:
+        """Some of a step, for trackers alone (`Trackers.table`)."""
+        self._trackers.table(step, size, make)
 
     def actors(self, members: dict[str, dict[str, Any]], queues: dict[str, int], lost: dict[str, float]) -> None:
         """One line a beat: what every actor does, how deep the queues are, and who is lost."""

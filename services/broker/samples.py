@@ -1,15 +1,26 @@
-"""Trajectories for people: a flat row each, as samples.jsonl and `penstock rollouts` have them."""
+"""Trajectories for people: a flat row each, as samples.jsonl and `penstock rollouts` have them, or trackers' tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
+import structlog
 
 from penstock.protocols.columns import REWARD
-from penstock.protocols.experience import ALONE, Group
+from penstock.protocols.experience import ALONE, ExperienceError, Group
+from penstock.protocols.messages import TakenGroup
+from penstock.protocols.wire import WireError
+from penstock.services.broker.archive import open_group
+from penstock.services.broker.trackers import Table
+
+log = structlog.get_logger()
+
+LETTERS = 4096
+"""Of a prompt or an answer in a tracker's table."""
 
 
 def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
@@ -51,3 +62,47 @@ def best_and_worst(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of some `rows` those with the highest and the lowest reward, if there are two; one without comes first."""
     ranked = sorted(found, key=lambda row: (row[REWARD] is None, row[REWARD] or 0.0))
     return [ranked[-1], *ranked[: len(ranked) > 1]]
+
+
+def answers(
+    step: int, groups: Sequence[TakenGroup], rewards: Sequence[str], by_token: Collection[str], count: int
+) -> Table:
+    """``count`` of the answers that ``step`` trains on, for trackers: one of each of its ``groups`` before a second of
+    any. Each column has one type in all rows of all steps. ``rewards`` are the columns of the reward's parts, of which
+    those ``by_token`` count by their sums; one that failed, or is not asked of the group's source, is NaN."""
+    of_groups = filter(None, (list(_answers(step, taken, rewards, by_token)) for taken in groups))
+    one_of_each = zip_longest(*islice(of_groups, count))
+    found = (row for row in chain.from_iterable(one_of_each) if row is not None)
+    columns = ("step", "group", "prompt", "response", REWARD, *rewards, "finish", "tokens", "lag")
+    return Table("samples", columns, list(islice(found, count)))
+
+
+def _answers(
+    step: int, taken: TakenGroup, rewards: Iterable[str], by_token: Collection[str]
+) -> Iterator[tuple[Any, ...]]:
+    """None of a group that cannot be read, and no greedy one, which is only compared with."""
+    try:
+        group = open_group(taken)
+    except (ExperienceError, WireError) as error:  # the trainer leaves it out too
+        log.warning("answers cannot be read", group=taken.number, error=str(error))
+        return
+    prompt = _cut(group.prompt.as_text())
+    begins = np.cumsum([0, *(len(trajectory.tokens) for trajectory in group.trajectories)])[:-1]
+    parts = {name: np.full(len(group.trajectories), np.nan) for name in (REWARD, *rewards)}
+    for name in parts.keys() & taken.columns.keys():
+        values = taken.columns[name]
+        parts[name] = np.add.reduceat(values, begins) if name in by_token else values
+    for sample, trajectory in enumerate(group.trajectories):
+        if trajectory.greedy:
+            continue
+        numbers = [float(values[sample]) for values in parts.values()]
+        oldest = int(trajectory.versions[trajectory.versions >= 0].min(initial=step))
+        yield (
+            step, group.number, prompt, _cut(trajectory.text), *numbers, trajectory.finish, trajectory.sampled,
+            step - oldest,
+        )  # fmt: skip
+
+
+def _cut(text: str) -> str:
+    """The first `LETTERS` of it, and how many there were behind them."""
+    return text if len(text) <= LETTERS else f"{text[:LETTERS]} … [{len(text) - LETTERS} more characters]"

@@ -18,7 +18,7 @@ from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Lease
 from penstock.services.broker.rules.ledger import LedgerError
 from penstock.services.broker.rules.replay_buffer import Entry
-from penstock.services.broker.scoring import replay_of
+from penstock.services.broker.scoring import replay_of, unjudged
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.status import stall_reason
 from penstock.services.data import DataError
@@ -98,6 +98,9 @@ class Scheduler:
         state = self._state
         try:
             drawn = state.prompts.draw(lease.draw) if purpose == "train" else state.held_out.draw(lease.draw)
+            source = drawn.source or (state.held_out.name_of(lease.draw) if purpose == "eval" else "")
+            if not state.settings.columns.judged(source):
+                raise DataError(unjudged(source))
             prompt = _sendable(drawn)
         except (DataError, wire.WireError) as error:
             reason = f"its prompt cannot be used: {error}"
@@ -157,6 +160,9 @@ class Scheduler:
     def _work_item(self, purpose: Purpose, entry: Entry, columns: list[Column]) -> m.WorkItem:
         state, key = self._state, (purpose, entry.number)
         reads = sorted({name for column in columns for name in column.reads})
+        if state.settings.columns.by_source:  # who reads a sum reads its terms, of which this source is asked for some
+            table = state.settings.columns.by_name
+            reads = [name for name in reads if name not in table or table[name].asked(entry.source)]
         return m.WorkItem(
             purpose=purpose,
             number=entry.number,

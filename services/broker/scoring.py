@@ -14,6 +14,7 @@ from penstock.protocols.messages import Score
 from penstock.protocols.packed_groups import failures_of, lengths_of, sessions_in, unpack_group
 from penstock.protocols.wire import WireError
 from penstock.services.broker.rules.evaluation import majority, pass_at
+from penstock.services.broker.rules.filtering import why_filtered
 from penstock.services.broker.rules.replay_buffer import Replay
 from penstock.services.broker.state import BrokerState
 from penstock.services.broker.tally import Tally
@@ -51,12 +52,19 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
         here = score.number in replay.entries
         if here and column.name in total.terms and not (total.terms.keys() & entry.needs):
             _add_sum(state, score.purpose, score.number, total, score.errors)
+    if score.purpose == "train" and column.name in _looked_at(state):
+        _filter(state, score.number)
     if entry.needs or score.number not in replay.entries:
         return
     if score.purpose == "train":
         state.groups.keep()
     else:
         _finish_evaluation(state, score.number)
+
+
+def unjudged(source: str) -> str:
+    """Why a prompt of this source cannot have a reward."""
+    return f"no reward function is asked for prompts of the source {source!r} (reward.functions.N.sources)"
 
 
 def replay_of(state: BrokerState, purpose: Purpose) -> Replay:
@@ -72,19 +80,21 @@ def complete(state: BrokerState) -> None:
             state.payloads.forget(("train", number))
             reason = f"{entry.trajectories} answers were made, and more are asked for now"
             state.groups.without_failure(number, reason, "too_old")
-    for number in list(state.groups.replay.ready()):
+    for number, entry in list(state.groups.replay.entries.items()):
         for total in state.settings.columns.sums:
-            if number in state.groups.replay.entries and not state.payloads.has(("train", number), total.name):
+            here = number in state.groups.replay.entries and not total.terms.keys() & entry.needs
+            if here and not state.payloads.has(("train", number), total.name):
                 _add_sum(state, "train", number, total, [])
+                _filter(state, number)
 
 
 def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedSum, errors: Sequence[str]) -> None:
-    """All its terms are there now."""
-    key = (purpose, number)
-    terms = state.payloads.columns(key, list(total.terms))
-    if of_tokens := state.settings.columns.by_token.intersection(terms):
-        ends = np.cumsum(lengths_of(state.payloads.experience(key)))
-        terms |= {name: np.array([part.sum() for part in np.split(terms[name], ends[:-1])]) for name in of_tokens}
+    """All its terms are there now, of those that the group's source is asked for."""
+    key, source = (purpose, number), replay_of(state, purpose).entries[number].source
+    terms = _by_trajectory(state, key, state.settings.columns.asked_terms(total, source))
+    if not terms:  # of a run that is resumed, and asks others now
+        state.drop_any(purpose, number, unjudged(source), "prompt")
+        return
     values = total.of(terms)
     if total.name == REWARD and not any(state.settings.columns.by_name[name].nullable for name in terms):
         failures = failures_of(state.payloads.experience(key))  # which only reward functions know of
@@ -95,20 +105,58 @@ def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedS
         _judge(state, number, values, errors)
 
 
+def _by_trajectory(state: BrokerState, key: tuple[Purpose, int], names: list[str]) -> dict[str, np.ndarray]:
+    """``[trajectories]`` of each of these columns: of one with a value for each token, the sums."""
+    found = state.payloads.columns(key, names)
+    if of_tokens := state.settings.columns.by_token.intersection(found):
+        ends = np.cumsum(lengths_of(state.payloads.experience(key)))
+        found |= {name: np.array([part.sum() for part in np.split(found[name], ends[:-1])]) for name in of_tokens}
+    return found
+
+
 def _judge(state: BrokerState, number: int, rewards: np.ndarray, errors: Sequence[str]) -> None:
-    """Groups that cannot be learned from make room for others."""
-    if len(rewards) > state.settings.sampling.trajectories:  # a session has branches: it counts once
-        sessions = sessions_of(sessions_in(state.payloads.experience(("train", number))))
-        rewards = mean_by_session(rewards, sessions)
+    """Groups of which too few answers have a reward make room for others."""
+    rewards = _by_session(state, number, rewards)
     found = int(np.isfinite(rewards).sum())
     if found:
         state.curriculum.measured(state.groups.replay.entries[number].draw, float(np.nanmean(rewards)))
     if found < min(LEAST_VALUES, len(rewards)):
         why = errors[-1] if errors else "NaN"
         state.drop(number, f"too few trajectories have a reward; {why}", "reward")
-    elif state.settings.replay.filter == "zero_variance" and np.nanmax(rewards) == np.nanmin(rewards):
+
+
+def _by_session(state: BrokerState, number: int, values: np.ndarray) -> np.ndarray:
+    """``[sessions]`` of a training group's ``[trajectories]``: an agent's session counts once, by its mean."""
+    if len(values) <= state.settings.sampling.trajectories:
+        return values
+    return mean_by_session(values, sessions_of(sessions_in(state.payloads.experience(("train", number)))))
+
+
+def _looked_at(state: BrokerState) -> set[str]:
+    """Columns that `replay.filter` waits for: its own, and what says which answers have a reward."""
+    rule, sums = state.settings.replay.filter, {total.name: total.terms for total in state.settings.columns.sums}
+    if rule.type == "none":
+        return set()
+    return {term for name in (rule.column, REWARD) for term in sums.get(name, {name: 1.0})}
+
+
+def _filter(state: BrokerState, number: int) -> None:
+    """Once all that it looks at is there, groups that `replay.filter` leaves out make room for others; one whose source
+    has no such column is kept. Answers without a reward are not learned from, and have no part; but in a rule of the
+    user's own, which may say what it says of any answer."""
+    rule, entry = state.settings.replay.filter, state.groups.replay.entries.get(number)
+    if rule.type == "none" or entry is None or _looked_at(state) & entry.needs:
+        return
+    column = state.settings.columns.by_name.get(rule.column)
+    if column and not column.asked(entry.source):
+        return
+    found = _by_trajectory(state, ("train", number), list({rule.column, REWARD}))
+    values = found[rule.column]
+    if rule.type != "column":
+        values = _by_session(state, number, np.where(np.isfinite(found[REWARD]), values, np.float32(np.nan)))
+    if verdict := why_filtered(rule, values):
         state.payloads.forget(("train", number))
-        state.groups.filter(number, "filtered: its rewards are all equal")
+        state.groups.filter(number, verdict)
 
 
 def _finish_evaluation(state: BrokerState, number: int) -> None:

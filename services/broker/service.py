@@ -264,7 +264,8 @@ class Broker:
         filtered = state.groups.consecutive_filtered
         if filtered >= state.settings.replay.max_consecutive_filtered and not progress.error:
             progress.error = (
-                f"{filtered} groups in a row had rewards that are all equal: there is nothing left to learn"
+                f"{filtered} groups in a row were left out by replay.filter, the last one being "
+                f"{state.groups.last_filtered}: there is nothing left to learn"
             )
             self.stop(progress.error)
         if state.groups.consecutive_drops >= state.settings.broker.max_consecutive_drops and not progress.error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,6 @@ from penstock.services.broker.config import (
     PromptsConfig,
     ReplayConfig,
     StoreConfig,
-    TrackerName,
 )
 from penstock.services.broker.latency import Latency
 from penstock.services.broker.meanwhile import Meanwhile
@@ -75,7 +75,9 @@ class BrokerSettings:
     eval_sampling: Sampling
     columns: ColumnTable
     """What a group needs before it may be trained on."""
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: tuple[str, ...] = ()
+    tracker_samples: int = 0
+    """Answers of a step that they are shown."""
     prometheus: str | None = None
     """Where metrics are served; None: nowhere."""
     traces: str | None = None
@@ -189,7 +191,13 @@ class BrokerState:
         settings, self.store = self.settings, store
         columns = settings.columns.scored
         self.payloads = Payloads(self.store, settings.columns)
-        self.evaluation = Evaluation(self.store, len(self.held_out), settings.columns.evaluated, self.held_out.name_of)
+        self.evaluation = Evaluation(
+            self.store,
+            len(self.held_out),
+            settings.columns.evaluated,
+            self.held_out.name_of,
+            partial(self._source_of, self.held_out),
+        )
         rests = settings.prompts.curriculum
         bounds = Bounds(**rests.model_dump()) if rests else None
         self.curriculum = Curriculum(self.store, bounds, len(self.prompts), self.prompts.row)
@@ -205,6 +213,7 @@ class BrokerState:
             self._release,
             self._dropped,
             self.curriculum.next,
+            partial(self._source_of, self.prompts),
         )
         self.versions = Versions(self.store)
         self.members = Members(self.store)
@@ -213,6 +222,10 @@ class BrokerState:
         """Kinds of actors that write columns."""
         self.receivers_changed = False
         """The trainer is to be told, with this turn, who is here and serves what."""
+
+    def _source_of(self, prompts: PromptStream | HeldOut, draw: int) -> str:
+        """Asked only where it matters: of some sources a row is read for it."""
+        return prompts.source_of(draw) if self.settings.columns.by_source else ""
 
     def asked_of(self, draw: int) -> EvalSampling:
         """How the evaluation prompt of this draw is answered."""

@@ -144,6 +144,7 @@ def live_state(state: BrokerState) -> dict[str, Any]:
         "members": members,
         "lost": {name: now - heard_at for name, heard_at in state.members.lost.items()},
         "dropped": state.groups.drops,
+        "filtered": dict(state.groups.filtered),
         "totals": dict(state.progress.totals),
         "train_s": (state.progress.trained_until or now) - state.progress.training_since
         if state.progress.training_since

@@ -24,4 +24,4 @@ class CriticConfig(LearnerConfig):
     """λ of the returns that it learns, e.g. ``1.0`` while the advantage has 0.95 (VC-PPO, arXiv:2503.01491); null: the
     advantage's own, or 1."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
-    """AdamW: how its weights are changed. Its learning rate is commonly ten times the policy's."""
+    """AdamW or Muon: how its weights are changed. Its learning rate is commonly ten times the policy's."""

@@ -14,6 +14,7 @@ from penstock.services.critic.config import CriticConfig
 from penstock.services.critic.value_loss import value_loss
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import Penalties
+from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_returns import gae
 from penstock.services.learning.token_rewards import token_rewards
@@ -44,6 +45,7 @@ class CriticLearner(ModelLearner):
         """The updates of ``step``, whose column ``values`` holds what this model said of it; the model then is
         `version` + 1. Trajectories without a reward have no part in it. Returns the step's metrics, means over the
         updates."""
+        step = with_known_costs(step, self._penalties.constraints)
         rewarded, updates = np.flatnonzero(step.rewarded), []
         returns = torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0)))
         if rewarded.size:

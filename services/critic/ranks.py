@@ -14,6 +14,7 @@ from penstock.protocols.messages import Batch
 from penstock.services.critic.learner import CriticLearner
 from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import TrainingBatch, open_batch
+from penstock.services.modeling.load import vocabulary_of
 from penstock.services.modeling.parallel.fsdp import local
 
 Say = Callable[[TrainingBatch, Sequence[np.ndarray]], None]
@@ -32,7 +33,7 @@ class Steps:
     def train(self, batch: Batch, say: Say = lambda step, values: None) -> dict[str, float]:
         """Values of ``batch``, which ``say`` is given unless the batch has them already, and one step towards its
         returns. Returns the step's metrics."""
-        step = open_batch(batch, self.columns)
+        step = open_batch(batch, self.columns, vocabulary=vocabulary_of(self.learner.model))
         if VALUES not in step.token_values:
             values = self.learner.values(step)
             say(step, values)

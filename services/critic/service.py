@@ -20,7 +20,7 @@ from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.saving import Saving
 from penstock.services.learning.step_desk import ANSWER_DEADLINE_S, StepDesk
 from penstock.services.modeling import determinism
-from penstock.services.modeling.load import device_of, load_tokenizer
+from penstock.services.modeling.load import check_vocabulary, device_of, load_tokenizer
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.runtime import failpoint
@@ -115,6 +115,8 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     torch.set_num_threads(context.threads)
     device = local_device(device_of(critic.device, "critic.device"), "critic")
     world, path = World.of_torchrun(device, Shape.of(critic)), critic.path or context.model_path
+    key = "critic.path" if critic.path else "model.path"
+    check_vocabulary(context.model_path, path, key)
     if config.run.deterministic:
         determinism.pin(context.folder, world.named(kind), context.threads)
     folder = context.folder / "critic" / "checkpoints"
@@ -122,11 +124,12 @@ def make(context: ActorContext, config: Any, kind: str) -> Critic | WorkerRank:
     gamma, lam = (_of_returns(config, name) for name in ("gamma", "lam"))
 
     def learner_of(weights: str) -> CriticLearner:
-        model = load_trainable(weights, world, device, config.model.dtype, "value", offload=critic.offload)
+        model = load_trainable(weights, world, device, config.model.dtype, "value", offload=critic.offload, key=key)
         return CriticLearner(model, own, config.trainer.steps, gamma, lam, config.trainer.algorithm.penalties, world)
 
     learner, tail = checkpoint.open_learner(folder, world, path, learner_of)
-    saver = checkpoint.Saver(learner, load_tokenizer(path), folder, critic.checkpoint.keep)
+    kept, tokenizer = critic.checkpoint, load_tokenizer(path, key=key)
+    saver = checkpoint.Saver(learner, tokenizer, folder, kept.keep, kept.keep_every)
     steps = Steps(learner, saver, config.columns, config.run.deterministic)
     return WorkerRank(steps) if world.rank else Critic(context, steps, tail, critic)
 

@@ -16,26 +16,26 @@ from typing import Any
 import numpy as np
 import structlog
 
-from penstock.protocols import wire
-from penstock.protocols.experience import Group, as_bytes
-from penstock.protocols.mailbox import DeadlineError, RefusedError
-from penstock.protocols.messages import Lease, Message, Note
+from penstock.protocols.experience import Group
+from penstock.protocols.mailbox import RefusedError
+from penstock.protocols.messages import Lease, Message
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
-from penstock.services.gateway.errors import LEAVING, LOST, AgentError, refused
-from penstock.services.gateway.measured import checked, checked_reward
+from penstock.services.gateway.errors import LEAVING, LOST, AgentError
+from penstock.services.gateway.measured import said_at_the_end, turn_rewards
 from penstock.services.gateway.policy import Policy, told
-from penstock.services.gateway.questions import ONCE, Ask, Asking
-from penstock.services.gateway.records import ended, restore, session_id
+from penstock.services.gateway.questions import ONCE, Ask, Asking, EndedError
+from penstock.services.gateway.records import Records, at_the_end, restore, session_id
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.gateway.turn_names import TurnName, turn_called
 from penstock.services.gateway.turn_times import TurnTimes
 from penstock.services.gateway.work import Ended, Held, Key, Work
 from penstock.services.turns.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
-NOTE_S, BUSY_S = 60.0, 2.0
+BUSY_S = 2.0
 UNASKED_S = 5.0
 """Without an agent that asks for a session, groups that nobody is at are given back after so long."""
 SETTLING_S = 20.0
@@ -59,7 +59,8 @@ class Desk:
         gave_back: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self.config, self._text = config, text
-        self._ask, self._deliver, self._gone, self._needs_reward = ask, deliver, gone, needs_reward
+        self._deliver, self._gone, self._needs_reward = deliver, gone, needs_reward
+        self._records = Records(ask, self.forget)
         self._wants, self._gave_back = wants, gave_back
         self._openers, self._opened_at = 0, time.monotonic()
         """Agents that wait for a session, and when one was last asked for."""
@@ -166,7 +167,7 @@ class Desk:
                 held.heard, held.taken = time.monotonic() if beats else None, not beats
                 self._opening[who.name] += 1
                 try:
-                    await self._note(work, session, {"opened": True, "beats": beats, "owner": who.name})
+                    await self._records.keep(work, session, {"opened": True, "beats": beats, "owner": who.name})
                 except AgentError as error:
                     if error.code == LOST:  # with its group
                         continue
@@ -257,19 +258,43 @@ class Desk:
         about = json.dumps([[{"text": text}], max_tokens, list(stop)])
         return lambda asked: self._once(held, asked, about, parent, given, added, "", max_tokens, stop)
 
-    async def finish(self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None) -> None:
-        """The agent is done; without a ``reward`` the reward functions say how good it was. Said again, it is true."""
+    async def reward(self, id: str, reward: float, name: TurnName = None) -> Turn:
+        """What the turn of that ``name`` was worth, durably. Said again, it replaces what was said. Raises
+        `AgentError`."""
+        held = await self._unended(id)
+        async with held.alone():
+            held = await self._unended(id)
+            turn = turn_called(name, id, held.session)
+            found = turn_rewards(held, {turn.number: reward}, self._needs_reward)
+            await self._records.keep_reward(held.work, held.session, turn.number, found[turn.number])
+            turn.reward = found[turn.number]
+            return turn
+
+    async def finish(
+        self, id: str, reward: float | None, metrics: Mapping[str, float] | None = None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """The agent is done; ``rewards`` are of turns, by their names. Without any the reward functions say how good it
+        was. Said again, it is true."""
         await self._settled(id)
-        if id in self._ended and WHO.get().sees(self._ended.owner(id)):
+        if self._ended.heard_of(id):
             return
         held = await self.find(id)
-        how = {"reward": checked_reward(reward, self._needs_reward), "metrics": checked(metrics or {})}
-        async with held.ending:
+        async with held.alone():
             if id not in self._ended:
-                await self._settle(await self.find(id), how)
+                held = await self.find(id)
+                how = said_at_the_end(held, reward, metrics or {}, rewards or {}, self._needs_reward)
+                await self._settle(held, how)
                 self._ended.add(held.id, held.owner)
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    async def _unended(self, id: str) -> Held:
+        """As `find`, of one that may still be spoken of. Raises `AgentError`."""
+        await self._settled(id)
+        if self._ended.heard_of(id):
+            raise AgentError(409, "session_ended", f"the session {id!r} is finished: its rewards are said")
+        return await self.find(id)
 
     async def _settled(self, id: str) -> None:
         """A gateway that has just begun waits for a session: it may be about to be given what another one had."""
@@ -283,25 +308,17 @@ class Desk:
 
     async def _once(self, held: Held, asked: Asking, about: str, *rest: Any) -> Turn:
         """What is asked again has one answer."""
-        digest = asked.digest(about)
-        question = held.questions.again(digest) if asked.again or asked.key else None
         try:
-            if question is None:
-                self._check_room()
-                question = held.questions.ask(digest, self._times.timed(self._policy.ask(held, digest, *rest)))
-                assert question.task is not None
-                question.task.add_done_callback(held.note)
-            return await question.answer(self.config.turn_s, asked.together)
-        except asyncio.CancelledError:
-            if question and question.task and question.task.cancelled():
-                self._check_over()
-                raise AgentError(410, LOST, "the session has ended") from None
-            raise
+            return await held.questions.once(
+                asked, about, lambda digest: self._times.timed(self._policy.ask(held, digest, *rest)),
+                self._check_room, held.note, self.config.turn_s,
+            )  # fmt: skip
+        except EndedError:
+            self._check_over()
+            raise AgentError(410, LOST, "the session has ended") from None
         except Exception as error:
-            told = self._refused(held.work.key, error) if isinstance(error, RefusedError) else error
+            told = self._records.refused(held.work.key, error) if isinstance(error, RefusedError) else error
             held.error = str(told)
-            if question is None or question.failed:
-                held.questions.refuse(digest)
             raise told from None
 
     def _check_room(self) -> None:
@@ -313,7 +330,7 @@ class Desk:
 
     async def abandon(self, held: Held, reason: str) -> None:
         """The agent gives up, or is gone: another gets it, or it has failed. One that has ended meanwhile stays so."""
-        async with held.ending:
+        async with held.alone():
             if self._held.get(held.id) is not held:
                 return
             given_out = held.life + 1 - held.session.spared
@@ -330,7 +347,7 @@ class Desk:
         work, session = held.work, held.session
         session.opened = False
         try:
-            await self._note(work, session, {"opened": False})
+            await self._records.keep(work, session, {"opened": False})
         finally:
             self._free.append((work, session))
             self._more.set()
@@ -339,13 +356,9 @@ class Desk:
         """The session has ended, durably."""
         work, session = held.work, held.session
         held.questions.cancel()
-        how = {"failure": "", "metrics": {}} | how | ended(session, held.owner)
-        try:
-            await self._note(work, session, how)
-        finally:
-            held.touched = time.monotonic()  # its agent has waited for this
-        session.ended, session.reward, session.failure = True, how["reward"], how["failure"]
-        session.metrics = how["metrics"]
+        how = {"failure": "", "metrics": {}} | at_the_end(session, held.owner) | how
+        await self._records.keep(work, session, how)
+        session.end(how["reward"], how["failure"], how["metrics"], how["turn_rewards"])
         self._held.pop(held.id, None)
         self._complete(work)
 
@@ -358,23 +371,6 @@ class Desk:
         except Exception as error:  # an engine's numbers that break a trajectory's rules, say
             log.exception("a group cannot be delivered", group=work.lease.number)
             self._deliver(work.lease, f"{type(error).__name__}: {error}")
-
-    async def _note(self, work: Work, session: Session, what: dict[str, Any]) -> None:
-        data = as_bytes(wire.pack({"life": session.life, "spared": session.spared} | what))
-        purpose, number = work.key
-        note = Note(purpose=purpose, number=number, name=f"session.{session.place}", data=data)
-        try:
-            await asyncio.wrap_future(self._ask(note, NOTE_S))
-        except DeadlineError:
-            raise AgentError(503, "broker_away", "the broker does not answer; ask again", 5.0) from None
-        except RefusedError as error:
-            raise self._refused(work.key, error) from error
-
-    def _refused(self, key: Key, error: RefusedError) -> AgentError:
-        """What an agent is told where the broker has refused what was said of its group."""
-        if error.code == "not_held":
-            self.forget(key)
-        return refused(error)
 
     def _give_back(self) -> None:
         """Groups that no agent is at are for gateways that have agents."""

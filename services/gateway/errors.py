@@ -53,8 +53,9 @@ class Refused(BaseModel):
 MEANINGS = {
     400: "the policy cannot be asked this",
     401: "the key is missing, or wrong",
-    404: "there is no such session",
+    404: "there is no such session, turn or response",
     408: "the request did not arrive in time",
+    409: "the session is finished",
     410: "the session, or the run, is over",
     411: "the body does not say how long it is",
     413: "too large",

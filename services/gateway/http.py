@@ -39,14 +39,29 @@ class Wanted(BaseModel):
     """How long to wait for a task."""
 
 
+Reward = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
+
+
+class Rewarded(BaseModel):
+    """Of ``POST /v1/sessions/SESSION/reward``."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    reward: Reward
+    """What the turn was worth; said again, it replaces what was said."""
+    turn: Annotated[int, Field(strict=True, ge=0)] | Annotated[str, Field(max_length=256)] | None = None
+    """Its number, or the id of the completion, response or message that told it; without it the newest answer."""
+
+
 class Finished(BaseModel):
     """Of ``POST /v1/sessions/SESSION/finish``."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    reward: float | None = Field(None, ge=-FLOAT32_MAX, le=FLOAT32_MAX)
-    """How good it was; without it the run's reward functions say so."""
+    reward: Reward | None = None
+    """How good it was, beside what single turns were worth; without any of it the run's reward functions say so."""
     metrics: dict[str, float] = {}
     """Whatever else the agent has measured; a step's metrics have the mean of each as ``agent/NAME``."""
+    turn_rewards: dict[str, Reward] = {}
+    """What single turns were worth, by number or id."""
 
 
 class Abandoned(BaseModel):
@@ -122,10 +137,16 @@ def _session_routes(desk: Desk) -> APIRouter:
         """Those that agents have."""
         return desk.rows()
 
+    @routes.post("/v1/sessions/{session}/reward")
+    async def reward(session: str, said: Rewarded) -> dict[str, Any]:
+        """What one turn was worth."""
+        turn = await desk.reward(session, said.reward, said.turn)
+        return {"session": session, "turn": turn.number, "reward": turn.reward}
+
     @routes.post("/v1/sessions/{session}/finish")
     async def finish(session: str, said: Finished) -> dict[str, str]:
         """The agent is done."""
-        await desk.finish(session, said.reward, said.metrics)
+        await desk.finish(session, said.reward, said.metrics, said.turn_rewards)
         return {"session": session, "state": "finished"}
 
     @routes.post("/v1/sessions/{session}/abandon")

@@ -1,14 +1,17 @@
-"""What agents say of their own sessions at the end: the reward, and what else they have measured, of which a step's
-metrics have the mean as ``agent/NAME``."""
+"""What agents say of their own sessions: rewards, and what else they have measured, of which a step's metrics have the
+mean as ``agent/NAME``."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.turn_names import turn_called
+from penstock.services.gateway.work import Held
 
 MOST = 32
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -21,6 +24,33 @@ def checked_reward(reward: float | None, needed: bool) -> float:
     if reward is not None and not abs(reward) <= FLOAT32_MAX:
         raise AgentError(422, "invalid_request", f"reward: {reward} is no finite number")
     return reward or 0.0
+
+
+def turn_rewards(held: Held, said: Mapping[Any, float], read: bool, beside: float = 0.0) -> dict[int, float]:
+    """Of a session's turns by number, once more was ``said``, by turns' names; ``read``: the run's rewards are made of
+    what agents say, of which ``beside`` is the rest. Raises `AgentError`."""
+    if said and not read:
+        raise AgentError(
+            422, "not_read",
+            "a turn's reward: this run's reward.functions have no `environment`, which stands for what agents say: add "
+            "it to them, or leave rewards of turns out",
+        )  # fmt: skip
+    found = {turn.number: turn.reward for turn in held.session.turns.values() if turn.reward is not None}
+    for name, reward in said.items():
+        found[turn_called(name, held.id, held.session).number] = checked_reward(reward, needed=True)
+    if not (total := sum(map(abs, [beside, *found.values()]))) <= FLOAT32_MAX:  # nor may sums of some of them
+        raise AgentError(422, "invalid_request", f"reward: the session's add up to {total:g}, no finite float32")
+    return found
+
+
+def said_at_the_end(
+    held: Held, reward: float | None, metrics: Mapping[str, float], rewards: Mapping[str, float], read: bool
+) -> dict[str, Any]:
+    """How a session ends, as it is kept; ``rewards`` and ``read`` as for `turn_rewards`. Raises `AgentError`."""
+    of_some = bool(rewards) or any(turn.reward is not None for turn in held.session.turns.values())
+    own = checked_reward(reward, needed=read and not of_some)
+    of_turns = {str(number): value for number, value in turn_rewards(held, rewards, read, own).items()}
+    return {"reward": own, "metrics": checked(metrics), "turn_rewards": of_turns}
 
 
 def checked(metrics: Mapping[str, float]) -> dict[str, float]:

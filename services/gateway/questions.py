@@ -18,6 +18,10 @@ AGAIN_S = 60.0
 """Who was refused and asks again, as clients do by themselves, has done so by then."""
 
 
+class EndedError(Exception):
+    """There will be no answer: the session has ended."""
+
+
 class Asking(NamedTuple):
     """How a request is known that was made before."""
 
@@ -124,6 +128,36 @@ class Questions:
 
         question.task.add_done_callback(done)
         return question
+
+    async def once(
+        self,
+        asked: Asking,
+        about: str,
+        answer: Callable[[str], Coroutine[Any, Any, Turn]],
+        check_room: Callable[[], None],
+        done: Callable[[asyncio.Task[Turn]], None],
+        within_s: float,
+    ) -> Turn:
+        """What is asked again has one answer; a new one is ``answer``'s, given its digest, if there is room, and
+        ``done`` is told of it. Raises what they raise, `AgentError` where it is late, and `EndedError` where the
+        session has ended before."""
+        digest = asked.digest(about)
+        question = self.again(digest) if asked.again or asked.key else None
+        try:
+            if question is None:
+                check_room()
+                question = self.ask(digest, answer(digest))
+                assert question.task is not None
+                question.task.add_done_callback(done)
+            return await question.answer(within_s, asked.together)
+        except asyncio.CancelledError:
+            if question and question.task and question.task.cancelled():
+                raise EndedError() from None
+            raise
+        except Exception:
+            if question is None or question.failed:
+                self.refuse(digest)
+            raise
 
     def cancel(self) -> None:
         """Nobody will hear the answers."""

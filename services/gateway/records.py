@@ -1,24 +1,68 @@
 """What the broker keeps of a session for a gateway that takes it over, and how that becomes a session again.
 
-session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard}
+session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard,
+                        turn_rewards}
 note.PLACE.TURN         {asked, life, parent, given, added, told, stop}: what was asked, as far as its parent has not
 answer.PLACE.TURN       what the policy said to it
+reward.PLACE.TURN       {reward}: what its agent has said that it was worth, until the session has ended
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from penstock.protocols import wire
-from penstock.protocols.messages import Lease, TurnKey
+from penstock.protocols.experience import as_bytes
+from penstock.protocols.mailbox import DeadlineError, RefusedError
+from penstock.protocols.messages import Lease, Message, Note, TurnKey
+from penstock.services.gateway.errors import AgentError, refused
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.gateway.work import Key, Work
 from penstock.services.turns.answers import unpack_answer
 
+NOTE_S = 60.0
 NOBODY = -1
 """In the place of a parent's number: the turn begins a conversation."""
+
+
+class Records:
+    """Has the broker keep what is said of sessions. ``ask`` says something to it, with a deadline in seconds; ``lost``
+    is told of a group that is another gateway's by now."""
+
+    def __init__(self, ask: Callable[[Message, float], Future[Message]], lost: Callable[[Key], None]) -> None:
+        self._ask, self._lost = ask, lost
+
+    async def keep(self, work: Work, session: Session, what: dict[str, Any]) -> None:
+        """Of the session. Raises `AgentError`."""
+        whole = {"life": session.life, "spared": session.spared} | what
+        await self._keep(work, f"session.{session.place}", whole)
+
+    async def keep_reward(self, work: Work, session: Session, turn: int, reward: float) -> None:
+        """Of a turn. Raises `AgentError`."""
+        purpose, number = work.key
+        key = TurnKey(purpose=purpose, number=number, place=session.place, turn=turn)
+        await self._keep(work, key.reward_record, {"reward": reward})
+
+    async def _keep(self, work: Work, name: str, what: dict[str, Any]) -> None:
+        purpose, number = work.key
+        note = Note(purpose=purpose, number=number, name=name, data=as_bytes(wire.pack(what)))
+        try:
+            await asyncio.wrap_future(self._ask(note, NOTE_S))
+        except DeadlineError:
+            raise AgentError(503, "broker_away", "the broker does not answer; ask again", 5.0) from None
+        except RefusedError as error:
+            raise self.refused(work.key, error) from error
+
+    def refused(self, key: Key, error: RefusedError) -> AgentError:
+        """What an agent is told where the broker has refused what was said of its group."""
+        if error.code == "not_held":
+            self._lost(key)
+        return refused(error)
 
 
 def session_id(lease: Lease, session: Session) -> str:
@@ -26,30 +70,35 @@ def session_id(lease: Lease, session: Session) -> str:
     return f"{lease.purpose}-{lease.number}-{session.place}-{session.life}"
 
 
-def ended(session: Session, owner: str) -> dict[str, Any]:
+def at_the_end(session: Session, owner: str) -> dict[str, Any]:
     """What is kept of one that has ended, beside how good it was."""
     heard = {turn.number for turn in session.turns.values() if turn.wanted}
     unheard = sorted({*range(session.next_turn)} - heard)  # those among it that a rollout is still at
-    return {"opened": True, "owner": owner, "ended": True, "unheard": unheard}
+    rewards = {str(turn.number): turn.reward for turn in session.turns.values() if turn.reward is not None}
+    return {"opened": True, "owner": owner, "ended": True, "unheard": unheard, "turn_rewards": rewards}
 
 
 def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None:
     """Takes up what a gateway before this one had kept."""
     by_place = {session.place: session for session in sessions}
+    ended: list[tuple[Session, dict[str, Any]]] = []
     for session in sessions:
         kept = lease.records.get(f"session.{session.place}")
         if kept is None:
             continue
         state = wire.unpack(kept.tobytes())
-        session.life, session.opened, session.ended = state["life"], state["opened"], state.get("ended", False)
+        session.life, session.opened = state["life"], state["opened"]
         session.beats, session.owner = state.get("beats", False), state.get("owner", "")
         session.spared = state.get("spared", 0)  # of older code
-        session.reward, session.failure = state.get("reward", 0.0), state.get("failure", "")
-        session.metrics = state.get("metrics", {})
         session.unheard = set(state.get("unheard", ()))
+        if state.get("ended"):
+            ended.append((session, state))
     found = (TurnKey.of_note(lease.purpose, lease.number, name) for name in lease.records)
     for key in sorted(filter(None, found), key=lambda key: key.turn):
         _restore_turn(lease, by_place[key.place], key, replies)
+    for session, state in ended:
+        how = state.get("metrics", {}), state.get("turn_rewards", {})  # older code knows neither
+        session.end(state["reward"], state["failure"], *how)
 
 
 def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies) -> None:
@@ -69,4 +118,6 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
     turn.message, turn.stopped_by = message, stopped_by
     turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)
     turn.wanted = number not in session.unheard
+    if (kept := lease.records.get(key.reward_record)) is not None:
+        turn.reward = wire.unpack(kept.tobytes())["reward"]
     session.turns[number] = turn

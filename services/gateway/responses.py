@@ -15,6 +15,7 @@ from penstock.services.gateway.errors import AgentError, what_is_wrong
 from penstock.services.gateway.formats import Fits, wanted_form
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn
+from penstock.services.gateway.turn_names import turn_of_id
 
 LOGPROBS = "message.output_text.logprobs"
 """In ``include``: what `openai` calls them."""
@@ -72,8 +73,7 @@ class ResponsesRequest(BaseModel):
 def _before(id: str | None, session_id: str, session: Session) -> Said:
     if id is None:
         return []
-    number = id.removeprefix(f"resp_{session_id}-")
-    turn = session.turns.get(int(number)) if number.isascii() and number.isdigit() else None
+    turn = turn_of_id(id, "resp_", session_id, session)
     if turn is None:
         raise AgentError(404, "previous_response_not_found", f"previous_response_id: {id!r} is none of this session's")
     return list(turn.said)

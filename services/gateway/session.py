@@ -8,6 +8,7 @@ branch becomes a trajectory; a turn that several branches share is trained on in
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.turns.answers import Answer
-from penstock.services.turns.joining import Again, Part, join
+from penstock.services.turns.joining import Again, Part, join, placed
 
 Said = list[dict[str, Any]]
 """Messages in the form in which they are compared: see `canonical`."""
@@ -74,6 +75,8 @@ class Turn:
     """The text that its agent had it end with, which the message leaves out; empty: it ended otherwise."""
     wanted: bool = True
     """Its agent has had it. One that nobody was left to hear is not trained on, unless a turn goes on from it."""
+    reward: float | None = None
+    """What its agent has said that it was worth, if it has."""
 
     @property
     def size(self) -> int:
@@ -115,6 +118,7 @@ class Session:
     """Turns that no agent was left to hear, of a session that has ended."""
     ended: bool = False
     reward: float = 0.0
+    """Beside its turns' own."""
     failure: str = ""
     """Why it has no reward."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -124,6 +128,12 @@ class Session:
         """Another agent takes it, from the start; ``taken``: the one before had heard of it."""
         self.life, self.opened, self.turns = self.life + 1, False, {}
         self.spared += not taken
+
+    def end(self, reward: float, failure: str, metrics: dict[str, float], turn_rewards: Mapping[str, float]) -> None:
+        """It is so good, or has no reward for the reason of its ``failure``; ``turn_rewards`` by number."""
+        self.ended, self.reward, self.failure, self.metrics = True, reward, failure, metrics
+        for turn in self.turns.values():
+            turn.reward = turn_rewards.get(str(turn.number))
 
     def parent_of(self, said: Said, tools: str) -> Turn | None:
         """The turn with the longest conversation that ``said`` begins with, told of the same ``tools``."""
@@ -174,18 +184,21 @@ class Session:
         self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray, greedy: bool
     ) -> list[Trajectory]:
         """One for each branch, in the order of their last turns; one without a turn where there is none. ``prompt``:
-        what stands for a session in which nothing was said."""
+        what stands for a session in which nothing was said. Each branch is worth what the session is: each turn's
+        reward lies on the turn, where it is trained on, and all that is left on the branch's last token."""
         trained: set[int] = set()
+        of_turns = math.fsum(turn.reward or 0.0 for turn in self.turns.values())
         found = []
         for leaf in self._leaves():
             path = self.path(leaf)
             parts: list[Part] = []
             for turn in path:
                 parts += [turn.given, Again(turn.answer) if turn.number in trained else turn.answer]
-            trained |= {turn.number for turn in path}
-            tokens = self.tokens(leaf)
-            rewards = np.zeros(len(tokens), np.float32)
-            rewards[-1] = self.reward
+            mine = {turn.number for turn in path} - trained
+            trained |= mine
+            tokens, own = self.tokens(leaf), [turn.reward or 0.0 for turn in path if turn.number in mine]
+            elsewhere = of_turns - math.fsum(own)
+            rewards = placed(parts, [*own[:-1], math.fsum([own[-1], self.reward, elsewhere])])
             words = tuple(decode(turn.answer.tokens.tolist()) for turn in path)
             text = decode(tokens[len(path[0].given) :].tolist())
             made = join(parts, text, leaf.answer.finish, rewards, words, self.failure, greedy)

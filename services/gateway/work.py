@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from penstock.protocols.experience import Group, Purpose
 from penstock.protocols.messages import Lease
+from penstock.services.gateway.access import WHO
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.questions import Questions
 from penstock.services.gateway.session import Session, Turn
@@ -63,10 +65,19 @@ class Held:
     taken: bool = True
     """Its agent may know of it. A client that says that it is alive says so of each session that it has."""
     questions: Questions = field(default_factory=Questions)
-    ending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Of whoever ends the session, or has another begin it anew: what was said first is done first."""
+    _saying: asyncio.Lock = field(default_factory=asyncio.Lock)
     error: str = ""
     """The last thing that went wrong."""
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """For whoever rewards or ends the session, or has another begin it anew: what was said first is done first. Its
+        agent waits for this."""
+        async with self._saying:
+            try:
+                yield
+            finally:
+                self.touched = time.monotonic()
 
     def note(self, task: asyncio.Task[Turn]) -> None:
         """A question has its answer, or never will."""
@@ -78,7 +89,7 @@ class Held:
         """Why another is to have it; empty: it is in good hands. A client that says that it is alive may be silent
         else, as long as its tools take."""
         now = time.monotonic()
-        if self.ending.locked():
+        if self._saying.locked():
             return ""
         if self.heard is not None:
             silent = f"nothing was heard of its client for gateway.lost_s={config.lost_s:g} s"
@@ -110,9 +121,9 @@ class Ended:
     def __contains__(self, id: str) -> bool:
         return id in self._owners
 
-    def owner(self, id: str) -> str:
-        """As `Held.owner`."""
-        return self._owners[id]
+    def heard_of(self, id: str) -> bool:
+        """This one has, and it is his to speak of who asks."""
+        return id in self and WHO.get().sees(self._owners[id])
 
     def add(self, id: str, owner: str) -> None:
         """It has ended now, or at a gateway before this one."""

@@ -152,8 +152,11 @@ class ZmqDoor:
             _read(Tokens, {"tokens": tokens.tolist(), "max_tokens": message.max_tokens})
             held = await desk.find(message.session)
             return _reply(await desk.generate(held, tokens, message.max_tokens, asked=Asking(key=message.request)))
+        if isinstance(message, m.AgentReward):
+            await desk.reward(message.session, message.reward, message.turn)
+            return m.Ack()
         if isinstance(message, m.AgentFinish):
-            await desk.finish(message.session, message.reward, message.metrics)
+            await desk.finish(message.session, message.reward, message.metrics, message.turn_rewards)
             return m.Ack()
         if isinstance(message, m.AgentAbandon):
             await desk.abandon(await desk.find(message.session), message.reason)

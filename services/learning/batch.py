@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 import torch
 
-from penstock.protocols.columns import REWARD, ColumnError, ColumnTable
+from penstock.protocols.columns import REWARD, Column, ColumnError, ColumnTable
 from penstock.protocols.experience import ExperienceError, Group, Prompt, Trajectory, sessions_of
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import unpack_group
@@ -81,15 +81,17 @@ class TrainingBatch:
         return version - (np.concatenate(sampled) if sampled else np.zeros(0, np.int32))
 
 
-def open_batch(batch: Batch, table: ColumnTable, mixture: Mixture | None = None) -> TrainingBatch:
-    """Unpacks and checks ``batch``, for a model that replays the routing of ``mixture``. A group that cannot be read
-    costs itself alone. Raises `BatchError`."""
+def open_batch(
+    batch: Batch, table: ColumnTable, mixture: Mixture | None = None, vocabulary: int | None = None
+) -> TrainingBatch:
+    """Unpacks and checks ``batch``, for a model that replays the routing of ``mixture`` and has a ``vocabulary`` of so
+    many tokens. A group that cannot be read costs itself alone. Raises `BatchError`."""
     groups: list[tuple[TakenGroup, Group]] = []
     table = _written(batch, table)
     terms = next((total.terms for total in table.sums if total.name == REWARD), {})
     for taken in batch.groups:
         try:
-            groups.append((taken, _open_group(taken, table, mixture)))
+            groups.append(_open_group(taken, table, mixture, vocabulary))
         except (ExperienceError, WireError, ColumnError) as error:
             log.error("a group is left out of its step", step=batch.step, group=taken.number, error=str(error))
     trajectories = [trajectory for _, group in groups for trajectory in group.trajectories]
@@ -103,23 +105,25 @@ def open_batch(batch: Batch, table: ColumnTable, mixture: Mixture | None = None)
         len(batch.groups) - len(groups),
         prompts=tuple(group.prompt for _, group in groups for _ in group.trajectories),
     )
-    step = _without_greedy(_with_placed(step, {name: terms[name] for name in terms if per[name] == "token"}))
+    of_tokens = {table.by_name[name]: weight for name, weight in terms.items() if per[name] == "token"}
+    step = _without_greedy(_with_placed(step, of_tokens))
     lags = step.lags(batch.step)
     if lags.size and not 0 <= lags.min() <= lags.max() <= batch.max_lag:
         raise BatchError(f"step {batch.step}: lags from {lags.min()} to {lags.max()}, bound {batch.max_lag}")
     return step
 
 
-def _with_placed(step: TrainingBatch, terms: dict[str, float]) -> TrainingBatch:
-    """With the reward's ``terms`` that have a value for each token, and their sums as values of trajectories."""
+def _with_placed(step: TrainingBatch, terms: dict[Column, float]) -> TrainingBatch:
+    """With the reward's ``terms`` that have a value for each token, and their sums as values of trajectories. What a
+    prompt's source is not asked for places nothing."""
     if not terms:
         return step
-    columns = [(step.token_values[name], weight) for name, weight in terms.items()]
-    placed = [
-        np.asarray(sum(weight * parts[i].astype(np.float64) for parts, weight in columns))
-        for i in range(len(step.trajectories))
-    ]
-    sums = {name: np.array([part.sum() for part in step.token_values[name]], np.float32) for name in terms}
+    placed = []
+    for i, (prompt, trajectory) in enumerate(zip(step.prompts, step.trajectories, strict=True)):
+        asked = {column.name: weight for column, weight in terms.items() if column.asked(prompt.source)}
+        parts = [weight * step.token_values[name][i].astype(np.float64) for name, weight in asked.items()]
+        placed.append(np.asarray(sum(parts)) if parts else np.zeros(len(trajectory.tokens)))
+    sums = {c.name: np.array([part.sum() for part in step.token_values[c.name]], np.float32) for c in terms}
     return replace(step, placed=placed, values={**step.values, **sums})
 
 
@@ -152,18 +156,28 @@ def _written(batch: Batch, table: ColumnTable) -> ColumnTable:
     return ColumnTable(columns=tuple(c for c in table.columns if not c.of_step or c.name in there), sums=table.sums)
 
 
-def _open_group(taken: TakenGroup, table: ColumnTable, mixture: Mixture | None) -> Group:
+def _open_group(
+    taken: TakenGroup, table: ColumnTable, mixture: Mixture | None, vocabulary: int | None
+) -> tuple[TakenGroup, Group]:
+    """The group, and what it was read from with all columns: NaN in those that its source is not asked for."""
     group = unpack_group(taken.experience.data)
+    if vocabulary is not None:
+        group.check_ids(vocabulary)
     if mixture:
         for trajectory in group.trajectories:
             if fault := mixture.fault(trajectory.routing):
                 raise ExperienceError(fault)
-    if missing := [name for name in table.names if name not in taken.columns]:
+    unasked = {column.name for column in table.columns if not column.asked(group.prompt.source)}
+    if missing := [name for name in table.names if name not in taken.columns and name not in unasked]:
         raise ColumnError(f"group {taken.number} came without {', '.join(missing)}")
-    tokens = sum(len(t.tokens) for t in group.trajectories)
+    tokens, filled = sum(len(t.tokens) for t in group.trajectories), dict(taken.columns)
     for name, column in table.by_name.items():
-        column.check(taken.columns[name], len(group.trajectories), tokens)
-    return group
+        if name not in unasked:
+            column.check(filled[name], len(group.trajectories), tokens)
+            continue
+        size = len(group.trajectories) if column.per == "trajectory" else tokens
+        filled[name] = np.full(size, np.nan, np.float32)
+    return taken.model_copy(update={"columns": filled}), group
 
 
 def _sessions(groups: list[Group]) -> np.ndarray:

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, co
 from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.model_learner import ModelLearner
-from penstock.services.learning.optimizer import local, restore_state
+from penstock.services.learning.optimizer import local, restore_state, state_names
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, separate
@@ -45,7 +45,6 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 FILE_BYTES = 5 << 30
 """Weights go into files of about this size, as transformers' own do."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "average"
 """In the optimizer's state too, where a learner keeps a running mean of its weights."""
 OPTIMIZER, STATE = "optimizer", "state.json"
@@ -73,11 +72,14 @@ class _Staged:
 
 
 class Saver:
-    """Saves versions of ``learner`` below ``folder``, one at a time; the newest ``keep`` stay. All ranks have one and
-    call it alike, but for `remove_old`, which is the first rank's."""
+    """Saves versions of ``learner`` below ``folder``, one at a time; the newest ``keep`` stay, and the multiples of
+    ``keep_every``. All ranks have one and call it alike, but for `remove_old`, which is the first rank's."""
 
-    def __init__(self, learner: ModelLearner, tokenizer: Any, folder: Path, keep: int) -> None:
-        self._learner, self._tokenizer, self._folder, self._keep = learner, tokenizer, folder, keep
+    def __init__(
+        self, learner: ModelLearner, tokenizer: Any, folder: Path, keep: int, keep_every: int | None = None
+    ) -> None:
+        self._learner, self._tokenizer, self._folder = learner, tokenizer, folder
+        self._keep, self._keep_every = keep, keep_every
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._last: Future[Path] | None = None
         self._pages: dict[str, torch.Tensor] = {}
@@ -104,7 +106,7 @@ class Saver:
     def remove_old(self, spared: Collection[int] = ()) -> None:
         """All but the newest ones, and those of the ``spared`` versions."""
         for old in versions(self._folder)[: -self._keep]:
-            if old not in spared:
+            if old not in spared and not (self._keep_every and old % self._keep_every == 0):
                 aside = _aside(path_of(self._folder, old))  # one that has its name is whole, to the last
                 shutil.rmtree(aside, ignore_errors=True)
                 path_of(self._folder, old).rename(aside)
@@ -226,17 +228,21 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
     if folder.is_dir():
         reader = HuggingFaceStorageReader(str(folder))
         sizes = {key: tuple(found.size) for key, found in reader.read_metadata().state_dict_metadata.items()}
-        into = {
-            name: empty_state(parameter, f"{name}/{AVERAGE}" in sizes)
-            for name, parameter in learner.parameters.items()
-            if f"{name}/step" in sizes
-        }
-        for name, tensors in into.items():
-            wanted, found = tuple(learner.parameters[name].shape), sizes[f"{name}/{MOMENTS[0]}"]
+        into: dict[str, dict[str, torch.Tensor]] = {}
+        for name, parameter in learner.parameters.items():
+            names = state_names(learner.optimizer, parameter)
+            saved = [key.removeprefix(f"{name}/") for key in sizes if key.startswith(f"{name}/")]
+            if not saved:  # no update has changed it yet
+                continue
+            if missing := set(names) - set(saved):
+                raise CheckpointError(
+                    f"{learner.SECTION}.optimizer.type: {path} has no {min(missing)} of {name}, but "
+                    f"{', '.join(sorted(saved))}; go on with the type that it was saved with"
+                )
+            wanted, found = tuple(parameter.shape), sizes[f"{name}/{names[-1]}"]
             if found != wanted:
                 raise CheckpointError(f"{path}: {name} has shape {found}, the model's has {wanted}")
-            for key in tensors:
-                assert f"{name}/{key}" in sizes
+            into[name] = empty_state(parameter, [*names, AVERAGE] if AVERAGE in saved else names)
         flat = {f"{name}/{key}": tensor for name, tensors in into.items() for key, tensor in tensors.items()}
         dcp.load(flat, storage_reader=reader, process_group=learner.world.save_group, no_dist=learner.world.size == 1)
         for name, tensors in into.items():
@@ -246,12 +252,11 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
     return state["ledger"]
 
 
-def empty_state(parameter: torch.Tensor, averaged: bool = False) -> dict[str, torch.Tensor]:
-    """AdamW's tensors for ``parameter``, to be filled: cut as it is, and all on its device, where a fused step looks
-    for them; with its average, where there is one."""
-    kept = (*MOMENTS, AVERAGE) if averaged else MOMENTS
-    moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in kept}
-    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
+def empty_state(parameter: torch.Tensor, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors for ``parameter``, by ``names``, to be filled: cut as it is, but for AdamW's ``step``,
+    and all on its device, where a fused step looks for them."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {key: step if key == "step" else torch.zeros_like(parameter, requires_grad=False) for key in names}
 
 
 def _stage(

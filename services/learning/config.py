@@ -13,11 +13,28 @@ GRADIENT_SHARE = 0.2
 """Of the memory that is free before the first step: so much may whole gradients take (`sum_gradients`: ``auto``)."""
 
 
-class OptimizerConfig(Section):
-    """AdamW."""
+OF_MUON = ("momentum", "nesterov", "newton_schulz", "rms")
+"""Keys of an optimizer that no other type has."""
 
+
+class OptimizerConfig(Section):
+    """AdamW; or Muon for hidden matrices, and AdamW for all else."""
+
+    type: Literal["adamw", "muon"] = "adamw"
+    """``adamw`` (Loshchilov and Hutter 2019); or ``muon`` (Jordan et al. 2024): a hidden matrix moves along the mean of
+    its gradient with all singular values made alike, about as far as by AdamW (Moonlight, arXiv:2502.16982). Embedding,
+    head, vectors, and all that is no hidden matrix, stay with AdamW. See docs/algorithms.md."""
     lr: float = Field(1e-6, gt=0)
-    """Learning rate after the warm-up, e.g. ``1.0e-05``."""
+    """Learning rate after the warm-up, e.g. ``1.0e-05``; of both, where there are two."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """How slowly Muon's running mean of the gradient forgets, e.g. ``0.9``."""
+    nesterov: bool = True
+    """Muon moves along the mean as it will be if the next gradient is this one again (Nesterov)."""
+    newton_schulz: int = Field(5, ge=1, le=20)
+    """Steps of the Newton-Schulz iteration that makes singular values alike, e.g. ``6``."""
+    rms: float = Field(0.2, gt=0)
+    """Root mean square of what Muon adds to a matrix, as a multiple of the learning rate, e.g. ``0.4``; 0.2 is about
+    what AdamW adds."""
     betas: tuple[float, float] = (0.9, 0.95)
     """How slowly AdamW's two running means forget: of the gradient, and of its square, e.g. ``[0.9, 0.999]``."""
     eps: float = Field(1e-8, gt=0)
@@ -36,6 +53,15 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """A gradient that is longer than this (2-norm over all parameters) is scaled down to it."""
 
+    @model_validator(mode="after")
+    def _of_its_type(self) -> OptimizerConfig:
+        if self.type == "muon" and self.moments == "8bit":
+            raise ValueError("moments=8bit: muon keeps its means in float32 alone; set moments=float32, or type=adamw")
+        changed = [key for key in OF_MUON if getattr(self, key) != type(self).model_fields[key].default]
+        if self.type == "adamw" and changed:
+            raise ValueError(f"{changed[0]} is a key of type=muon alone; set that, or leave {changed[0]} out")
+        return self
+
 
 class CheckpointConfig(Section):
     """Checkpoints in the transformers layout, with the trainer's own state beside them."""
@@ -44,9 +70,23 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Checkpoints of multiples of so many steps stay for ever, e.g. ``500``, a multiple of `every`; null: none does."""
     keep_best: bool = False
     """Keep the one with the best evaluation so far too (`prompts.best_by`); needs `prompts.eval_every`, a multiple of
     `every`."""
+
+    @model_validator(mode="after")
+    def _are_made(self) -> CheckpointConfig:
+        if self.keep_every and self.keep_every % self.every:
+            raise ValueError(
+                f"keep_every={self.keep_every} is no multiple of every={self.every}: what stays must be saved first"
+            )
+        return self
+
+    def kept(self, steps: int) -> int:
+        """Checkpoints that there are at most within so many steps, with the one that is being written."""
+        return self.keep + self.keep_best + 1 + (steps // self.keep_every if self.keep_every else 0)
 
 
 class LearnerConfig(Section):
@@ -75,7 +115,7 @@ class LearnerConfig(Section):
     the next; all that is cut over ranks is cut over those of one stage. For ranks on several machines: between stages
     hidden states travel alone. A step wants several micro-batches, or stages wait for each other."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW: how the weights are changed."""
+    """AdamW or Muon: how the weights are changed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the model is saved, in transformers' layout, with the learner's own state beside it. Groups are kept until
     all learners have a checkpoint that covers them."""

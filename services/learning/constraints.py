@@ -5,10 +5,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
+from penstock.protocols.columns import REWARD
+from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import ConstraintConfig
+
+
+def with_known_costs(step: TrainingBatch, constraints: Sequence[ConstraintConfig]) -> TrainingBatch:
+    """Without a reward where a cost is not known, since what would be learned from there is not either. (The broker
+    sees to that, but for groups of a run that had no such constraint yet.)"""
+    known = np.ones(len(step.trajectories), bool)
+    for constraint in constraints:
+        known &= np.isfinite(step.values[constraint.column])
+    if known.all():
+        return step
+    return replace(step, values={**step.values, REWARD: np.where(known, step.rewards, np.float32(np.nan))})
 
 
 def multiplier_of(constraint: ConstraintConfig, state: dict[str, float]) -> float:

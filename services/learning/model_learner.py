@@ -17,6 +17,7 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.learning.config import GRADIENT_SHARE, LearnerConfig, OptimizerConfig
 from penstock.services.learning.layer_norms import LayerNorms
+from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.optimizer import make_optimizer, set_rate, stepping
 from penstock.services.learning.out_of_memory import MicroBatches
 from penstock.services.learning.phase_memory import PhaseMemory
@@ -70,10 +71,11 @@ class ModelLearner:
         self.device = self.world.device
         """That computes; where they are offloaded, parameters lie on the host."""
         self.memory = PhaseMemory(self.device)
+        self.flops = ModelFlops()
         self._resting = Resting(self.device)
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
         """What a version consists of."""
-        self.optimizer = make_optimizer(self.parameters.values(), config.optimizer)
+        self.optimizer = make_optimizer(model, self.parameters, config.optimizer, self.world)
         model.train()
         self.config = copy.deepcopy(model.config)
         """The model's, with its own dropout: as a checkpoint has it."""
@@ -112,6 +114,7 @@ class ModelLearner:
         """This rank's of ``passes``, as many as any other's, each with whether it counts here: where its share is one
         short, it computes another's."""
         every, size = list(passes), self.world.data_size
+        self.flops.deal(every)
         mine = range(self.world.data_rank, -(-len(every) // size) * size, size)
         return [(every[i % len(every)], i < len(every)) for i in mine]
 
@@ -131,6 +134,7 @@ class ModelLearner:
 
         with self.memory.of("memory/first_pass"):
             found, mine = self.micro_batches.fitting("first pass over a step", of_mine, lambda: reshard(self.model))
+        self.flops.forward()
         reshard(self.model)
         if self.stage:
             self.stage.settle()

@@ -1,4 +1,5 @@
-"""A learner's optimizer: AdamW, with its two moments in fp32, or in 8 bits by torchao (Dettmers et al. 2021)."""
+"""A learner's optimizer: AdamW, with its two moments in fp32, or in 8 bits by torchao (Dettmers et al. 2021); or Muon
+beside it."""
 
 from __future__ import annotations
 
@@ -11,15 +12,24 @@ from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.config import OptimizerConfig
 from penstock.services.learning.eight_bit import in_fp32, is_quantized, quantize
+from penstock.services.learning.muon import MOMENTUM, Muon, hidden_matrices
+from penstock.services.modeling.parallel.world import World
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """Moments that 8 bits may hold, and whether they have a sign."""
+MOMENTS = tuple(SIGNED)
 
 
-def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """For all of ``parameters``."""
-    groups = _groups(parameters, config.weight_decay)
+def make_optimizer(
+    model: Any, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, world: World
+) -> torch.optim.Optimizer:
+    """For all of ``parameters``, of a ``model`` that is cut as ``world`` says. Every rank calls it."""
     how: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.type == "muon":
+        hidden = hidden_matrices(model, parameters)
+        others = _groups((each for each in parameters.values() if each not in hidden), config.weight_decay)
+        return Muon(hidden, torch.optim.AdamW(others, **how, fused=True) if others else None, config, world)
+    groups = _groups(parameters.values(), config.weight_decay)
     if config.moments == "float32":
         return torch.optim.AdamW(groups, **how, fused=True)
     from torchao.optim import AdamW8bit
@@ -39,7 +49,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def stepping(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """Around `step`: torchao compiles it, which on a CPU wants a C++ compiler and takes longer than it saves."""
-    if isinstance(optimizer, torch.optim.AdamW) or optimizer.param_groups[0]["params"][0].is_cuda:
+    if isinstance(optimizer, torch.optim.AdamW | Muon) or optimizer.param_groups[0]["params"][0].is_cuda:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # loads torch's compiler, which takes seconds
 
@@ -50,13 +60,19 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return in_fp32(mine) if is_quantized(mine) else mine
 
 
+def state_names(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+    """What the state of ``parameter`` consists of."""
+    hidden = isinstance(optimizer, Muon) and optimizer.is_hidden(parameter)
+    return (MOMENTUM,) if hidden else ("step", *MOMENTS)
+
+
 def restore_state(
     optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: Mapping[str, torch.Tensor]
 ) -> None:
     """Takes the ``state`` of a ``parameter``, in fp32 and cut as it is, over. One that was saved from 8 bits becomes
     the same 8 bits again where it is cut as it was."""
     found = dict(state)
-    if not isinstance(optimizer, torch.optim.AdamW):
+    if not isinstance(optimizer, torch.optim.AdamW | Muon):
         for name, signed in SIGNED.items():
             found[name] = optimizer._new_buffer(parameter, signed)
             mine = found[name].to_local() if isinstance(found[name], DTensor) else found[name]

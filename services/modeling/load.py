@@ -76,6 +76,12 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
     return model.to(device)
 
 
+def vocabulary_of(model: Any) -> int:
+    """Tokens that ``model`` knows: ids are below."""
+    found: int = model.config.get_text_config().vocab_size
+    return found
+
+
 def load_config(path: str, key: str = "model.path") -> Any:
     """The model's own config. Raises `ModelError`."""
     from transformers import AutoConfig
@@ -86,18 +92,37 @@ def load_config(path: str, key: str = "model.path") -> Any:
         raise ModelError(not_loaded(path, "config", error, key)) from error
 
 
-def load_tokenizer(path: str, template: Mapping[str, Any] | None = None) -> Any:
-    """The model's tokenizer, with the ``chat_template`` that may be in the run's ``template`` as its own. Raises
-    `ModelError`."""
+def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: str = "model.path") -> Any:
+    """The tokenizer of the model at ``path``, which the config's ``key`` gives; with the ``chat_template`` that may be
+    in the run's ``template`` as its own. Raises `ModelError`."""
     from transformers import AutoTokenizer
 
     try:
         found = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ModelError(not_loaded(path, "tokenizer", error)) from error
+        raise ModelError(not_loaded(path, "tokenizer", error, key)) from error
     if own := (template or {}).get("chat_template"):
         found.chat_template = own
     return found
+
+
+_SAID = "The answer: 3 + 4 = 7, naïve façade, 你好!"
+
+
+def check_vocabulary(policy: str, path: str, key: str) -> None:
+    """That the model at ``path``, which the config's ``key`` gives, reads the tokens of the ``policy``'s. Raises
+    `ModelError`."""
+    if path == policy:
+        return
+    ours, its = load_tokenizer(policy), load_tokenizer(path, key=key)
+    if list(ours(_SAID)["input_ids"]) != list(its(_SAID)["input_ids"]):
+        raise ModelError(
+            f"{key}: {path} has another tokenizer than the policy, {policy}: it would read other words than were said; "
+            "take a model of the same family"
+        )
+    known, said = (load_config(name, key).get_text_config().vocab_size for name in (path, policy))
+    if known < min(len(ours), said):
+        raise ModelError(f"{key}: {path} knows {known} tokens, and the policy, {policy}, has {len(ours)}")
 
 
 def not_loaded(path: str, what: str, error: BaseException, key: str = "model.path") -> str:
@@ -115,8 +140,9 @@ def not_loaded(path: str, what: str, error: BaseException, key: str = "model.pat
     )
 
 
-def folder_of(path: str) -> Path:
-    """Where the files of the model at ``path``, a folder or a hub name, are. Raises `ModelError`."""
+def folder_of(path: str, key: str = "model.path") -> Path:
+    """Where the files of the model at ``path`` are, a folder or a hub name, which the config's ``key`` gives. Raises
+    `ModelError`."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -125,4 +151,4 @@ def folder_of(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"], local_files_only=offline))
     except Exception as error:  # the hub's own errors are of many kinds, and all say that it cannot be had
-        raise ModelError(not_loaded(path, "model", error)) from error
+        raise ModelError(not_loaded(path, "model", error, key)) from error

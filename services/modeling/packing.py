@@ -50,6 +50,10 @@ class Rows:
     routing: np.ndarray | None = None
     """int16 ``[rows, length, layers, experts of a token]``, on the host: which experts the engine sent each token to,
     `routing.OPEN` where that is not known. None where nothing was recorded."""
+    real: int = 0
+    """Tokens, without padding; a shared prompt's count once."""
+    pairs: int = 0
+    """Of a token and one that it attends to, itself included."""
 
     def scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` float32 ``[sampled tokens]``, in `mask`'s order, as ``[trajectories, longest - 1]``; 0 elsewhere."""
@@ -181,11 +185,13 @@ class _Draft:
         self._source: list[np.ndarray] = []
         self._target: list[np.ndarray] = []
         self._routing: np.ndarray | None = None
+        self._real = self._pairs = 0
 
     def prompt(self, r: int, at: int, trajectory: Trajectory, size: int) -> None:
         """The first ``size`` tokens of ``trajectory``, in row ``r`` from ``at`` on."""
         self._tokens[r, at : at + size] = trajectory.tokens[:size]
         self._positions[r, at : at + size] = np.arange(size)
+        self._count(size, 0)
         self._route(r, at, trajectory.routing[:size])
 
     def response(self, r: int, at: int, trajectory: Trajectory, prompt: int, prompt_at: int) -> int:
@@ -195,6 +201,7 @@ class _Draft:
         end = at + size - prompt
         self._tokens[r, at:end] = trajectory.tokens[prompt:]
         self._positions[r, at:end] = np.arange(prompt, size)
+        self._count(size - prompt, prompt)
         self._route(r, at, trajectory.routing[prompt:])
         mask = self._mask[len(self._source)]
         mask[:size] = trajectory.loss_mask == 1
@@ -204,6 +211,11 @@ class _Draft:
         self._source.append(r * self._tokens.shape[1] + before)
         self._target.append(trajectory.tokens[sampled].astype(np.int64))
         return end
+
+    def _count(self, tokens: int, before: int) -> None:
+        """So many more, each of which sees those ``before`` all of them, and those up to itself."""
+        self._real += tokens
+        self._pairs += tokens * before + tokens * (tokens + 1) // 2
 
     def _route(self, r: int, at: int, routing: np.ndarray) -> None:
         """These experts, for the tokens of row ``r`` from ``at`` on."""
@@ -227,6 +239,8 @@ class _Draft:
             torch.from_numpy(np.concatenate(self._target)).to(device),
             Candidates.of([self._trajectories[index] for index in self._members], device),
             self._routing,
+            self._real,
+            self._pairs,
         )
 
 

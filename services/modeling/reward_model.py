@@ -38,7 +38,7 @@ class RewardModel:
             raise SetupError(not_loaded(path, "reward model", error, key)) from error
         if model.config.num_labels != 1:
             raise SetupError(f"{key}: {path} has {model.config.num_labels} labels; a reward model has one, its grade")
-        self._tokenizer = load_tokenizer(path)
+        self._tokenizer = load_tokenizer(path, key=key)
         # A model that declares padding is not graded at that, wherever it stands; one that does not, at the last token.
         self._settings = model.config.get_text_config()
         declared = self._settings.pad_token_id

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import torch
 
 from penstock.protocols.experience import Group
+from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import device_of, load_model
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.runtime.errors import SetupError
 
 
 class Teacher:
     """scorers: {teacher: {scorer: teacher, columns: {teacher: token}, options: {path: ORG/MODEL}}}
 
     ``path``: a causal model with the policy's own vocabulary. ``column`` is the column that it writes, ``temperature``
-    that of `rollout.sampling`; ``tokens_per_batch`` bounds a forward pass, padding included.
+    that of `rollout.sampling`; ``tokens_per_batch`` bounds a forward pass, padding included; ``head_dtype`` as
+    `model.head_dtype`.
     """
 
     def __init__(
         self, path: str, column: str = "teacher", device: str = "auto", dtype: str = "bfloat16",
-        temperature: float = 1.0, tokens_per_batch: int = 8192,
+        temperature: float = 1.0, tokens_per_batch: int = 8192, head_dtype: Literal["float32"] | None = None,
     ) -> None:  # fmt: skip
+        if head_dtype not in (None, "float32"):
+            raise SetupError(f"scorers.options.head_dtype: {head_dtype!r}; set it to float32 or null")
         self._device = device_of(device, "scorers.options.device")
         self._model = load_model(path, dtype, self._device, "scorers.options.path").eval()
+        compute_head_in(self._model, head_dtype)
         self._column, self._temperature, self._budget = column, temperature, tokens_per_batch
 
     @torch.inference_mode()

@@ -12,10 +12,11 @@ import structlog
 import torch
 
 from penstock.protocols.columns import REFERENCE
-from penstock.protocols.experience import Group
+from penstock.protocols.experience import ExperienceError, Group
 from penstock.services.learning import checkpoint
 from penstock.services.modeling import determinism
-from penstock.services.modeling.load import device_of, load_model
+from penstock.services.modeling.head import compute_head_in
+from penstock.services.modeling.load import check_vocabulary, device_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.resting import Resting, release
@@ -34,17 +35,23 @@ class Reference:
     its batch, in the last bit. ``checkpoints``: where versions of the policy are that may take its place."""
 
     def __init__(
-        self, config: ReferenceConfig, model_path: str, dtype: str, temperature: float, alone: bool, checkpoints: Path
-    ) -> None:
+        self, config: ReferenceConfig, model_path: str, dtype: str, temperature: float, alone: bool, checkpoints: Path,
+        head_dtype: str | None = None,
+    ) -> None:  # fmt: skip
         self._config, self._temperature, self._alone = config, temperature, alone
-        self._dtype, self._checkpoints, self._version = dtype, checkpoints, 0
+        self._dtype, self._head_dtype, self._checkpoints, self._version = dtype, head_dtype, checkpoints, 0
         self._begun: int | None = None
         """The version that was due when it began: whoever did not save it then is not blamed."""
         self._device = device_of(config.device, "reference.device")
         self._resting = Resting(self._device)
-        self._model = load_model(
-            config.path or model_path, dtype, self._device, "reference.path" if config.path else "model.path"
-        ).eval()
+        key = "reference.path" if config.path else "model.path"
+        check_vocabulary(model_path, config.path or model_path, key)
+        self._model = self._load(config.path or model_path, self._device, key)
+
+    def _load(self, path: str, device: torch.device, key: str) -> Any:
+        model = load_model(path, self._dtype, device, key).eval()
+        compute_head_in(model, self._head_dtype)
+        return model
 
     def room(self, in_hand: int) -> int:
         """See `ReferenceConfig.groups_in_hand`."""
@@ -52,6 +59,12 @@ class Reference:
 
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
         """Answers as many as fill a forward pass, before it returns."""
+        for task in tasks:
+            try:
+                task.group.check_ids(vocabulary_of(self._model))
+            except ExperienceError as error:
+                answer(task, REFERENCE, unusable=str(error))
+                return [other for other in tasks if other is not task]
         count = 1 if self._alone else self._fill(tasks)
         batch = tasks[:count]
         self._refresh(max(task.step for task in batch))
@@ -84,7 +97,7 @@ class Reference:
             path = checkpoint.path_of(self._checkpoints, newest)
             health.beat()
             # On the host first: the device has room for one, and what cannot be loaded takes nobody's place.
-            newer = load_model(str(path), self._dtype, torch.device("cpu"), "reference.refresh_every").eval()
+            newer = self._load(str(path), torch.device("cpu"), "reference.refresh_every")
             self._model = None
             release(self._device)
             self._model = newer.to(self._device)
@@ -138,6 +151,7 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
         temperature,
         config.run.deterministic,
         context.folder / "checkpoints",
+        config.model.head_dtype,
     )
     guest = Guest(turn, reference.sleep, reference.wake) if turn else None
     return ScorerActor(kind, context, reference, guest)

@@ -10,10 +10,11 @@ from penstock.protocols.columns import REWARD
 from penstock.services.runtime.settings import Section
 from penstock.services.user_processes.worker import Program
 
-REGISTRY = {
-    name: f"penstock.services.reward.functions.{name}:{name}"
-    for name in ("code_tests", "exact_match", "judge", "length", "math_verify", "number", "overlong", "reasoning_gym")
-}
+_NAMES = (
+    "choice", "code_tests", "exact_match", "f1", "judge", "length", "math_verify", "number", "overlong",
+    "reasoning_gym", "regex", "repetition",
+)  # fmt: skip
+REGISTRY = {name: f"penstock.services.reward.functions.{name}:{name}" for name in _NAMES}
 """Reward functions by name."""
 ENVIRONMENT = "environment"
 """The reward that `rollout.environment` gave: nothing is called for it."""
@@ -29,14 +30,18 @@ class FunctionConfig(Section):
     ``group``, ``sample``, ``step``, the columns below, and the options."""
 
     function: str = "exact_match"
-    """A name of the registry (code_tests, exact_match, judge, length, math_verify, number, overlong, reasoning_gym; see
-    docs/scoring.md), ``environment`` for what `rollout.environment` gave, or ``module:function`` of your own, e.g.
-    ``my_rewards:judge``."""
+    """A name of the registry (choice, code_tests, exact_match, f1, judge, length, math_verify, number, overlong,
+    reasoning_gym, regex, repetition; see docs/scoring.md), ``environment`` for what `rollout.environment` gave, or
+    ``module:function`` of your own, e.g. ``my_rewards:judge``."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """What it is called in metrics and report: its column is ``reward/NAME``. null: the function's own name. Two
     entries with one function need names, e.g. ``strict``."""
     weight: float = 1.0
     """The reward is the sum of all functions, each times its weight. 0: only watched, e.g. a length."""
+    sources: list[str] = []
+    """Sources of prompts that it is asked for, e.g. ``[math, aime]``: names of `prompts.train.sources`, and of sets of
+    `prompts.eval` (a row of a mixture there has its own source's). The reward of a prompt is the sum of the functions
+    that are asked for its source. Empty: for all."""
     timeout_s: float | None = Field(None, gt=0)
     """Seconds. A call that takes longer is ended, and costs its trajectory the reward, e.g. ``60`` for a
     judge. null: 10; for code_tests 120, which bound all tests of an answer together, as its option `seconds` does

@@ -18,6 +18,7 @@ def _columns(config: Any) -> list[Column]:
             nullable=True,
             reads=tuple(f.columns),
             evaluated=True,
+            sources=tuple(f.sources),
             source=f"reward {f.function}",
         )
         for f in config.reward.functions

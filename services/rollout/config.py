@@ -68,6 +68,11 @@ class VllmEngineConfig(Section):
         for name, ours in VLLM_OWNED.items():
             if name in value:
                 raise ValueError(f"{name} is set by {ours}")
+        overrides = value.get("hf_overrides") or {}
+        if not isinstance(overrides, dict):
+            raise ValueError(f"hf_overrides={overrides!r} is no map of keys of the model's config.json; give one")
+        if "head_dtype" in overrides:
+            raise ValueError("hf_overrides.head_dtype is set by model.head_dtype, for the trainer too")
         return value
 
     @field_validator("vllm")

@@ -22,7 +22,7 @@ from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
 from penstock.services.environments.sessions import LOST
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request, RequestError
 from penstock.services.rollout.group_maker import Made, handle_of
-from penstock.services.turns.joining import join, routed_before
+from penstock.services.turns.joining import join, placed, routed_before
 from penstock.services.turns.streams import turn_stream
 from penstock.services.turns.tokenizer import Tokenizer, too_long
 
@@ -251,18 +251,6 @@ class MultiTurn:
         words = self._text.decode([turn.tokens.tolist() for turn in session.turns])
         rest = np.concatenate([p.tokens if isinstance(p, Completion) else p for p in parts[1:]] or [np.zeros(0, int)])
         whole = self._text.decode([rest.tolist()])[0]
-        rewards = _placed(parts, session.rewards)
+        rewards = placed(parts, session.rewards)
         finish = finish_of.finish if finish_of else "length"
         return join(parts, whole, finish, rewards, tuple(words), failure, session.greedy)
-
-
-def _placed(parts: list[np.ndarray | Completion], rewards: list[float]) -> np.ndarray:
-    """float32 ``[tokens]``: the reward of each turn on its last token."""
-    found, left = [], list(rewards)
-    for part in parts:
-        sampled = isinstance(part, Completion)
-        values = np.zeros(len(part.tokens if isinstance(part, Completion) else part), np.float32)
-        if sampled and left:
-            values[-1] = left.pop(0)
-        found.append(values)
-    return np.concatenate(found)

@@ -75,9 +75,11 @@ class Rollout:
         template: Mapping[str, Any] | None = None,
         adapter_rank: int = 0,
         turn: GuestsTurn | None = None,
+        head_dtype: str | None = None,
     ) -> None:
         """``adapter_rank``: of versions that are adapters, which are added to the model at ``model_path``; 0: they are
-        whole. ``turn``, which has come: at the device, which is the trainer's too."""
+        whole. ``turn``, which has come: at the device, which is the trainer's too. ``head_dtype``: of the logits; None:
+        ``dtype``."""
         torch.set_num_threads(context.threads)
         if deterministic:
             determinism.pin(context.folder, "rollout", context.threads)
@@ -88,7 +90,7 @@ class Rollout:
         base = AdapterBase(model_path, dtype)
         if adapter_rank:
             base.check([])  # now, before anybody waits for a version
-        self.engine = make_engine(config, model_path, dtype, self._text, turn is not None, adapter_rank)
+        self.engine = make_engine(config, model_path, dtype, self._text, turn is not None, adapter_rank, head_dtype)
         self._guest = _as_guest(turn, self.engine) if turn else None
         self._receiver = self._make_receiver(weights, context, base)
         self._maker, self._turns = self._make_maker(config, model_path), TurnServer(self.engine, self._text)
@@ -280,6 +282,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         config.template,
         config.trainer.lora.rank if config.trainer.sends_adapter else 0,
         turn,
+        config.model.head_dtype,
     )
 
 
@@ -294,10 +297,12 @@ def _as_guest(turn: GuestsTurn, engine: Engine) -> Guest:
 
 
 def make_engine(
-    config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer, sleeps: bool = False, adapter_rank: int = 0
-) -> Engine:
+    config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer, sleeps: bool = False, adapter_rank: int = 0,
+    head_dtype: str | None = None,
+) -> Engine:  # fmt: skip
     """The engine that ``config.engine`` names. Its weights come by the weight channel. It must know from the start that
-    it ``sleeps`` while others have its device, and the rank of adapters that are to lie beside the model (0: none)."""
+    it ``sleeps`` while others have its device, the rank of adapters that are to lie beside the model (0: none), and the
+    ``head_dtype`` of its logits (None: ``dtype``), which one of another make is told by its options."""
     from transformers import AutoConfig, GenerationConfig
 
     engine = config.engine
@@ -310,13 +315,15 @@ def make_engine(
     if isinstance(engine, TorchEngineConfig):
         from penstock.services.rollout.engines.torch.engine import TorchEngine
 
-        return TorchEngine(engine, model_config, dtype, stop_ids, lambda ids: text.decode([ids])[0])
+        return TorchEngine(engine, model_config, dtype, stop_ids, lambda ids: text.decode([ids])[0], head_dtype)
     if isinstance(engine, VllmEngineConfig):
         from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
         sampling = config.sampling.training()
         beside = adapter_rank if engine.adapter == "beside" else 0
-        return VllmEngine(engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps, beside)
+        return VllmEngine(
+            engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps, beside, head_dtype
+        )
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
     if found is None and ":" not in engine.name:
         raise SetupError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")

@@ -49,6 +49,9 @@ class ScorerConfig(Section):
     trajectories, one after the other), e.g. ``{surprise: token}``."""
     reads: list[str] = []
     """Columns of other scorers that it is given, and waits for, e.g. ``[reference]``."""
+    sources: list[str] = []
+    """Sources of prompts whose groups it is given, e.g. ``[math]``, as of a reward function; a teacher for each source
+    is a scorer for each. Empty: all."""
     count: int = Field(1, ge=1)
     """Processes, e.g. ``2``."""
     threads: int = Field(1, ge=1)
@@ -68,6 +71,7 @@ class ScorerConfig(Section):
     def declared(self, kind: str) -> list[Column]:
         """The columns, as the scorer called ``kind`` writes them."""
         more: dict[str, Any] = {"reads": tuple(self.reads), "source": f"scorer {self.scorer}"}
+        more["sources"] = tuple(self.sources)
         return [Column(name=name, scorer=kind, per=per, **more) for name, per in self.columns.items()]
 
 

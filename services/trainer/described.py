@@ -17,12 +17,12 @@ def describe(step: TrainingBatch, version: int, compares: bool) -> dict[str, flo
     rewards = mean_by_session(step.rewards, step.sessions)
     rewards = rewards[np.isfinite(rewards)]
     finished = [t.finish == "stop" for t in step.trajectories]
-    compared = [step.rewards[step.groups == number] for number in np.unique(step.groups)] if compares else []
+    solved_all, solved_none = _solved(step) if compares else (0, 0)
     return {
         "reward": float(rewards.mean()) if rewards.size else float("nan"),
         "reward_std": float(rewards.std()) if rewards.size else float("nan"),
         "reward_missing": float((~step.rewarded).sum()),
-        "groups_without_variance": float(sum(np.nanmax(g) == np.nanmin(g) for g in compared if np.isfinite(g).any())),
+        "groups_without_variance": float(solved_all + solved_none),
         "tokens": float(lags.size),
         "tokens_lagging": float((lags >= 1).sum()),
         "lag_mean": float(lags.mean()) if lags.size else 0.0,
@@ -30,14 +30,38 @@ def describe(step: TrainingBatch, version: int, compares: bool) -> dict[str, flo
         "response_tokens": float(lengths.mean()) if lengths.size else 0.0,
         "finished_share": float(np.mean(finished)) if finished else 0.0,
         "groups_unreadable": float(step.unreadable),
+        **(_shares(step, solved_all, solved_none) if compares else {}),
         **_means(step),
         **_turns(step),
         **_by_source(step),
     }
 
 
+def _solved(step: TrainingBatch) -> tuple[int, int]:
+    """Groups of which every answer with a reward has the same: above 0, and as high as any of the step's to prompts of
+    its source, so that there is nothing left to learn; and the others, which are stuck below. Nobody knows how high
+    rewards can be."""
+    sources = np.array(step.sources or [""] * len(step.trajectories))
+    best = {name: step.rewards[step.rewarded & (sources == name)].max(initial=-np.inf) for name in np.unique(sources)}
+    equal = solved = 0
+    for number in np.unique(step.groups[step.rewarded]):
+        mine = step.rewarded & (step.groups == number)
+        highest = step.rewards[mine].max()
+        if highest == step.rewards[mine].min():
+            equal += 1
+            solved += bool(highest == best[sources[mine][0]] and highest > 0)
+    return solved, equal - solved
+
+
+def _shares(step: TrainingBatch, solved_all: int, solved_none: int) -> dict[str, float]:
+    """Of the step's groups that have a reward; empty where none has."""
+    groups = len(np.unique(step.groups[step.rewarded]))
+    return {"solved_all": solved_all / groups, "solved_none": solved_none / groups} if groups else {}
+
+
 def _means(step: TrainingBatch) -> dict[str, float]:
-    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens."""
+    """Of every column but those that have metrics of their own: over trajectories, or over sampled tokens, that have a
+    value."""
     found = {}
     for name, values in step.values.items():
         if name != REWARD and np.isfinite(values).any():
@@ -45,7 +69,9 @@ def _means(step: TrainingBatch) -> dict[str, float]:
     for name, parts in step.token_values.items():
         if name != REFERENCE and name not in step.values and parts:
             sampled = [v[t.loss_mask == 1] for v, t in zip(parts, step.trajectories, strict=True)]
-            found[name] = float(np.concatenate(sampled).mean())
+            values = np.concatenate(sampled)
+            if (there := values[~np.isnan(values)]).size:
+                found[name] = float(there.mean())
     return found
 
 

@@ -27,7 +27,9 @@ from penstock.protocols.columns import (
 )
 from penstock.protocols.experience import UNSAMPLED, Trajectory
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.layer_norms import LayerNorms
+from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import shaped, token_rewards
 from penstock.services.modeling.packing import Rows
@@ -60,6 +62,7 @@ class Learner(ModelLearner):
         self._config, self._teacher = config, teacher
         self._temperature, self._compares = temperature, config.algorithm.advantage.compares
         self.algorithm = Algorithm(config.algorithm)
+        self.flops = ModelFlops.of(self.config, self.adapted is not None, self.world)
         rate = teacher.config.teacher_rate if teacher else 1.0
         self._average = WeightAverage(self.parameters, self.optimizer, rate) if rate < 1 else None
         """The teacher's weights, where they are not the policy's."""
@@ -73,6 +76,8 @@ class Learner(ModelLearner):
         """The updates of ``step``, one unless the config says more; the model then is `version` + 1. ``before_update``
         is called once the first gradient is there, before a parameter changes. ``judgements`` are told of every token,
         once. Returns the step's metrics, means over the updates."""
+        self.flops.begin()
+        step = with_known_costs(step, self._config.algorithm.constraints)
         if self._average:
             self._average.begin()
             before_update()  # the parameters are the teacher's for a while
@@ -193,6 +198,9 @@ class Learner(ModelLearner):
                 found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():  # what does not count may be NaN
                 sums[name] = sums.get(name, 0.0) + (_share(rows, totals) * float(mean) if counts_once else 0.0)
+        for _ in range(1 + self.algorithm.needs_first_pass):
+            self.flops.forward()
+        self.flops.backward()
         (total,) = self.world.sum([total])
         found = self.algorithm.finished(self.world.sum_named(sums))
         return total, found | (mismatch.metrics(self.world) | by_lag.metrics(self.world) if compared else {})

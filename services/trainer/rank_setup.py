@@ -17,7 +17,8 @@ from penstock.services.learning import checkpoint
 from penstock.services.learning.batch import open_batch
 from penstock.services.modeling import determinism
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import device_of, load_tokenizer
+from penstock.services.modeling.head import compute_head_in
+from penstock.services.modeling.load import device_of, load_tokenizer, vocabulary_of
 from penstock.services.modeling.lora import Adapter, is_adapters, plain_name
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
@@ -53,6 +54,8 @@ class TrainerSettings:
     """Tokens go to the experts that an engine has sent them to."""
     checkpoints: Path
     columns: ColumnTable
+    head_dtype: str | None = None
+    """Of the logits; None: ``dtype``."""
     critic_warmup: int = 0
     """First steps in which a critic learns, and the policy does not."""
     reference_every: int = 0
@@ -108,6 +111,7 @@ def make_rank(context: ActorContext, settings: TrainerSettings) -> Rank:
         if trainer.sends_adapter:
             names = [plain_name(name) for name, _ in model.named_parameters() if not is_adapters(name)]
             AdapterBase(settings.model_path, settings.dtype).check(names)
+        compute_head_in(model, settings.head_dtype)
         if settings.routing_replay:
             Replay(model)
         teacher = self_teacher(trainer, settings.model_path, settings.template)
@@ -154,7 +158,7 @@ def train(
 ) -> dict[str, float]:
     """One step on ``batch``, the same on every rank."""
     torch.manual_seed(batch.seed)  # for a loss of the user's own that draws numbers
-    step = open_batch(batch, settings.columns, mixture_of(learner.model))
+    step = open_batch(batch, settings.columns, mixture_of(learner.model), vocabulary_of(learner.model))
     rank = learner.world.named("trainer")
     judgements = Judgements(step) if settings.archived else None
     with profiled(batch.step, settings.trainer.profile_steps, settings.profiles, rank):

@@ -20,7 +20,8 @@ from penstock.services.learning.batch import TrainingBatch
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.turns.tokenizer import Tokenizer
 
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"(?:<think>|\A).*?</think>\s*", re.DOTALL)
+"""Some templates put its beginning into the prompt."""
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,9 @@ class Trainer:
         self._world, self._learner, self._shift = rank.world, rank.learner, rank.shift
         self._tail = [LedgerRow(**row) for row in rank.tail]
         """The last committed steps, for a broker whose store has lost them."""
-        keep = settings.trainer.checkpoint.keep
-        saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, keep)
-        best = settings.trainer.checkpoint.keep_best
-        self._saving = Saving(self._learner, saver, self.actor.mailbox, best, settings.reference_every)
+        kept = settings.trainer.checkpoint
+        saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept.keep, kept.keep_every)
+        self._saving = Saving(self._learner, saver, self.actor.mailbox, kept.keep_best, settings.reference_every)
         self._desk = StepDesk(self.actor, self._turn, self._world.keep_awake)
         exporter = make_exporter(self._learner, settings)
         clock = self._waiting_clock if self._shift else None
@@ -168,9 +167,12 @@ class Trainer:
             metrics = train(self._learner, batch, self._settings, before_update)
             self._count_skips(batch.step, metrics)
             canary = self._score_canary()
+        seconds = time.monotonic() - started
         metrics |= {
             "wait_s": self._desk.waited_s,
-            "train_step_s": time.monotonic() - started,
+            "train_step_s": seconds,
+            "trainer_tokens_per_s": metrics["tokens"] / seconds,
+            **self._learner.flops.metrics(seconds, self._world.size),
             "publish_wait_s": waited,
             **({"turn_wait_s": self._shift.waited_s} if self._shift else {}),
             **self._learner.memory.metrics(),
@@ -262,6 +264,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
         weights=config.weights,
         model_path=context.model_path,
         dtype=config.model.dtype,
+        head_dtype=config.model.head_dtype,
         critic_warmup=config.critic_warmup,
         reference_every=config.reference.refresh_every,
         temperature=config.rollout.sampling.temperature,

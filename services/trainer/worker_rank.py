@@ -18,8 +18,8 @@ class WorkerRank:
         self._settings = settings
         rank = make_rank(context, settings)
         self._world, self._learner, self._shift = rank.world, rank.learner, rank.shift
-        keep = settings.trainer.checkpoint.keep
-        self._saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, keep)
+        kept = settings.trainer.checkpoint
+        self._saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept.keep, kept.keep_every)
         self._sender = RankSender(make_exporter(self._learner, settings), settings.weights.host)
         self._read = threading.Event()
         self._read.set()

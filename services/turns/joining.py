@@ -79,6 +79,18 @@ def join(
     )
 
 
+def placed(parts: Sequence[Part], rewards: Sequence[float]) -> np.ndarray:
+    """`Trajectory.rewards` of ``parts``: each of ``rewards`` on the last token of a turn that is trained on here, in
+    their order. Turns beyond them have none."""
+    found, left = [], list(rewards)
+    for part in parts:
+        values = np.zeros(len(_tokens(part)), np.float32)
+        if left and not isinstance(part, np.ndarray | Again):
+            values[-1] = left.pop(0)
+        found.append(values)
+    return np.concatenate(found)
+
+
 def routed_before(prompt: int, given: int) -> int:
     """Of a turn's ``prompt`` tokens, the last ``given`` of which no turn had before: those whose routing earlier turns
     have said. The last token of an answer is run only when another follows."""

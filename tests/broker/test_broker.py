@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -459,6 +460,47 @@ def test_a_step_that_was_taken_keeps_its_groups_and_its_bound_however_the_run_go
     again.close()
     assert [row["max_lag"] for row in read_lines(tmp_path / "ledger.jsonl")] == [2]
     assert [row["max_lag"] for row in read_lines(tmp_path / "metrics.jsonl") if "train_s" in row] == [2]
+
+
+BOARD = """
+class Board:
+    def __init__(self, folder):
+        self.file = (folder / "board.txt").open("a", buffering=1)
+
+    def log(self, step, values):
+        pass
+
+    def table(self, name, columns, rows):
+        self.file.writelines(f"{row[:2]} {row[4:]}\\n" for row in rows)
+"""
+
+
+def test_trackers_are_shown_a_steps_answers_once_however_often_it_is_taken(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answer_board.py").write_text(BOARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    stage = Stage(tmp_path, redis_url, trackers=("answer_board:Board",), tracker_samples=B + 1)
+    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
+    reward.box.tell(m.Credit(total=100))
+    for lease in rollout.leases(2 * B):
+        rollout.finish(lease)
+    reward.score(2 * B)
+    taken = [stage.trainer.box.ask(m.Take(step=step), 5) for step in (0, 0)]
+    stage.trainer.box.ask(m.Commit(step=0, digest="d0", metrics={}), 5)
+    stage.close()
+    again = Stage(tmp_path, redis_url, trackers=("answer_board:Board",), tracker_samples=B + 1)
+    trainer = again.peer("trainer", "trainer")  # it has lost the version that step 0 has yielded
+    taken += [trainer.box.ask(m.Take(step=step), 5) for step in (0, 1)]
+    again.close()
+    shown = (tmp_path / "board.txt").read_text().splitlines()
+    rows = [(step, [group.number for group in batch.groups]) for step, batch in ((0, taken[0]), (1, taken[3]))]
+    assert shown == [
+        f"[{step}, {number}] [{reward}, {reward}, 'stop', 2, {step}]"
+        for step, numbers in rows
+        for number, reward in [*((number, 0.0) for number in numbers), (numbers[0], 1.0)]
+    ]
 
 
 def test_a_broker_that_was_killed_after_the_end_says_so_when_it_is_back(

@@ -25,33 +25,51 @@ MOVES = st.lists(
 )  # fmt: skip
 
 
-class Plain:
-    """What a replay must be, with nothing clever."""
+SOURCES = ("", "math", "code")
+OF = st.sampled_from([(), (), ("math",), ("code",), ("code", "math")])
 
-    def __init__(self) -> None:
+
+def source_of(draw: int) -> str:
+    return SOURCES[draw % len(SOURCES)]
+
+
+class Plain:
+    """What a replay must be, with nothing clever. ``table``: the columns, each with the sources that it is asked of."""
+
+    def __init__(self, table: tuple[Column, ...]) -> None:
+        self.table = table
         self.has: dict[int, set[str]] = {}
         self.held: dict[tuple[int, str], str] = {}
 
     def open(self, scorer: str) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
         for number in sorted(self.has):
-            for column in TABLE:
-                missing = column.name not in self.has[number] and (number, column.name) not in self.held
-                if column.scorer == scorer and missing and self.has[number].issuperset(column.reads):
+            wanted = self.asked(number)
+            for column in self.table:
+                missing = column.name in wanted - self.has[number] and (number, column.name) not in self.held
+                if column.scorer == scorer and missing and self.has[number].issuperset(wanted & {*column.reads}):
                     found.setdefault(number, []).append(column.name)
         return {number: sorted(names) for number, names in found.items()}
 
+    def asked(self, number: int) -> set[str]:
+        source = source_of(number)
+        return {column.name for column in self.table if column.sources == () or source in column.sources}
+
     def ready(self) -> list[int]:
-        return sorted(number for number, has in self.has.items() if len(has) == len(TABLE))
+        return sorted(number for number, has in self.has.items() if has >= self.asked(number))
 
 
 @settings(deadline=None)
-@given(MOVES)
-def test_replay_is_what_a_plain_table_would_be(moves: list[tuple[str, int, int]]) -> None:
-    journal, plain = Memory(), Plain()
-    replay, next_number, now = Replay(journal, TABLE), 0, 0.0
+@given(MOVES, st.tuples(OF, OF, OF))
+def test_replay_is_what_a_plain_table_would_be(
+    moves: list[tuple[str, int, int]], of: tuple[tuple[str, ...], ...]
+) -> None:
+    """Ready is what has every column that its source is asked for, and nobody is offered another."""
+    table = tuple(c.model_copy(update={"sources": sources}) for c, sources in zip(TABLE, of, strict=True))
+    journal, plain = Memory(), Plain(table)
+    replay, next_number, now = Replay(journal, table, source_of), 0, 0.0
     for move, choice, which in moves:
-        scorer, column = ("reward", "reference")[which % 2], TABLE[which]
+        scorer, column = ("reward", "reference")[which % 2], table[which]
         holder = f"{scorer}-{choice % 2}#1"
         number = sorted(plain.has)[choice % len(plain.has)] if plain.has else -1
         if move == "add":
@@ -69,8 +87,9 @@ def test_replay_is_what_a_plain_table_would_be(moves: list[tuple[str, int, int]]
             assert list(offered.items()) == list(expected.items())[:choice]
             plain.held |= {(n, name): holder for n, names in offered.items() for name in names}
         elif move == "score" and plain.has:
-            assert replay.scored(number, column.name) == (column.name not in plain.has[number])
-            plain.has[number].add(column.name)
+            wanted = column.name in plain.asked(number) - plain.has[number]
+            assert replay.scored(number, column.name) == wanted
+            plain.has[number] |= {column.name} & plain.asked(number)
             plain.held.pop((number, column.name), None)
         elif move == "release":
             replay.holds.release(holder)
@@ -86,7 +105,7 @@ def test_replay_is_what_a_plain_table_would_be(moves: list[tuple[str, int, int]]
             plain.held = {key: who for key, who in plain.held.items() if key[0] != number}
         elif move == "restart":  # who works on what is not durable, the columns are
             journal.commit()
-            replay, plain.held = Replay(journal, TABLE), {}
+            replay, plain.held = Replay(journal, table, source_of), {}
         assert replay.ready() == plain.ready()
         unready = sorted(set(plain.has) - set(plain.ready()))
         assert replay.oldest_unready() == (unready[0] if unready else None) and replay.unready() == len(unready)
@@ -105,6 +124,20 @@ def test_a_run_that_goes_on_with_another_scorer_waits_for_its_columns_too() -> N
     assert after.entries[1].needs == {FAST.name, "reference"}
     without = Replay(journal, [REFERENCE])
     assert without.entries[0].needs == {"reference"}
+
+
+def test_a_run_that_asks_other_sources_now_waits_for_what_was_not_asked_before() -> None:
+    journal = Memory()
+    of_math = FAST.model_copy(update={"sources": ("math",)})
+    before = Replay(journal, [of_math, REFERENCE], source_of)
+    for number in range(3):
+        before.add(number, number, 0, 2, 9)
+        before.scored(number, REFERENCE.name)
+    before.scored(1, FAST.name)
+    journal.commit()
+    assert before.ready() == [0, 1, 2]
+    after = Replay(journal, [FAST, REFERENCE], source_of)
+    assert after.ready() == [1] and after.entries[2].needs == {FAST.name}
 
 
 @settings(deadline=None)

@@ -30,10 +30,17 @@ TINY = [
 TOOL: Any = {"type": "function", "function": {"name": "reveal", "parameters": {"type": "object"}}}
 
 
+def worth(reply: Reply) -> float:
+    """What its agent says."""
+    return float(len(reply.tokens) % 2)
+
+
 def play(session: AgentSession) -> list[Reply]:
-    """Two turns, the second of which sometimes begins anew."""
+    """Two turns, the second of which sometimes begins anew. The first is rewarded by itself."""
     asked = [{"role": "user", "content": session.task.text}]
     first = session.chat(asked, [TOOL])
+    session.reward(-9.0)
+    session.reward(worth(first) / 2, turn=first.turn)
     result = {"role": "tool", "tool_call_id": first.calls[0][2], "content": session.task.text}
     then = [*asked, first.message, result] if len(session.task.truth) % 3 else [{"role": "user", "content": "sort ba="}]
     return [first, session.chat(then, [TOOL])]
@@ -66,7 +73,7 @@ class Agents:
         try:
             with client.session(wait_s=120) as session:
                 replies = play(session)
-                session.finish(reward=float(len(replies[1].tokens) % 2))
+                session.finish(reward=worth(replies[1]))
                 self.heard[session.id] = replies
         except AgentRefusedError as refused:  # its gateway or its group has gone: the next one, please
             if refused.code not in ("session_lost", "unknown_session", "no_session", "broker_away"):
@@ -113,6 +120,37 @@ def check_tokens(run: Run, heard: dict[str, list[Reply]], all_heard: bool) -> No
     assert sum(trained.values()) > 100
 
 
+def rewarded(run: Run) -> dict[tuple[int, int], list[list[float]]]:
+    """By group and place: of each branch of what was trained on, the rewards of its turns."""
+    found: dict[tuple[int, int], list[list[float]]] = {}
+    for batch, _ in archive.read(run.folder, 0):
+        for taken in batch.groups:
+            trajectories = archive.open_group(taken).trajectories
+            ends = np.cumsum([len(t.tokens) for t in trajectories])
+            for t, values in zip(trajectories, np.split(taken.columns["reward/environment"], ends[:-1]), strict=True):
+                last = np.diff([*t.loss_mask.astype(int), 0]) == -1
+                assert not values[~last].any(), "rewards lie where turns end"
+                found.setdefault((taken.number, t.session), []).append(values[last].tolist())
+    return found
+
+
+def place_of(session: str) -> tuple[int, int]:
+    """Its group, and where in it."""
+    _, number, place, _ = session.split("-")
+    return int(number), int(place)
+
+
+def check_rewards(run: Run, heard: dict[str, list[Reply]]) -> None:
+    """What agents have said is in the column: a session's sum in each of its branches, a turn's where it ends."""
+    found, checked = rewarded(run), 0
+    for session, (first, second) in heard.items():
+        branches = found.get(place_of(session), [])  # none: its group was not trained on
+        turns = [worth(first) / 2, worth(second)]
+        assert branches in ([], [turns], [[sum(turns)], [sum(turns)]]), (session, branches, turns)
+        checked += bool(branches)
+    assert checked > 50
+
+
 def test_agents_are_trained_on_what_they_were_served(tmp_path: Path) -> None:
     run = Run(tmp_path, TINY, CONFIG)
     agents = Agents(run.folder, 8)
@@ -123,6 +161,7 @@ def test_agents_are_trained_on_what_they_were_served(tmp_path: Path) -> None:
     assert summary["groups_finished_logged"] >= 24, "the audit compares with what gateways have finished"
     assert all(row["turns"] >= 1 for row in steps_of(run.folder))
     check_tokens(run, agents.heard, all_heard=True)
+    check_rewards(run, agents.heard)
 
 
 def free_ports() -> list[str]:
@@ -149,22 +188,27 @@ def test_killed_processes_cost_agents_time_alone(tmp_path: Path) -> None:
     assert summary["steps"] == 40 and summary["restarts"] >= 4
     assert agents.lost <= 8, "a session that was open is gone on with"
     check_tokens(run, agents.heard, all_heard=False)
+    check_rewards(run, agents.heard)
 
 
 @pytest.mark.chaos
 def test_the_only_agent_goes_on_with_its_session_when_its_gateway_has_died(tmp_path: Path) -> None:
-    """Also where it thinks for longer than a new gateway waits for what it does not know."""
+    """Also where it thinks for longer than a new gateway waits for what it does not know. What it has said of a turn is
+    not lost."""
     run = Run(tmp_path, [*TINY, *free_ports()], CONFIG)
     with penstock.AgentClient(run.folder) as client, client.session(wait_s=120) as session:
         asked = [{"role": "user", "content": session.task.text}]
         first = session.chat(asked)
+        session.reward(0.25, turn=first.turn)
         run.actors()["gateway-0"].kill()
         time.sleep(25)  # SETTLING_S, and what it takes to start
         second = session.chat([*asked, first.message, {"role": "user", "content": "ba="}])
         assert second.turn == first.turn + 1
         session.finish(reward=1.0)
-    run.process.terminate()
-    run.process.wait(60)
+    agents = Agents(run.folder, 8)  # they play the rest
+    run.wait(240)
+    agents.join(60)
+    assert rewarded(run)[place_of(session.id)] == [[0.25, 1.0]]
 
 
 def another_client(folder: Path) -> subprocess.Popen[bytes]:
@@ -214,6 +258,7 @@ def test_broker_store_and_clients_killed_in_the_middle_of_turns(tmp_path: Path) 
     check_promises(summary)
     assert summary["steps"] == 60 and summary["lag_max_seen"] <= 2
     check_tokens(run, agents.heard, all_heard=False)
+    check_rewards(run, agents.heard)
 
 
 @pytest.mark.learning

@@ -20,6 +20,7 @@ from tests.e2e.runs import ROOT, Run, check_promises
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
 TENSOR, SEQUENCE = ([f"trainer.{kind}_parallel=2", "trainer.ranks=2"] for kind in ("tensor", "sequence"))
 ALONE = ["trainer.lora={rank: 16, publish: adapter}"]
+MUON = ["trainer.optimizer.type=muon"]
 PLAIN = ["loss={type: reinforce}", "correction={type: truncated}"]
 METHODS = {
     "dapo": ["loss={type: ppo_clip, clip_high: 0.28}"],
@@ -54,8 +55,10 @@ METHODS = {
 }
 
 
-def test_ppo_with_a_critic_lifts_the_reward(tmp_path: Path) -> None:
-    summary = Run(tmp_path, [], ROOT / "configs" / "ppo.yaml").wait(500)
+@pytest.mark.parametrize("chosen", [[], ["preset=vapo", "advantage.length_alpha=1.0"]], ids=["ppo", "vapo"])
+def test_ppo_with_a_critic_lifts_the_reward(chosen: list[str], tmp_path: Path) -> None:
+    given = [f"trainer.algorithm.{choice}" for choice in chosen]
+    summary = Run(tmp_path, given, ROOT / "configs" / "ppo.yaml").wait(500)
     check_promises(summary)
     assert summary["reward_last"] >= 0.85 and summary["eval_after"] >= 0.95
 
@@ -129,9 +132,10 @@ def test_a_policy_that_can_read_a_good_answer_teaches_itself(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "shape", [["trainer.lora.rank=16"], ["trainer.ranks=2"], TENSOR, SEQUENCE, ["trainer.lora.variant=dora"], ALONE]
+    "shape",
+    [["trainer.lora.rank=16"], ["trainer.ranks=2"], TENSOR, SEQUENCE, ["trainer.lora.variant=dora"], ALONE, MUON],
 )
-def test_an_adapter_and_two_ranks_learn_as_well(shape: list[str], tmp_path: Path) -> None:
+def test_an_adapter_two_ranks_and_muon_learn_as_well(shape: list[str], tmp_path: Path) -> None:
     rate = ["trainer.optimizer.lr=3e-3"] if "lora" in shape[0] else []
     run = Run(tmp_path, [*shape, *rate])
     summary = run.wait(500)

@@ -34,7 +34,8 @@ FIELDS = """
 
 
 def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*WHOLE, "run.trackers=[tensorboard]", "prompts.eval_every=3", "trainer.profile_steps=[4]"])
+    watched = ["run.trackers=[tensorboard]", "run.tracker_samples=2"]
+    run = Run(tmp_path, [*WHOLE, *watched, "prompts.eval_every=3", "trainer.profile_steps=[4]"])
     summary = run.wait()
     check_promises(summary)
     assert set(FIELDS) <= summary.keys()
@@ -44,7 +45,8 @@ def test_a_short_run_leaves_everything_it_should(tmp_path: Path) -> None:
     assert page["summary"]["outcome"] == "complete" and page["steps"]["step"] == list(range(6))
     actors = set(page["beats"]["actors"])  # of a run so short one may have joined after the last look
     assert page["groups"] and page["loads"]["version"] and "trainer" in actors and {"rollout-0", "rollout-1"} & actors
-    assert (run.folder / "samples.jsonl").read_text() and list((run.folder / "tensorboard").iterdir())
+    (events,) = (run.folder / "tensorboard").iterdir()
+    assert (run.folder / "samples.jsonl").read_text() and events.read_bytes().count(b"samples/text_summary") == 6
     lines = (run.folder / "logs" / "trainer.jsonl").read_text().splitlines()
     assert all({"run", "actor", "event"} <= json.loads(line).keys() for line in lines)
     assert not undocumented(run.folder)
@@ -192,7 +194,9 @@ def test_a_mixture_of_sources_has_a_curve_for_each(tmp_path: Path) -> None:
         [
             *SHORT, "prompts.eval=null",
             f"prompts.train={{type: mix, sources: {parts}, weights: {{short: 3, long: 1}}}}",
-            "reward.functions=[{function: 'tests.e2e.rewards:by_source'}]", "replay.samples=all",
+            "reward.functions=[{function: 'tests.e2e.rewards:by_source', name: brief, sources: [short]}, "
+            "{function: 'tests.e2e.rewards:by_source', name: slow, sources: [long]}, {function: length, weight: 0}]",
+            "replay.samples=all",
         ],
     )  # fmt: skip
     check_promises(run.wait())
@@ -202,6 +206,10 @@ def test_a_mixture_of_sources_has_a_curve_for_each(tmp_path: Path) -> None:
     short = [row["source"] == "short" for row in rows]
     assert 0.6 < sum(short) / len(short) < 0.9
     assert all(len(row["truth"]) == 4 for row in rows if row["source"] == "short")
+    for row in rows:  # each is judged by its own function alone, and what is asked of all is there
+        asked, other = ("brief", "slow") if row["source"] == "short" else ("slow", "brief")
+        assert row["reward"] == row[f"reward/{asked}"] and f"reward/{other}" not in row and row["reward/length"] > 0
+    assert all(row["reward/brief"] == pytest.approx(row["source/short"]) for row in steps_of(run.folder))
 
 
 def test_a_reward_that_always_fails_ends_the_run_and_says_why(tmp_path: Path) -> None:

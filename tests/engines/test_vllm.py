@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
+from penstock.services.modeling.head import compute_head_in
+from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig
 from penstock.services.rollout.engines.base import Completion, EngineError, Refusal
@@ -104,6 +106,31 @@ def check_tokens(bench: Workbench, version: int, random: np.random.Generator) ->
     for completion in bench.run(*requests.values()):
         wanted = bench.expected(requests[completion.number].tokens, completion, version)
         np.testing.assert_allclose(completion.logprobs, wanted, atol=CLOSE)
+
+
+@pytest.mark.slow
+def test_the_head_is_fp32_beside_a_model_in_bf16_and_follows_each_version(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    models = [model.to(torch.bfloat16) for model in make_models(folder)]
+    for model in models:
+        compute_head_in(model, "float32")
+    patient = {**OPTIONS, "deadline_s": 60}  # what it compiles for bf16 at first takes a while
+    bench = Workbench(folder, models, patient, SamplingConfig(), dtype="bfloat16", head_dtype="float32")
+    random = np.random.default_rng(0)
+    try:
+        assert bench.engine.llm.vllm_config.model_config.head_dtype == torch.float32
+        for which in (0, 1, 0):
+            version = bench.publish(which)
+            request = bench.request(random, n=4, max_new_tokens=60)
+            off = [
+                np.abs(each.logprobs - bench.expected(request.tokens, each, version)).mean()
+                for each in bench.run(request)
+            ]
+            assert np.mean(off) <= LOGPROBS["bfloat16"]
+    finally:
+        bench.engine.close()
 
 
 @pytest.mark.slow

@@ -38,13 +38,15 @@ class Workbench:
 
     def __init__(
         self, folder: Path, models: list[Any], options: Mapping[str, Any], sampling: SamplingConfig,
-        adapter_rank: int = 0,
+        adapter_rank: int = 0, dtype: str = "float32", head_dtype: str | None = None,
     ) -> None:  # fmt: skip
         self.models = models
         config: Any = TypeAdapter(EngineConfig).validate_python(options)
         self.text = Tokenizer(str(folder))
         rollout = RolloutConfig(engine=config, sampling=sampling)
-        self.engine: Engine = make_engine(rollout, str(folder), "float32", self.text, adapter_rank=adapter_rank)
+        self.engine: Engine = make_engine(
+            rollout, str(folder), dtype, self.text, adapter_rank=adapter_rank, head_dtype=head_dtype
+        )
         self.stop_ids = {1}
         self.vocabulary = models[0].config.vocab_size
         self.version = -1

@@ -73,10 +73,10 @@ def test_a_turn_is_said_again_less_often_than_what_is_small(
     monkeypatch.setattr(mailbox, "RESEND_S", 0.2)
     made = gateway(tmp_path, tokenizers[True], model, broker, {"type": "torch"})
     empty, key = as_bytes(b""), TurnKey(purpose="train", number=0, place=0, turn=0)
-    made._desk._ask(Note(purpose="train", number=0, name="session.0", data=empty), 60)
+    made._desk._records._ask(Note(purpose="train", number=0, name="session.0", data=empty), 60)
     prompt = as_bytes(np.ones(4, np.int32).tobytes())
     turn = TurnRequest(key=key, prompt=prompt, sampling=Sampling(), stream=0, note=empty)
-    made._desk._ask(turn, 60)
+    made._desk._policy._say(turn, 60)
 
     def heard(kind: type[object]) -> int:
         return sum(isinstance(message, kind) for _, _, message in broker.seen)

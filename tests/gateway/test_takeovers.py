@@ -171,8 +171,8 @@ class Away:
     """A broker that answers `Note`s when it is back, in the order in which they were said."""
 
     def __init__(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._ask, self._waiting = house.desk._ask, list[tuple[Any, Future[Any]]]()
-        monkeypatch.setattr(house.desk, "_ask", self._say)
+        self._ask, self._waiting = house.desk._records._ask, list[tuple[Any, Future[Any]]]()
+        monkeypatch.setattr(house.desk._records, "_ask", self._say)
 
     def _say(self, message: Any, deadline_s: float) -> Future[Any]:
         self._waiting.append((message, Future()))
@@ -261,7 +261,7 @@ def test_a_session_is_free_also_where_the_broker_cannot_be_told(house: House, mo
             raise AgentError(503, "broker_away", "the broker does not answer; ask again", 5.0)
 
         with monkeypatch.context() as patched:
-            patched.setattr(house.desk, "_note", away)
+            patched.setattr(house.desk._records, "keep", away)
             with pytest.raises(AgentError):
                 await house.desk.abandon(held, "given up")
         assert (await house.desk.open(1)).id == "train-0-0-1"

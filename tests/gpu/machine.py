@@ -13,12 +13,6 @@ from penstock.services.runtime.gpus import visible_gpus
 GIB = float(1 << 30)
 STANDS_FOR = {"nccl": "gloo", "cuda_ipc": "shm"}
 
-PEAK_TFLOPS = {
-    "B200": 2250, "H200": 989, "H100": 989, "GH200": 989, "H800": 989, "H20": 148, "A100": 312, "A800": 312,
-    "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "A6000": 155, "4090": 165, "5090": 210, "3090": 71,
-}  # fmt: skip
-"""Dense bf16 by NVIDIA's data sheets, the longer names first."""
-
 
 class Machine:
     """``rehearsed``: on the CPU."""
@@ -48,10 +42,3 @@ class Machine:
     def peak_gib(self) -> float:
         """What the allocator had at most, what it lost between blocks included; 0 in a rehearsal."""
         return 0.0 if self.rehearsed else torch.cuda.max_memory_reserved(self.device) / GIB
-
-    def peak_tflops(self) -> float | None:
-        """Of one GPU in bf16; None where its name is not known."""
-        if self.rehearsed:
-            return None
-        name = torch.cuda.get_device_name(self.device)
-        return next((float(peak) for known, peak in PEAK_TFLOPS.items() if known in name), None)

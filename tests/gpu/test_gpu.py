@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
-from penstock.services.modeling import attention
+from penstock.services.modeling import attention, head
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
@@ -54,6 +54,30 @@ def test_the_digest_is_the_processors(cuda: torch.device, note: Note) -> None:
     digests.bucket(on_gpu)
     torch.cuda.synchronize()
     note("digest of 256 MiB on the GPU", f"{data.numel() / (time.monotonic() - started) / 1e9:.0f} GB/s")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_head_makes_fp32_of_16_bits_without_a_copy(cuda: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator(cuda).manual_seed(0)
+    hidden, weight = (
+        torch.randn(*shape, device=cuda, generator=generator).to(dtype).requires_grad_()
+        for shape in ((3, 100, 512), (50_000, 512))
+    )
+    assert head.linear(hidden[:, :0], weight).shape == (3, 0, 50_000)
+    head.linear(hidden[:, :1], weight)  # the library's workspace stays
+    torch.cuda.reset_peak_memory_stats(cuda)
+    before = torch.cuda.memory_allocated(cuda)
+    logits = head.linear(hidden, weight)
+    assert logits.dtype == torch.float32
+    assert torch.cuda.max_memory_allocated(cuda) - before < logits.nbytes + weight.nbytes, "fp32 would be twice that"
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    exact = torch.nn.functional.linear(*wide)
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-4, atol=1e-3)
+    upstream = torch.randn(logits.shape, device=cuda, generator=generator)
+    mine = torch.autograd.grad(logits, (hidden, weight), upstream)
+    for one, wanted in zip(mine, torch.autograd.grad(exact, wide, upstream.double()), strict=True):
+        assert one.dtype == dtype
+        assert float((one.double() - wanted).norm() / wanted.norm()) < 0.01
 
 
 def test_flash_attention_over_packed_rows_is_the_loop(cuda: torch.device) -> None:

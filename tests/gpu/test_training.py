@@ -78,13 +78,11 @@ def test_the_peak_is_the_plans_and_the_gpu_is_busy(
     machine.settle()
     seconds = (time.monotonic() - started) / len(steps[1:])
     unique = len(steps[1].trajectories) // 8 * (PROMPT + 8 * ANSWER)  # a prompt is computed once
-    parameters = sum(p.numel() for p in learner.parameters.values())
-    teraflops = 6 * parameters * unique / seconds / 1e12
-    peak = machine.peak_tflops()
-    share = f", MFU {teraflops / peak:.0%} of {peak:.0f}" if peak else ""
+    teraflops = learner.flops.total / seconds / 1e12  # of the last step: they are of one size
+    share = f", MFU {found['mfu']:.0%}" if (found := learner.flops.metrics(seconds, 1)) else ""
     note("trainer, 0.5 B, one GPU", f"{unique / seconds:,.0f} tokens/s, {teraflops:.1f} TFLOP/s{share}")
     if not machine.rehearsed:
         stage = 2 * shape.parameters / GIB  # the plan counts a version that is being published; none is, here
-        plan, found = trainer_gib(shape, config.trainer) - OVERHEAD_GIB - stage, machine.peak_gib()
-        note("peak of the allocator beside the plan", f"{found:.1f} GiB, planned {plan:.1f}: {found / plan:.2f}")
-        assert found == pytest.approx(plan, rel=0.15)
+        plan, peak = trainer_gib(shape, config.trainer) - OVERHEAD_GIB - stage, machine.peak_gib()
+        note("peak of the allocator beside the plan", f"{peak:.1f} GiB, planned {plan:.1f}: {peak / plan:.2f}")
+        assert peak == pytest.approx(plan, rel=0.15)

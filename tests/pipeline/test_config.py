@@ -46,6 +46,7 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ("gate.window=100", "gate: window=100 with groups_per_step=32 needs max_lag >= 4, got 2"),
         ("rollout.sampling.n=1", "rollout.sampling.n must be at least 2"),
         ("rollout.sampling.routing_replay=true", "there are no experts; set model.experts"),
+        ("model.head_dtype=bfloat16", "model.head_dtype: Input should be 'float32'"),
         ("model.kv_heads=3", "model: kv_heads=3 does not divide heads=4; set it to a divisor"),
         ("model.head_dim=33", "model: head_dim=33 is odd"),
         ("model={type: tiny, experts: 4, experts_per_token: 8}", "model: experts_per_token=8 is more than experts=4"),
@@ -63,10 +64,20 @@ def test_shipped_configs_survive_a_round_trip(path: Path) -> None:
         ),
         ("prompts.train={type: sorted}", "prompts.train: type is 'sorted', but must be one of 'sort', 'hub',"),
         ("prompts.train={type: sorted}", "did you mean 'sort'?"),
+        (
+            "replay.filter=ranges",
+            "replay.filter: type is 'ranges', but must be one of 'none', 'zero_variance', 'range'",
+        ),
+        ("replay.filter=column", "replay.filter: 'column' is no section; give {type: column}"),
+        ("replay.filter={type: range, low: 1}", "replay.filter: low=1 is not below high=1: every group would be left"),
+        ("replay.filter={type: range, column: reward/exact}", "no scorer writes a column 'reward/exact'; did you mean"),
+        ("replay.filter={type: column, column: values}", "replay.filter.column: values is written when a step has"),
         ("nonsense", "is not of the form dotted.key=value"),
         ("trainer.steps=true", "trainer: steps=true is no number"),
         ("trainer.steps=1:30", "trainer.steps: Input should be a valid integer"),
         ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr: Input should be a finite number"),
+        ("trainer.optimizer.momentum=0.9", "trainer.optimizer: momentum is a key of type=muon alone; set that, or"),
+        ("trainer.optimizer={type: muon, moments: 8bit}", "trainer.optimizer: moments=8bit: muon keeps its means in"),
         ("gate.max_lag.x=1", "gate.max_lag is a value, not a section"),
         ("rollout.engine={type: torch, type: vllm}", "the value, line 1: 'type' is given twice"),
         ("run.name=2024-13-45", "the value cannot be read: month must be in 1..12; put text in quotes"),
@@ -172,6 +183,26 @@ def test_who_cannot_share_devices_is_named(overrides: list[str], message: str) -
     with pytest.raises(ConfigError) as caught:
         load(QUICKSTART, ["run.placement=colocated", *overrides])
     assert message in str(caught.value)
+
+
+def test_an_engine_that_cannot_be_told_of_the_head_has_to_say_that_it_has_it() -> None:
+    def engine(name: str, head: str | None) -> str:
+        return f"rollout.engine={{type: plugin, name: '{name}', options: {{head_dtype: {head or 'null'}}}}}"
+
+    wide, narrow = "model.head_dtype=float32", "model.head_dtype=null"
+    for chosen, message in (
+        ((wide, engine("openai", None)), """was started: start it with --hf-overrides '{"head_dtype": "float32"}'"""),
+        ((wide, engine("sglang", None)), "--enable-fp32-lm-head, and say so by rollout.engine.options.head_dtype="),
+        ((wide, engine("mine:Engine", None)), "an engine of your own (mine:Engine) has to compute logits so, too"),
+        ((narrow, engine("openai", "float32")), "would compute logits in bfloat16; set model.head_dtype=float32 too"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(QUICKSTART, ["model.dtype=bfloat16", *chosen])
+        assert message in str(caught.value)
+        load(QUICKSTART, ["model.dtype=float32", *chosen])  # of which it changes nothing
+    for name in ("openai", "sglang", "mine:Engine"):
+        load(QUICKSTART, ["model.dtype=bfloat16", wide, engine(name, "float32")])
+    load(QUICKSTART, ["model.dtype=bfloat16", narrow, engine("mine:Engine", "float32")])  # its options are its own
 
 
 def test_a_missing_file_and_bad_yaml_are_named(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from penstock.pipeline.resources.step_time import Load, train_s
 from penstock.pipeline.resources.trainer_memory import OVERHEAD_GIB, keeps_whole_gradients, trainer_gib
 from penstock.pipeline.simulate.costs import Costs
 from penstock.pipeline.simulate.world import World
+from penstock.services.learning.config import OptimizerConfig
 from penstock.services.runtime import registry
 from penstock.services.trainer.config import TrainerConfig
 
@@ -60,7 +61,9 @@ def test_parameters_are_those_of_the_real_models() -> None:
          ("8b", "trainer.ranks=8 trainer.gradient_checkpointing=false trainer.tokens_per_micro_batch=4096"),
          ("8b", "trainer.ranks=1 model.dtype=float32 trainer.tokens_per_micro_batch=4096"),
          ("8b", "trainer.ranks=8 model.dtype=float32 trainer.tokens_per_micro_batch=4096"),
-         ("3b", "trainer.ranks=4 trainer.sum_gradients=step"), ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
+         ("8b", "trainer.ranks=8 trainer.tokens_per_micro_batch=64 trainer.optimizer.type=muon"),
+         ("3b", "trainer.ranks=4 trainer.sum_gradients=step model.head_dtype=float32"),
+         ("0.5b", "trainer.lora.targets=[q_proj,v_proj]"),
          ("8b", "trainer.ranks=16 trainer.replicas=2 trainer.sequence_parallel=2"), ("30b-a3b", ""),
          ("8b", "trainer.ranks=8 trainer.pipeline_parallel=4 trainer.gradient_checkpointing=selective")))],
 )  # fmt: skip
@@ -121,6 +124,19 @@ def test_a_step_with_several_updates_takes_a_forward_pass_more() -> None:
     }  # fmt: skip
     assert more["interpolated"] == pytest.approx(1.0, abs=0.02)
     assert 1.2 < more["proximal"] < 1.35, "a forward beside a forward, a backward and what is computed again"
+
+
+def test_muon_keeps_half_as_much_but_of_the_ends_and_computes_more() -> None:
+    config = load(Path("configs/grpo-8b.yaml"))
+    shape, (_, device) = shape_of(config), devices_of("8xH100")
+    assert shape
+    muon = config.trainer.model_copy(update={"optimizer": OptimizerConfig(type="muon")})
+    less = trainer_gib(shape, config.trainer) - trainer_gib(shape, muon)
+    assert less == pytest.approx(4 * (shape.parameters - shape.ends) / config.trainer.ranks / 2**30)
+    more = train_s(shape, muon, Load(1e6, 1500.0), device) - train_s(shape, config.trainer, Load(1e6, 1500.0), device)
+    inner, wide = 4096, 12288  # of the three that are most of it, on 0.35 of 989 TFLOP/s, over the ranks
+    flops = 5 * 36 * 3 * (4 * inner**2 * wide + 2 * inner**3)
+    assert 1.0 < more / (flops / config.trainer.ranks / (0.35 * 989e12)) < 1.5
 
 
 def test_why_a_layout_is_the_first_is_said() -> None:

@@ -69,6 +69,7 @@ def test_a_file_that_is_given_again_is_read_anew_under_the_old_overrides(folder:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("trainer.optimizer.type=muon", r'trainer\.optimizer\.type: "muon", but the run began with "adamw"'),
         ("run.seed=7", r"run\.seed: 7, but the run began with 0"),
         ("prompts.train.size=10", r"prompts\.train\.size: 10, but the run began with 100000"),
         ("model.hidden_size=64", r"model\.hidden_size: 64, but the run began with 128"),

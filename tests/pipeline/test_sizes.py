@@ -10,7 +10,8 @@ import pytest
 
 from penstock.pipeline.config import load
 from penstock.pipeline.resources.memory import plan
-from penstock.pipeline.resources.model_shape import Shape, shape_of
+from penstock.pipeline.resources.model_shape import shape_of
+from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.families import PLAIN, STAGED, TIED
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import load_config

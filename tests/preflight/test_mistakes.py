@@ -81,6 +81,15 @@ def rows():
     return [penstock.Prompt(index=0, text="1+1=", truth="2")]
 
 
+def of_two():
+    return [penstock.Prompt(index=0, text="1+1=", truth="2", source="a"),
+            penstock.Prompt(index=1, text="2+3=", truth="5", source="b")]
+
+
+def raises_on_5(response, truth):
+    return 1.0 if truth == "2" else {}["five"]
+
+
 def dicts():
     return [{"prompt": "1+1="}]
 
@@ -126,6 +135,19 @@ class NoScorer:
     pass
 
 
+class Bored:
+    def log(self, values):
+        pass
+
+
+class Wants:
+    def __init__(self, folder, url):
+        pass
+
+    def log(self, step, values):
+        pass
+
+
 def none_metric(old_log_prob, log_prob, advantages, mask, importance_weights=None):
     return -log_prob * advantages, {"x": None}
 
@@ -144,7 +166,9 @@ def in_place(old_log_prob, log_prob, advantages, mask, importance_weights=None):
 not_callable = 3
 '''
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'mine:{}'}}"
+TEACHER = "scorers={{maths: {{scorer: teacher, columns: {{maths: token}}, options: {{{}}}}}}}"
 REWARD = "reward.functions=[{{function: '{}'}}]"
+MIXED = "prompts.train={type: mix, sources: {sums: {type: sort}, words: {type: sort}}}"
 
 
 @dataclass(frozen=True)
@@ -173,7 +197,18 @@ MISTAKES = [
       overrides=["trainer.algorithm.correction={type: truncated}"]),
     m("wandb without a key", "run.trackers: wandb has no key here; run: wandb login, or set WANDB_API_KEY",
       overrides=["run.trackers=[wandb]"]),
-    m("a tracker that nobody knows", "run.trackers.0", "tensorboard", overrides=["run.trackers=[comet]"]),
+    m("a tracker that nobody knows", "run.trackers.0: 'wandbb' is none of tensorboard", "did you mean 'wandb'?",
+      overrides=["run.trackers=[wandbb]"]),
+    m("a tracker that is not installed", "run.trackers: swanlab is not installed; run: ", "swanlab]",
+      overrides=["run.trackers=[swanlab]"]),
+    m("a tracker that is not there", "run.trackers: cannot load 'mine:Board' as module:name", "did you mean 'Bored'?",
+      overrides=["run.trackers=['mine:Board']"]),
+    m("a tracker without log", "run.trackers: mine:NoScorer has no method log(step, values)",
+      overrides=["run.trackers=['mine:NoScorer']"]),
+    m("a tracker that takes no step", "run.trackers: mine:Bored.log cannot be called with (step, values)",
+      overrides=["run.trackers=['mine:Bored']"]),
+    m("a tracker that wants more", "run.trackers: mine:Wants asks for url; it may ask for folder, project, config",
+      overrides=["run.trackers=['mine:Wants']"]),
     m("an adapter that is not there", "trainer.lora.start: nowhere has no adapter_config.json, so it is no adapter",
       overrides=["trainer.lora={start: nowhere}"]),
     m("an adapter of another rank", "trainer.lora.rank=4: the adapter in ", "adapter has rank 8; set",
@@ -280,6 +315,10 @@ MISTAKES = [
       "set trainer.gradient_checkpointing=true", overrides=["trainer.offload_activations=true"]),
     m("weights that are sent from where they do not lie", "weights.transport: nccl sends weights that lie on a GPU",
       "use auto", overrides=["trainer.offload=true", "weights.transport=nccl"]),
+    m("a teacher that is not there", "scorers.maths.options.path: no such folder: /nope/x",
+      overrides=[TEACHER.format("path: /nope/x, column: maths")]),
+    m("a teacher that writes another column", "scorers.maths: it writes the column 'teacher' (options.column), and its",
+      "columns are maths", overrides=[TEACHER.format("path: a/b")]),
     m("costs that nobody pays", "constraints: it is taken off the reward, and advantage=gdpo has no use for that",
       overrides=["trainer.algorithm.advantage={type: gdpo, components: {reward/exact_match: 1.0}}",
                  "trainer.algorithm.constraints=[{column: reward/exact_match, limit: 1}]"]),
@@ -358,6 +397,10 @@ MISTAKES = [
       overrides=["reference.path=/nowhere/model", "trainer.algorithm.kl.coefficient=0.1"]),
     m("an engine that is not there", "rollout.engine.name: 'nothing' is not of the form module:name",
       overrides=["rollout.engine={type: plugin, name: nothing}"]),
+    m("a key of another optimizer", "trainer.optimizer: momentum is a key of type=muon alone",
+      overrides=["trainer.optimizer.momentum=0.9"]),
+    m("a head that a server was not started with", "model.head_dtype=float32: a server over HTTP (openai) computes",
+      overrides=["model.dtype=bfloat16", "model.head_dtype=float32", "rollout.engine={type: plugin, name: openai}"]),
     m("a device of another kind", "trainer.device: 'gpu' is none of auto, cpu, cuda", overrides=["trainer.device=gpu"]),
     m("a device that is not there", "trainer.device: cuda is asked for, and there is no GPU here",
       overrides=["trainer.device=cuda"]),
@@ -376,6 +419,17 @@ MISTAKES = [
       overrides=["prompts.best_by=aime"]),
     m("a mixture with a weight too many", "weights: each of sources has one, and nothing else has; look at odd",
       overrides=["prompts.train={type: mix, sources: {one: {type: sort}}, weights: {one: 1, odd: 2}}"]),
+    m("a filter by a column that is not there", "replay.filter.column: no scorer writes a column 'reward/exact'; did y",
+      overrides=["replay.filter={type: range, column: reward/exact}"]),
+    m("a source that nobody judges", "prompts.train: no reward is made for the source 'words'", "(sources: [])",
+      overrides=[MIXED, "reward.functions=[{function: exact_match, sources: [sums]}, {function: length, weight: 0}]"]),
+    m("rows of a source that nobody judges", "prompts.train: no reward is made for rows of the source 'b', of which th",
+      overrides=["prompts.train={type: custom, function: 'mine:of_two'}",
+                 "reward.functions=[{function: exact_match, sources: [a]}]"]),
+    m("a reward that raises on rows of its own source", "reward.functions.1: mine:raises_on_5, called on row 1",
+      overrides=["prompts.train={type: custom, function: 'mine:of_two'}",
+                 "reward.functions=[{function: exact_match, sources: [a]}, "
+                 "{function: 'mine:raises_on_5', sources: [b]}]"]),
     m("several mistakes", "prompts.train.prompt_key: no column 'x'", "has no 'best'", "mine:buggy_loss",
       overrides=["prompts.train.prompt_key=x", REWARD.format("mine:best"), LOSS.format("buggy_loss")]),
 ]  # fmt: skip

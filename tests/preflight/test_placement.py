@@ -10,13 +10,13 @@ from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError, load
 from penstock.pipeline.resources.choice import choose
-from penstock.pipeline.resources.devices import DEVICES, device_called
 from penstock.pipeline.resources.memory import plan
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.trainer_memory import trainer_gib
 from penstock.pipeline.run.folder import begin
 from penstock.pipeline.run.start import laid_out, start
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.gpu_kinds import DEVICES, device_called
 from tests.e2e.runs import QUICKSTART, ROOT
 from tests.preflight.nvml import FakeNvml
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,18 @@ from transformers import (
 
 from penstock.pipeline.bench.fake_memory import ROUND, Memory
 from penstock.protocols.experience import Sampling
+from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import attention_of
+from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Engine, Request, RequestError
+from penstock.services.rollout.engines.torch import engine as engine_module
 from penstock.services.rollout.engines.torch import transformers_model
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.native import NativeModel
 from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
+from penstock.services.rollout.engines.torch.sampling import sample
 from penstock.services.weights.layout import make_layout, view_weights
 from tests.conftest import TINY
 
@@ -114,6 +119,35 @@ def test_logprobs_are_those_of_transformers(family: str) -> None:
         np.testing.assert_allclose(
             completion.logprobs, expected_logprobs(model, request.tokens, completion.tokens), atol=1e-4
         )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma2", "gpt2", "mamba"])
+def test_in_bf16_logits_are_fp32_where_the_head_is(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way to run a model: natively, hosted, with a soft cap, recomputed; when it prefills, decodes and scores."""
+    model = make(family).to(torch.bfloat16)
+    options, weights = TorchEngineConfig(max_sequences=16, max_length=64), dict(model.named_parameters())
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(engine_module, "sample", lambda *given: made.append(given[0]) or sample(*given))
+
+    def rounded(logits: torch.Tensor) -> float:
+        return float((logits.bfloat16().float() == logits).float().mean())
+
+    for head in (None, "float32"):
+        config = deepcopy(model.config)  # transformers notes the dtype there, and other tests have the same one
+        engine = TorchEngine(options, config, "bfloat16", set(), lambda ids: "", head)
+        compute_head_in(model, head)
+        prepared = engine.prepare(weights)
+        engine.swap(prepared, 0)
+        made.clear()
+        asked = requests(4, max_new_tokens=6)
+        for request in asked:
+            engine.submit(request)
+        for done in drain(engine):
+            wanted = expected_logprobs(model, asked[done.number].tokens, done.tokens)
+            assert np.abs(done.logprobs - wanted).mean() <= LOGPROBS["bfloat16"]
+        made.append(engine._model.logits(prepared, torch.arange(2, 12)))
+        assert len(made) == 7 and all(logits.dtype == torch.float32 for logits in made)
+        assert all(rounded(logits) < 0.05 if head else rounded(logits) == 1.0 for logits in made)
 
 
 def test_sequences_are_as_long_as_their_positions_do_not_depend_on_who_is_beside_them() -> None:

@@ -33,6 +33,11 @@ VLLM = "rollout.engine={type: vllm, max_length: 32}"
             r"gpu_memory_utilization=90% is no share of a GPU; set it",
         ),
         (["rollout.engine.vllm.gpu_memory_utilization=90"], r"gpu_memory_utilization=90 is no share of a GPU"),
+        (
+            ["rollout.engine.vllm.hf_overrides={head_dtype: float32}"],
+            r"rollout.engine.vllm: hf_overrides.head_dtype is set by model.head_dtype, for the trainer too",
+        ),
+        (["rollout.engine.vllm.hf_overrides=x"], r"hf_overrides='x' is no map of keys of the model's config.json"),
         (["weights.canary_tokens=64"], "weights.canary_tokens=64 exceeds rollout.engine.max_length=32"),
         (["rollout.sampling.top_k=5", "rollout.sampling.temperature=0.7"], "set candidates=true"),
         (["rollout.sampling.top_p=0.9", "rollout.sampling.candidates=true"], "vLLM needs top_k"),

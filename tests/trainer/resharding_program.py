@@ -1,5 +1,5 @@
 """Run under torchrun by test_resharding.py: loads a checkpoint, trains a step, saves. Arguments: the checkpoint, where
-to save, what to compute in, how many steps."""
+to save, what to compute in, how many steps, and by which optimizer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from penstock.services.trainer.learner import Learner
 from tests.trainer.steps import Tokenizer, a_step
 
 CPU = torch.device("cpu")
-CONFIG = TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60})
 
 
-def main(path: Path, target: Path, dtype: str, steps: int) -> Learner:
+def main(path: Path, target: Path, dtype: str, steps: int, optimizer: str) -> Learner:
     world = World.of_torchrun(CPU)
-    learner = Learner(load_trainable(str(path), world, CPU, dtype), CONFIG, 1.0, world)
+    about = {"optimizer": {"type": optimizer, "lr": 1e-3}, "tokens_per_micro_batch": 60}
+    config = TrainerConfig.model_validate(about)
+    learner = Learner(load_trainable(str(path), world, CPU, dtype), config, 1.0, world)
     if (path / "trainer").is_dir():
         checkpoint.restore(learner, path)
     for seed in range(steps):
@@ -35,4 +36,4 @@ def main(path: Path, target: Path, dtype: str, steps: int) -> Learner:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])

@@ -1,7 +1,7 @@
 """Run under torchrun by test_shapes.py: a learner of several ranks beside one of a single process, on the same steps,
 the version that each would publish, and a checkpoint taken up in another shape. Arguments: the folder with the models
 to begin with, start/ and, where experts are dealt out, mixture/; what the config says of each shape, by name, as JSON,
-and what ``model`` it begins with; and on what device to compute."""
+what ``model`` it begins with, and whether it is ``bf16`` with the head in fp32; and on what device to compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from penstock.protocols.digests import Gmac
 from penstock.protocols.versions import digests_of
-from penstock.services.learning import checkpoint
+from penstock.services.learning import checkpoint, muon
 from penstock.services.modeling.parallel.fsdp import forward, full
 from penstock.services.modeling.parallel.tensor import is_turned, sum_partial
 from penstock.services.modeling.parallel.world import Shape, World, local_device
@@ -35,6 +35,7 @@ from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.weights.byte_views import as_memory
 from penstock.services.weights.sender.shard_exporter import ShardExporter
+from tests.trainer.head_shapes import check_head
 from tests.trainer.steps import Tokenizer, a_step
 
 COMMON = {
@@ -65,13 +66,16 @@ def whole_weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def check(folder: Path, given: dict[str, Any], kind: str) -> None:
-    model_name = given.pop("model", "start")
+    model_name, rounds = given.pop("model", "start"), given.pop("bf16", False)
     config = TrainerConfig.model_validate(COMMON | given)
-    alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora",)})
+    alone = TrainerConfig.model_validate(COMMON | {k: v for k, v in given.items() if k in ("lora", "optimizer")})
     device = local_device(torch.device(kind), "trainer")
     world, single = World.of_torchrun(device, Shape.of(config)), World(device)
     mixture = world.shape.expert > 1
     start = str(folder.parent / ("mixture" if mixture else model_name))
+    if rounds:
+        check_head(start, config, alone, world, single)
+        return
 
     def learn(path: str, config: TrainerConfig, world: World) -> Learner:
         model = load_policy(path, start, world, "float32", config.lora, config.offload)
@@ -99,6 +103,8 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
             assert off <= 1e-5, (name, off)
         of_ranks, of_one = Judgements(step), Judgements(step)
         mine, other = cut.train(step, judgements=of_ranks), plain.train(step, judgements=of_one)
+        assert cut.flops.total == pytest.approx(plain.flops.total), "of all ranks, each pass once"
+        assert bool(plain.flops.total) != mixture, "not of one with a dense layer, whose sizes are not known"
         np.testing.assert_allclose(of_ranks.values(world), of_one.values(single), atol=1e-4)
         assert np.count_nonzero(of_one.values(single)[0]) == sum(t.sampled for t in step.trajectories)
         layers = [key for key in other if key.startswith("layer/")]
@@ -149,7 +155,8 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         assert version_of(again) == version_of(cut), "as it was saved"
         for name, parameter in cut.parameters.items():
             one, two = cut.optimizer.state[parameter], again.optimizer.state[again.parameters[name]]
-            assert torch.equal(full(one["exp_avg_sq"]).cpu(), full(two["exp_avg_sq"]).cpu()), name
+            assert one.keys() == two.keys()
+            assert all(torch.equal(full(one[key]).cpu(), full(two[key]).cpu()) for key in one), name
 
 
 def check_rest(learner: Learner) -> int:
@@ -192,6 +199,7 @@ def _logprobs(learner: Learner, rows: Any) -> torch.Tensor:
 
 
 def main(folder: Path, shapes: dict[str, dict[str, Any]], kind: str) -> None:
+    vars(muon)["precision"] = lambda device: torch.float32  # 16 bits make other weights of other rounding
     for number, (name, given) in enumerate(shapes.items()):
         print("shape:", name, flush=True)  # noqa: T201  # the last one is the one that failed
         own = folder / str(number)

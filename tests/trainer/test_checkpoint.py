@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,21 +27,22 @@ from tests.trainer.steps import Tokenizer, a_step
 CPU = torch.device("cpu")
 
 
-def a_learner(model: object, moments: str = "float32") -> Learner:
-    return Learner(model, TrainerConfig.model_validate({"optimizer": {"lr": 1e-3, "moments": moments}}), 1.0)
+def a_learner(model: object, **optimizer: Any) -> Learner:
+    return Learner(model, TrainerConfig.model_validate({"optimizer": {"lr": 1e-3} | optimizer}), 1.0)
 
 
 def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    continues_exactly(tmp_path, "float32")
+    continues_exactly(tmp_path)
 
 
-def continues_exactly(tmp_path: Path, moments: str) -> None:
+def continues_exactly(tmp_path: Path, **optimizer: Any) -> Path:
+    """Returns the checkpoint that was gone on from."""
     torch.manual_seed(0)
-    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)), moments)
+    learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**TINY)), **optimizer)
     for seed in range(3):
         learner.train(a_step(seed))
     path = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=2).begin().result()
-    again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"), moments)
+    again = a_learner(load_trainable(str(path), World(CPU), CPU, "float32"), **optimizer)
     checkpoint.restore(again, path)
     assert again.version == 3
     for one in (learner, again):
@@ -48,6 +50,7 @@ def continues_exactly(tmp_path: Path, moments: str) -> None:
     for (name, a), (_, b) in zip(learner.model.named_parameters(), again.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     assert AutoModelForCausalLM.from_pretrained(path).config.model_type == "qwen3"
+    return path
 
 
 def test_what_a_models_folder_says_of_sampling_is_saved_as_it_was(tmp_path: Path) -> None:
@@ -75,8 +78,14 @@ def test_only_the_newest_are_kept_and_a_torn_one_is_never_seen(tmp_path: Path) -
         saver.begin().result()
         saver.remove_old(spared=[2])
     assert checkpoint.versions(tmp_path) == [2, 4, 5]
-    (tmp_path / ".step-000009.partial").mkdir()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000005"
+    landmarks = checkpoint.Saver(learner, Tokenizer(), tmp_path, keep=1, keep_every=4)
+    for version in (6, 7, 8, 9):
+        learner.version = version
+        landmarks.begin().result()
+        landmarks.remove_old()
+    assert checkpoint.versions(tmp_path) == [4, 8, 9]
+    (tmp_path / ".step-000011.partial").mkdir()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000009"
 
 
 TABLE = ColumnTable(columns=(Column(name="reward", scorer="reward", nullable=True),))
@@ -106,3 +115,6 @@ def test_a_group_that_cannot_be_read_costs_its_step_only_itself() -> None:
     short = TakenGroup(number=2, experience=taken[2].experience, columns={"reward": np.zeros(3, np.float32)})
     step = open_batch(Batch(step=3, seed=0, max_lag=2, groups=[taken[0], torn, short], committed=0), TABLE)
     assert step.unreadable == 2 and step.groups.tolist() == [0] * 4 and step.rewards.tolist() == [0] * 4
+    largest = max(int(t.tokens.max()) for t in step.trajectories)
+    whole = Batch(step=3, seed=0, max_lag=2, groups=taken[:1], committed=0)
+    assert [open_batch(whole, TABLE, vocabulary=largest + more).unreadable for more in (0, 1)] == [1, 0]

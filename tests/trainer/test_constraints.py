@@ -55,6 +55,16 @@ def test_costs_are_taken_off_in_proportion(scores: list[float], one: float, two:
     torch.testing.assert_close(same, rewards)
 
 
+def test_a_cost_that_is_not_known_costs_its_trajectory_alone() -> None:
+    """A group of a run that had no such constraint yet: its multiplier would be NaN for ever."""
+    config = TrainerConfig.model_validate({"algorithm": {"constraints": [LIMIT]}})
+    one, step = Learner(a_model(), config, 1.0), costly(0, 4.0)
+    step.values["cost"][3] = np.nan
+    assert one.train(step)["skipped"] == 0.0
+    assert one.state[NAME] == pytest.approx(0.5 * np.exp(0.1)), "by the others' costs"
+    assert one.train(costly(1, 4.0))["skipped"] == 0.0
+
+
 def test_all_learners_of_a_step_pay_the_same_and_what_lies_on_tokens_adds_up() -> None:
     penalties = Penalties(constraints=(ConstraintConfig.model_validate(LIMIT),))
     states: list[dict[str, float]] = [{}, {}]

@@ -51,3 +51,18 @@ def test_its_mean_is_the_reverse_divergence_turned(seed: int, gamma: float) -> N
     alike = distillation(mask * 0, mask, torch.zeros(1), mine[None, :4], mine[None, :4], weights=[1.0], gamma=gamma,
                          reward=0.0)  # fmt: skip
     assert not alike.any(), "who says the same pulls nowhere"
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31 - 1), asked=st.lists(st.sampled_from([(1, 1), (1, 0), (0, 1), (0, 0)]), min_size=1))
+def test_teachers_of_other_sources_have_no_part_in_a_row(seed: int, asked: list[tuple[int, int]]) -> None:
+    torch.manual_seed(seed)
+    one, two, mine = (-torch.rand(len(asked), 4) for _ in range(3))
+    there = torch.tensor(asked, dtype=torch.bool)
+    given_one, given_two = (part.where(there[:, [i]], torch.nan) for i, part in enumerate((one, two)))
+    mask, weights = torch.ones(len(asked), 4), {"weights": [0.75, 0.5]}
+    found = distillation(mask * 0, mask, mask[:, 0], given_one, given_two, mine, **weights, gamma=0.0, reward=0.0)
+    for row, both in enumerate(asked):
+        parts = [(w, part[row]) for w, part, yes in zip((0.75, 0.5), (one, two), both, strict=True) if yes]
+        said = sum(w * part for w, part in parts) / sum(w for w, _ in parts) if parts else mine[row]
+        torch.testing.assert_close(found[row], said - mine[row])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from penstock.services.learning.checkpoint import MOMENTS
 from penstock.services.learning.eight_bit import in_fp32, quantize
+from penstock.services.learning.optimizer import MOMENTS
 from penstock.services.trainer.learner import Learner
 from tests.conftest import TINY
 from tests.trainer.steps import a_step
@@ -50,13 +50,13 @@ def test_what_was_never_in_8_bits_is_as_near_as_torchao_brings_it(signed: bool) 
 
 
 def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    continues_exactly(tmp_path, "8bit")
+    continues_exactly(tmp_path, moments="8bit")
 
 
 def test_moments_in_8_bits_are_a_quarter_and_nearly_the_same() -> None:
     def trained(moments: str) -> tuple[Learner, int]:
         torch.manual_seed(0)
-        learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**{**TINY, "hidden_size": 64})), moments)
+        learner = a_learner(Qwen3ForCausalLM(Qwen3Config(**{**TINY, "hidden_size": 64})), moments=moments)
         for seed in range(4):
             learner.train(a_step(seed))
         states = [learner.optimizer.state[p] for p in learner.parameters.values() if p.numel() >= 4096]

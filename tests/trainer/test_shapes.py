@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.runs import ROOT
 from tests.trainer.rank_program import a_mixture, a_model
 
+MUON = {"type": "muon", "lr": 1e-2, "weight_decay": 0.1}
 SHAPES: dict[str, dict[str, Any]] = {
     "two replicas of two shards": {"ranks": 4, "replicas": 2},
     "tensor parallel": {"ranks": 2, "tensor_parallel": 2},
@@ -42,12 +43,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "offload_activations": True,
     },
     "pipeline of experts": {"ranks": 4, "pipeline_parallel": 2, "expert_parallel": 2},
+    "the head in fp32, two shards": {"ranks": 2, "bf16": True, "gradient_checkpointing": True},
+    "the head in fp32, tensor parallel": {"ranks": 2, "tensor_parallel": 2, "bf16": True},
+    "the head in fp32, pipeline, tied": {"ranks": 2, "pipeline_parallel": 2, "bf16": True, "model": "tied"},
     "experts": {"ranks": 2, "expert_parallel": 2},
     "experts, an adapter": {"ranks": 2, "expert_parallel": 2, "lora": {"rank": 3}},
     "experts, sequence parallel": {"ranks": 2, "expert_parallel": 2, "sequence_parallel": 2},
     "two replicas of experts": {"ranks": 4, "replicas": 2, "expert_parallel": 2},
     "two shards of experts": {"ranks": 4, "expert_parallel": 2, "gradient_checkpointing": True},
     "experts, tensor parallel": {"ranks": 4, "expert_parallel": 2, "tensor_parallel": 2},
+    "muon on the host, rows that do not divide": {"ranks": 3, "offload": True, "optimizer": MUON},
+    "muon, two shards, tensor parallel": {"ranks": 4, "tensor_parallel": 2, "optimizer": MUON},
+    "muon, pipeline of two replicas, an adapter": {
+        "ranks": 4, "pipeline_parallel": 2, "replicas": 2, "lora": {"rank": 3}, "optimizer": MUON,
+    },
+    "muon, two shards of experts, tensor parallel": {
+        "ranks": 4, "expert_parallel": 2, "tensor_parallel": 2, "optimizer": MUON,
+    },
 }  # fmt: skip
 
 

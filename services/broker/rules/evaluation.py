@@ -85,7 +85,12 @@ class Evaluation:
     TABLE = "evaluations"
 
     def __init__(
-        self, journal: Journal, size: int, columns: Sequence[Column], set_of: Callable[[int], str] = lambda draw: ""
+        self,
+        journal: Journal,
+        size: int,
+        columns: Sequence[Column],
+        set_of: Callable[[int], str] = lambda draw: "",
+        source_of: Callable[[int], str] = lambda draw: "",
     ) -> None:
         self._journal, self.size, self._set_of = journal, size, set_of
         self.round: Round | None = None
@@ -100,7 +105,7 @@ class Evaluation:
             self._keep(label, row)
         # A broker that was started again must not take a late answer to the round before for one of this.
         self.leases = Leases(Volatile(), next_number=time.time_ns() // 1_000_000 % (1 << 40) * 1_000)
-        self.replay = Replay(Volatile(), columns)
+        self.replay = Replay(Volatile(), columns, source_of)
 
     def start(self, label: str, step: int, exact: int | None) -> None:
         """Begins a round; only one at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -10,6 +11,7 @@ import structlog
 from penstock.protocols.columns import Column
 from penstock.protocols.messages import LedgerRow
 from penstock.services.broker import clock
+from penstock.services.broker.rules.filtering import Verdict
 from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.journal import Journal
 from penstock.services.broker.rules.leases import Lease, Leases
@@ -20,8 +22,8 @@ log = structlog.get_logger()
 
 DropKind = Literal["prompt", "reward", "unusable", "unanswered", "filtered", "too_old"]
 """Why a group is dropped: its prompt cannot be used (empty, too long, …); too few of its answers have a reward; a
-scorer cannot score it, or what is kept of its sessions cannot be sent; nobody answered it often enough; its rewards are
-all equal; it is too old after a resume."""
+scorer cannot score it, or what is kept of its sessions cannot be sent; nobody answered it often enough; `replay.filter`
+leaves it out; it is too old after a resume."""
 
 
 class GroupTracker:
@@ -30,7 +32,8 @@ class GroupTracker:
     ``columns`` is what a group needs before it may be trained on, ``steps`` how many steps the run has, ``draws`` how
     many prompts there are (None: no end), ``prefetch`` how many groups may be under way beyond those taken (None: as
     many as the gate allows), ``release`` is told the number of each group whose payload is not needed any more,
-    ``on_drop`` each drop with its reason and kind; ``choose`` says which draw is made next, of those from one on.
+    ``on_drop`` each drop with its reason and kind; ``choose`` says which draw is made next, of those from one on;
+    ``source_of`` which source a draw's prompt is from.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class GroupTracker:
         release: Callable[[int], None],
         on_drop: Callable[[int, str, DropKind], None],
         choose: Callable[[int], int] = lambda draw: draw,
+        source_of: Callable[[int], str] = lambda draw: "",
     ) -> None:
         self._journal = journal
         self._release, self._on_drop, self._choose = release, on_drop, choose
@@ -51,14 +55,16 @@ class GroupTracker:
         # Fewer than a step's worth, with what the window may leave behind, and the trainer would wait for ever.
         self.prefetch = max(prefetch, gate.batch + gate.window - 1) if prefetch else 1 << 62
         self.leases = Leases(journal)
-        self.replay = Replay(journal, columns)
+        self.replay = Replay(journal, columns, source_of)
         self.ledger = Ledger(journal)
         self._recent_drops = {int(number) for number in journal.rows("dropped")}
         self._forgotten_drops = journal.rows("counters").get("dropped", {"count": 0})["count"]
         gate.remember(self._recent_drops, self._forgotten_drops)
         self._count_on()
         self.consecutive_drops = self.consecutive_filtered = 0
-        self.last_drop = ""
+        self.last_drop = self.last_filtered = ""
+        self.filtered: Counter[str] = Counter(journal.rows("counters").get("filtered", {}))
+        """How many groups were filtered so far, by why."""
         for entry in list(self.replay.entries.values()):
             if entry.oldest < gate.required_version(entry.number):
                 self.drop(
@@ -157,10 +163,13 @@ class GroupTracker:
             self.replay.remove(number)
         self._count_on()
 
-    def filter(self, number: int, reason: str) -> None:
+    def filter(self, number: int, verdict: Verdict) -> None:
         """The group is sound, but teaches nothing: it is dropped, which is no failure."""
-        self.without_failure(number, reason, "filtered")
+        self.without_failure(number, f"filtered: {verdict.words}", "filtered")
         self.consecutive_filtered += 1
+        self.last_filtered = f"group {number}: {verdict.words}"
+        self.filtered[verdict.why] += 1
+        self._journal.put("counters", "filtered", dict(self.filtered))
 
     def without_failure(self, number: int, reason: str, kind: DropKind) -> None:
         """It is dropped, and nobody has failed."""

@@ -8,7 +8,7 @@ finished ──▶ unscored ──(every column is there)──▶ ready ──�
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -28,6 +28,8 @@ class Entry:
     trajectories: int
     tokens: int
     """Of all trajectories together."""
+    source: str = ""
+    """Of its prompt: which columns it is asked for."""
     needs: set[str] = field(default_factory=set)
     """Columns that are not there yet."""
     attempts: dict[str, int] = field(default_factory=dict)
@@ -35,12 +37,15 @@ class Entry:
 
 
 class Replay:
-    """The finished groups that no step has taken, by number; ``columns`` is what each of them needs."""
+    """The finished groups that no step has taken, by number. Of ``columns`` each of them needs those that are asked of
+    its source; ``source_of`` says of a draw which one that is."""
 
     TABLE = "replay"
 
-    def __init__(self, journal: Journal, columns: Sequence[Column]) -> None:
-        self._journal = journal
+    def __init__(
+        self, journal: Journal, columns: Sequence[Column], source_of: Callable[[int], str] = lambda draw: ""
+    ) -> None:
+        self._journal, self._source_of = journal, source_of
         self._columns = {column.name: column for column in columns}
         self.entries: dict[int, Entry] = {}
         self.holds: Holds[tuple[int, str]] = Holds(lambda key: key[0], lambda key: self._want(*key))
@@ -51,12 +56,13 @@ class Replay:
         """A heap; it may hold numbers that are ready, or gone, by now."""
         for row in sorted(journal.rows(self.TABLE).values(), key=lambda row: row["number"]):
             # A resumed run may have other scorers: what is waited for are the columns that it has now.
-            has = set(row.pop("has"))
-            self._enter(Entry(**row, needs=self._columns.keys() - has))
+            has, source = set(row.pop("has")), source_of(row["draw"])
+            self._enter(Entry(**row, source=source, needs=self._asked(source) - has))
 
     def add(self, number: int, draw: int, oldest: int, trajectories: int, tokens: int) -> Entry:
         """A group is finished and durable."""
-        entry = Entry(number, draw, oldest, trajectories, tokens, set(self._columns))
+        source = self._source_of(draw)
+        entry = Entry(number, draw, oldest, trajectories, tokens, source, self._asked(source))
         self._enter(entry)
         self._write(entry)
         return entry
@@ -138,6 +144,9 @@ class Replay:
         else:
             insort(self._ready, entry.number)
 
+    def _asked(self, source: str) -> set[str]:
+        return {name for name, column in self._columns.items() if column.asked(source)}
+
     def _is_ready(self, number: int) -> bool:
         entry = self.entries.get(number)
         return entry is None or not entry.needs
@@ -158,4 +167,4 @@ class Replay:
     def _write(self, entry: Entry) -> None:
         row = {"number": entry.number, "draw": entry.draw, "oldest": entry.oldest}
         row |= {"trajectories": entry.trajectories, "tokens": entry.tokens}
-        self._journal.put(self.TABLE, entry.number, {**row, "has": sorted(self._columns.keys() - entry.needs)})
+        self._journal.put(self.TABLE, entry.number, {**row, "has": sorted(self._asked(entry.source) - entry.needs)})

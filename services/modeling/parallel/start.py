@@ -37,14 +37,15 @@ MASTER = torch.float32
 
 def load_trainable(
     path: str, world: World, device: torch.device, dtype: str, head: Head = "language",
-    adapter: Adapter | None = None, offload: bool = False,
+    adapter: Adapter | None = None, offload: bool = False, key: str = "model.path",
 ) -> Any:  # fmt: skip
-    """The causal language model at ``path``, a folder or a hub name, in fp32, cut over ``world``, on ``device``;
-    computes in ``dtype``; with ``offload`` its parameters lie on the host. With a "value" ``head``: that model with one
-    output a token instead, which begins at 0 where the files have none. With an ``adapter`` that alone is to be
-    trained: what is frozen takes no more bits than are computed with. Raises `ModelError`."""
-    folder = folder_of(path)
-    model = _empty(path, head)
+    """The causal language model at ``path``, a folder or a hub name, which the config's ``key`` gives, in fp32, cut
+    over ``world``, on ``device``; computes in ``dtype``; with ``offload`` its parameters lie on the host. With a
+    "value" ``head``: that model with one output a token instead, which begins at 0 where the files have none. With an
+    ``adapter`` that alone is to be trained: what is frozen takes no more bits than are computed with. Raises
+    `ModelError`."""
+    folder = folder_of(path, key)
+    model = _empty(path, head, key)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     new = new if head == "value" else set()
     with WeightFiles(folder) as files:
@@ -53,10 +54,10 @@ def load_trainable(
             _adapt(model, adapter, path, dtype)
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
-            _fill(model, files, world, path)
+            _fill(model, files, f"{key}: {path}")
             return _begun(model, adapter)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
-    model = load_model(path, "float32", torch.device("cpu"), head=head)
+    model = load_model(path, "float32", torch.device("cpu"), key, head)
     _adapt(model, adapter, path, dtype)
     shard(model, world, dtype, offload)
     if offload:
@@ -81,16 +82,16 @@ def _begun(model: Any, adapter: Adapter | None) -> Any:
     return model
 
 
-def _empty(path: str, head: Head) -> Any:
+def _empty(path: str, head: Head, key: str) -> Any:
     """The model without memory for its parameters and buffers."""
     from transformers import GenerationConfig
 
-    config = load_config(path)
+    config = load_config(path, key)
     try:
         with torch.device("meta"):
             model = with_head(config, head).from_config(config, dtype=MASTER, attn_implementation=attention_of(config))
     except (OSError, ValueError, ImportError) as error:
-        raise ModelError(not_loaded(path, "model", error)) from error
+        raise ModelError(not_loaded(path, "model", error, key)) from error
     if head == "value":
         return model
     try:
@@ -112,7 +113,17 @@ def _buffers_are_known(model: Any, files: WeightFiles) -> bool:
 
 
 def _is_computed(module: nn.Module) -> bool:
-    return "RotaryEmbedding" in type(module).__name__ and hasattr(module, "original_inv_freq")
+    """Its buffers follow from the config: rotations, of Gemma 3 for each kind of layer, and the factor of Gemma's
+    embedding."""
+    rotations = "RotaryEmbedding" in type(module).__name__ and any("original_inv_freq" in name for name in dir(module))
+    return rotations or hasattr(module, "scalar_embed_scale")
+
+
+def _compute(model: Any, module: Any) -> None:
+    if hasattr(module, "scalar_embed_scale"):  # transformers' own way would draw the embedding anew
+        module.embed_scale.fill_(module.scalar_embed_scale)
+    else:
+        model._init_weights(module)
 
 
 def _materialize(model: Any, device: torch.device, place: torch.device) -> None:
@@ -133,7 +144,8 @@ def _materialize(model: Any, device: torch.device, place: torch.device) -> None:
 
 
 @torch.no_grad()
-def _fill(model: Any, files: WeightFiles, world: World, path: str) -> None:
+def _fill(model: Any, files: WeightFiles, given: str) -> None:
+    """``given``: key and path of the model, for errors."""
     for full_name, parameter in model.named_parameters():
         name = lora.plain_name(full_name)
         if lora.is_adapters(name):
@@ -143,8 +155,7 @@ def _fill(model: Any, files: WeightFiles, world: World, path: str) -> None:
             continue
         if files.shape(name) != tuple(parameter.shape):
             raise ModelError(
-                f"model.path: {path}: {name} has shape {files.shape(name)}, the config.json makes it "
-                f"{tuple(parameter.shape)}"
+                f"{given}: {name} has shape {files.shape(name)}, the config.json makes it {tuple(parameter.shape)}"
             )
         mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if mine.numel():
@@ -156,4 +167,4 @@ def _fill(model: Any, files: WeightFiles, world: World, path: str) -> None:
             if full in files:
                 buffer.copy_(files.block(full, (slice(None),)))
             elif _is_computed(module):
-                model._init_weights(module)
+                _compute(model, module)

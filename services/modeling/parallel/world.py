@@ -105,6 +105,15 @@ class World:
         return self.mesh["replica", "shard"] if self.shape.replicas > 1 else self.mesh["shard"]
 
     @cached_property
+    def cut_group(self) -> Any:
+        """Of the ranks that have one replica's stage between them, of several; shard by shard. All ranks must ask at
+        once."""
+        size = self.shards * self.shape.tensor
+        if self.shape.tensor == 1:
+            return self.mesh["shard"].get_group()
+        return self.group_among(range(first, first + size) for first in range(0, self.size, size))
+
+    @cached_property
     def expert_mesh(self) -> DeviceMesh:
         """Of all ranks, as those that share experts see them: `OF_EXPERTS`."""
         return init_device_mesh(self.device.type, self._expert_sizes, mesh_dim_names=OF_EXPERTS)

@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -77,6 +77,8 @@ class HttpOptions(Section):
     """For loading and scoring a version, and for a connection."""
     drain_s: float = 600.0
     """For one answer, and for everything in flight to end before a version is loaded."""
+    head_dtype: Literal["float32"] | None = None
+    """What it computes logits in, by its command line; None: in the model's dtype. The same as `model.head_dtype`."""
     key_env: str = ""
     """Environment variable with the server's API key, if it wants one."""
 
@@ -243,6 +245,8 @@ class HttpEngine(AsyncEngine):
         tokens, logprobs = np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32)
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} token ids and {len(logprobs)} log-probabilities")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
+            raise ValueError(f"token ids from {tokens.min()} to {tokens.max()}, of a vocabulary of {self._vocabulary}")
         self._generated += len(tokens)
         finish: Finish = "stop" if answer.stopped else "length"
         return Completion(request.number, sample, tokens, logprobs, np.full(len(tokens), version, np.int32), finish)

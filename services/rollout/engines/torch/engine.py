@@ -74,20 +74,22 @@ class _Slots:
 class TorchEngine:
     """`base.Engine` over `native.NativeModel`, `hosted.HostedModel` or `recomputed.RecomputedModel`.
 
-    ``stop_ids`` end a sequence; ``decode`` turns token ids into text, for requests with stop texts.
+    ``stop_ids`` end a sequence; ``decode`` turns token ids into text, for requests with stop texts; ``head_dtype`` is
+    that of the logits, None: the model's.
     """
 
     remote = False
 
     def __init__(
-        self, config: TorchEngineConfig, model_config: Any, dtype: str, stop_ids: set[int], decode: Callable[[Any], str]
-    ) -> None:
+        self, config: TorchEngineConfig, model_config: Any, dtype: str, stop_ids: set[int],
+        decode: Callable[[Any], str], head_dtype: str | None = None,
+    ) -> None:  # fmt: skip
         self.version = -1
         self._capacity = config.max_sequences
         self._config = config
         self.device = device_of(config.device, "rollout.engine.device")
         self._length = min(config.max_length, positions_of(model_config) or config.max_length)
-        self._model = _make_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device)
+        self._model = _make_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device, head_dtype)
         self._vocabulary = model_config.vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._slots = _Slots.empty(self._capacity, self._length)
@@ -382,15 +384,15 @@ class TorchEngine:
 
 
 def _make_model(
-    config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device
+    config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device, head_dtype: str | None
 ) -> native.NativeModel | HostedModel | RecomputedModel:
     """The fastest way that is right for the model of ``config``."""
     if native.supports(config):
-        return native.NativeModel(config, slots, length, dtype, device)
+        return native.NativeModel(config, slots, length, dtype, device, head_dtype)
     try:
-        return HostedModel(config, slots, length, dtype, device)
+        return HostedModel(config, slots, length, dtype, device, head_dtype)
     except UnfitError as error:
         reason = str(error)
     # Not in the handler: the error's traceback keeps the hosted model and its cache in memory.
     log.warning("every token runs its whole sequence, which is slow", model=config.model_type, reason=reason)
-    return RecomputedModel(config, slots, length, dtype, device)
+    return RecomputedModel(config, slots, length, dtype, device, head_dtype)

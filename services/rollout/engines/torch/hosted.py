@@ -61,8 +61,11 @@ class HostedModel(TransformersModel):
     their keys are kept whole, and the mask hides what is out of the window. Raises `UnfitError` where the model's cache
     is of another kind, which a trial on random weights shows."""
 
-    def __init__(self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, dtype, device)
+    def __init__(
+        self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device,
+        head_dtype: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, dtype, device, head_dtype)
         kinds = set(getattr(config, "layer_types", None) or [FULL])
         if not kinds <= {FULL, SLIDING}:
             raise UnfitError(f"layers of type {', '.join(sorted(kinds - {FULL, SLIDING}))}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock.services.modeling import head
 from penstock.services.rollout.engines.torch.cache import SlotCache
 
 FAMILIES = {"llama", "qwen2", "qwen3"}
@@ -58,8 +59,13 @@ class Weights:
 class NativeModel:
     """The network over a `SlotCache`. ``weights`` may be replaced between two calls."""
 
-    def __init__(self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device,
+        head_dtype: str | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
+        self._multiply = head.linear if head_dtype else F.linear
+        """How hidden states become logits."""
         self._dtype, self._device = dtype, device
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
@@ -202,7 +208,7 @@ class NativeModel:
         return x
 
     def _logits(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(_norm(x, weights.norm, self._config.rms_norm_eps), weights.head).float()
+        return self._multiply(_norm(x, weights.norm, self._config.rms_norm_eps), weights.head).float()
 
 
 def head_dim(config: Any) -> int:

@@ -13,8 +13,11 @@ from penstock.services.rollout.engines.torch.transformers_model import Transform
 class RecomputedModel(TransformersModel):
     """The interface of `native.NativeModel`; what it keeps of a slot are its tokens."""
 
-    def __init__(self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, dtype, device)
+    def __init__(
+        self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device,
+        head_dtype: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, dtype, device, head_dtype)
         self._tokens = torch.zeros((slots, length), dtype=torch.long, device=device)
         self._vocabulary = config.vocab_size
 

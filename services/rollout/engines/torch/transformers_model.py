@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
@@ -17,9 +18,9 @@ from penstock.services.modeling.routing import Recorder
 class TransformersModel:
     """``weights`` is the copy that serves: what `prepare` returned last, once somebody has set it."""
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device, head_dtype: str | None) -> None:
         self._device = device
-        self._spare = [self._make(config, dtype), self._make(config, dtype)]
+        self._spare = [self._make(config, dtype, head_dtype) for _ in range(2)]
         self.weights: Any = None
         self._recorders = [Recorder(model) for model in self._spare]
 
@@ -28,8 +29,9 @@ class TransformersModel:
         """Of the copy that serves."""
         return self._recorders[self.weights is self._spare[1]]
 
-    def _make(self, config: Any, dtype: torch.dtype) -> Any:
+    def _make(self, config: Any, dtype: torch.dtype, head_dtype: str | None) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))
+        compute_head_in(model, head_dtype)
         return model.to(self._device).eval()
 
     def prepare(self, named: Mapping[str, torch.Tensor]) -> Any:

@@ -66,11 +66,13 @@ def engine_arguments(
     routed: bool = False,
     sleeps: bool = False,
     beside: int = 0,
+    head_dtype: str | None = None,
 ) -> Any:
     """vLLM's ``AsyncEngineArgs``. ``raw``: log-probabilities before the temperature is applied; ``kv_token_bytes``: KV
     of one token; ``positions``: that the model has; ``top_k``: log-probabilities that may be asked for;
     ``routed``: it says which experts it took; ``sleeps``: it leaves its GPUs to others at times;
-    ``beside``: rank of adapters that lie beside the model. Raises `SetupError`."""
+    ``beside``: rank of adapters that lie beside the model; ``head_dtype``: of the logits, None: ``dtype``. Raises
+    `SetupError`."""
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -108,6 +110,8 @@ def engine_arguments(
             raise SetupError(f"rollout.engine.adapter: vLLM takes ranks up to {RANKS[-1]}, not {beside}; use merged")
         rank = next(rank for rank in RANKS if rank >= beside)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "load_format": "auto"}
+    if head_dtype:
+        arguments["hf_overrides"] = (config.vllm.get("hf_overrides") or {}) | {"head_dtype": head_dtype}
     if sleeps and not current_platform.is_cpu():
         arguments["enable_sleep_mode"] = True
     if routed:

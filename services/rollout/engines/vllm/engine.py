@@ -89,8 +89,10 @@ class VllmEngine(AsyncEngine):
         threads: int,
         sleeps: bool = False,
         beside: int = 0,
+        head_dtype: str | None = None,
     ) -> None:
-        """``sleeps``: see `base.SleepingEngine`. ``beside``: rank of adapters that are not merged; 0: all are."""
+        """``sleeps``: see `base.SleepingEngine`. ``beside``: rank of adapters that are not merged; 0: all are.
+        ``head_dtype``: of the logits; None: ``dtype``."""
         positions = positions_of(model_config) or config.max_length + 1
         length = min(config.max_length, positions)
         self._replicas = int(config.vllm.get("data_parallel_size", 1))
@@ -110,8 +112,9 @@ class VllmEngine(AsyncEngine):
         itemsize = DTYPES[dtype].itemsize
         kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
         arguments = engine_arguments(
-            config, model_path, dtype, self._raw, kv, positions, sampling.top_k, sampling.routing_replay, sleeps, beside
-        )
+            config, model_path, dtype, self._raw, kv, positions, sampling.top_k, self._routed, sleeps, beside,
+            head_dtype,
+        )  # fmt: skip
         self._model_config, self._adapter = model_config, lora_request() if beside else None
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
         self.llm: Any = self.call(self._start(arguments), config.start_s, "start")

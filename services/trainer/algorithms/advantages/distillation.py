@@ -22,14 +22,26 @@ def distillation(
     reward: float,
 ) -> torch.Tensor:
     """``columns``: what each teacher says of every sampled token (its log-probability), then what the policy said that
-    sampled it, all ``[rows, length]``. A token's gain is the teachers' weighted mean less the policy's, so the mean of
-    its negative is the reverse divergence; the advantage is the sum of gains from the token on, discounted by
-    ``gamma``, with ``reward`` times the return of the task's own rewards ``tokens``."""
+    sampled it, all ``[rows, length]``; NaN of a teacher that is not asked for the row's source. A token's gain is the
+    teachers' weighted mean less the policy's, so the mean of its negative is the reverse divergence; the advantage is
+    the sum of gains from the token on, discounted by ``gamma``, with ``reward`` times the return of the task's own
+    rewards ``tokens``."""
     *teachers, sampled = columns
-    total = sum(weights)
-    said = sum(weight * teacher for weight, teacher in zip(weights, teachers, strict=True)) / total
+    said = _mean(teachers, weights, sampled)
     found = discounted((said - sampled).to(tokens.dtype) * mask, mask, gamma)
     return (found + reward * discounted(tokens, mask, 1.0)) * mask if reward else found
+
+
+def _mean(teachers: Sequence[torch.Tensor], weights: Sequence[float], sampled: torch.Tensor) -> torch.Tensor:
+    """Their weighted mean over those that were asked; ``sampled`` where none was, so that nothing is gained."""
+    asked = [~teacher.isnan() for teacher in teachers]
+    said = torch.zeros_like(sampled)
+    for weight, teacher in zip(weights, teachers, strict=True):
+        said = said + weight * teacher.nan_to_num()
+    if all(bool(each.all()) for each in asked):
+        return said / sum(weights)
+    total = torch.stack([weight * each for weight, each in zip(weights, asked, strict=True)]).sum(0)
+    return torch.where(total > 0, said / total.clamp(min=1e-9), sampled)
 
 
 def self_distillation(

@@ -1,0 +1,132 @@
+"""Scorers that are asked for some sources of prompts alone: whether these are there, and what each prompt lacks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.protocols.columns import REWARD, ColumnTable
+from penstock.services.data.config import CustomData, DataConfig, MixData
+from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage
+
+OTHER = "\0"
+"""In place of a name that only a row of a custom source says; nobody would give it to a scorer's `sources`."""
+
+
+def check_sources(config: Any) -> None:
+    """Raises `ValueError` where a scorer names a source that there is not, where prompts of one have no reward, or
+    where something that is read of a prompt is not there."""
+    table: ColumnTable = config.columns
+    if not table.by_source:
+        return
+    prompts, trained = config.prompts, sources_of(config.prompts.train)
+    places = {"prompts.train": trained}
+    places |= {f"prompts.eval.{name}": evaluated_as(name, data) for name, data in prompts.eval.items()}
+    _check_names(config, places)
+    if not prompts.eval_size:  # the sets are named, and nobody is asked them
+        places = {"prompts.train": trained}
+    for key, sources in places.items():
+        for source in sources:
+            _check_judged(config, key, source)
+    for key, column in _learned_from(config):
+        if lacking := _lacking(table, column, trained):
+            raise ValueError(
+                f"{key}: {column} is not asked for {_said(lacking)}, and what is learned from is needed of every "
+                "prompt of prompts.train; ask it for all"
+            )
+    _check_teachers(config, trained)
+    everywhere = [source for sources in places.values() for source in sources]
+    for index, function in enumerate(config.reward.functions):
+        _check_reads(table, f"reward.functions.{index}.columns", function.columns, function.sources or everywhere)
+    for kind, scorer in config.scorers.items():
+        asked = everywhere if kind in {column.scorer for column in table.evaluated} else trained
+        _check_reads(table, f"scorers.{kind}.reads", scorer.reads, scorer.sources or asked)
+
+
+def sources_of(data: DataConfig) -> list[str]:
+    """Which `Prompt.source` the rows of ``data`` may have; `OTHER` where its own function says."""
+    if isinstance(data, MixData):
+        return list(data.sources)
+    return [OTHER] if isinstance(data, CustomData) else [""]
+
+
+def evaluated_as(name: str, data: DataConfig) -> list[str]:
+    """Which sources the rows of the evaluation set ``name`` count to."""
+    return [source or name for source in sources_of(data)]
+
+
+def _check_names(config: Any, places: dict[str, list[str]]) -> None:
+    known = {source: key for key, sources in places.items() for source in sources if source}
+    if OTHER in known:
+        return
+    asked = [(f"reward.functions.{i}.sources", f.sources) for i, f in enumerate(config.reward.functions)]
+    asked += [(f"scorers.{kind}.sources", scorer.sources) for kind, scorer in config.scorers.items()]
+    there = ", ".join(f"{source} ({key})" for source, key in known.items()) or "none, since prompts.train is no mixture"
+    for key, names in asked:
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {there}"
+                raise ValueError(f"{key}: no prompt is of a source {name!r}; {hint}")
+
+
+def _check_judged(config: Any, key: str, source: str) -> None:
+    """A weight of 0 makes no reward, but where the advantage weighs columns itself."""
+    if source == OTHER or judged(config, source):
+        return
+    raise ValueError(
+        f"{key}: no reward is made for {_said([source])}: every reward function with a weight is asked for other "
+        "sources alone; name it in reward.functions.N.sources, or ask one of them for all (sources: [])"
+    )
+
+
+def judged(config: Any, source: str) -> bool:
+    """A reward is made for prompts of this source."""
+    table: ColumnTable = config.columns
+    advantage = config.trainer.algorithm.advantage
+    own = set(advantage.columns) if isinstance(advantage, GdpoAdvantage) else set()
+    terms = next((total.terms for total in table.sums if total.name == REWARD), {})
+    return any((weight or name in own) and table.by_name[name].asked(source) for name, weight in terms.items())
+
+
+def _learned_from(config: Any) -> Iterator[tuple[str, str]]:
+    """What a step computes with, by key; of teachers see `_check_teachers`."""
+    algorithm = config.trainer.algorithm
+    for choice in ("advantage", "loss", "correction"):
+        chosen = getattr(algorithm, choice)
+        if not isinstance(chosen, DistillationAdvantage):
+            key = "components" if isinstance(chosen, GdpoAdvantage) else "columns"
+            yield from ((f"trainer.algorithm.{choice}.{key}", name) for name in chosen.columns)
+    for index, constraint in enumerate(algorithm.constraints):
+        yield f"trainer.algorithm.constraints.{index}.column", constraint.column
+
+
+def _check_teachers(config: Any, trained: Sequence[str]) -> None:
+    advantage, table = config.trainer.algorithm.advantage, config.columns
+    if not isinstance(advantage, DistillationAdvantage):
+        return
+    teachers = [name for name, weight in advantage.teachers.items() if weight]
+    untaught = [s for s in trained if not any(table.by_name[name].asked(s) for name in teachers)]
+    if untaught:
+        raise ValueError(f"trainer.algorithm.advantage.teachers: none of them is asked for {_said(untaught)}")
+
+
+def _check_reads(table: ColumnTable, key: str, names: Sequence[str], sources: Sequence[str]) -> None:
+    for name in names:
+        if lacking := _lacking(table, name, sources):
+            raise ValueError(
+                f"{key}: {name} is not asked for {_said(lacking)}, and its reader is; give the reader no more "
+                "sources than that has"
+            )
+
+
+def _lacking(table: ColumnTable, name: str, sources: Sequence[str]) -> list[str]:
+    """Those of ``sources`` whose prompts have no such column."""
+    column = table.by_name.get(name)
+    return [source for source in sources if column and not column.asked(source)]
+
+
+def _said(sources: Sequence[str]) -> str:
+    words = {"": "rows without a source (prompts.train is no mixture)", OTHER: "whatever source a custom row may name"}
+    return ", ".join(words.get(source, f"the source {source!r}") for source in dict.fromkeys(sources))

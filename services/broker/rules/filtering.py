@@ -1,0 +1,46 @@
+"""Which groups are left out because nothing can be learned from them: `replay.filter`."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from penstock.services.broker.config import ColumnFilter, FilterConfig, RangeFilter, VarianceFilter
+
+WhyFiltered = Literal["equal", "low", "high", "zero", "no_value"]
+"""All its values are (nearly) the same; their mean is too low, or too high; all are 0; no answer has one."""
+
+
+class Verdict(NamedTuple):
+    """Why a group is left out."""
+
+    why: WhyFiltered
+    words: str
+
+
+def why_filtered(rule: FilterConfig, values: np.ndarray) -> Verdict | None:
+    """``values`` ``[answers]``, floats, of the rule's column; NaN where an answer has none, and no part. None: the
+    group is kept. Bounds are compared in float32, which rewards are written in.
+
+    >>> why_filtered(RangeFilter(), np.array([1.0, 1.0, np.nan]))
+    Verdict(why='high', words='the mean of its reward is 1, not below 1')
+    """
+    there = values[~np.isnan(values)]
+    if isinstance(rule, ColumnFilter):
+        return None if there.any() else Verdict("zero", f"{rule.column} is 0 for each of its answers")
+    if not isinstance(rule, RangeFilter | VarianceFilter):
+        return None
+    if not there.size:
+        return Verdict("no_value", f"none of its answers has a value in {rule.column}")
+    if isinstance(rule, VarianceFilter):
+        if np.float32(np.float64(there.max()) - np.float64(there.min())) > np.float32(rule.tolerance):
+            return None
+        what = "rewards are all equal" if rule == VarianceFilter() else f"values of {rule.column} are all equal"
+        return Verdict("equal", f"its {what}" + f", within {rule.tolerance:g}" * bool(rule.tolerance))
+    mean = np.float32(there.mean(dtype=np.float64))
+    if mean <= np.float32(rule.low):
+        return Verdict("low", f"the mean of its {rule.column} is {mean:g}, not above {rule.low:g}")
+    if mean >= np.float32(rule.high):
+        return Verdict("high", f"the mean of its {rule.column} is {mean:g}, not below {rule.high:g}")
+    return None

@@ -1,0 +1,83 @@
+"""Models are looked at before a run begins: their files, their tokenizers, their heads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.pipeline.config import Config, load
+from penstock.pipeline.models import make_tiny as making
+from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.pipeline.preflight import model as models
+from penstock.pipeline.preflight.report import Report
+from penstock.services.modeling.load import load_model
+from tests.conftest import TINY
+from tests.e2e.runs import QUICKSTART, SHORT
+
+
+def saved(folder: Path, family: str = "qwen3", vocabulary: int = 64, characters: str = ALPHABET) -> Path:
+    config = AutoConfig.for_model(family, **{**TINY, "vocab_size": vocabulary})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="20KB")
+    make_tokenizer(set(characters)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("policy"))
+
+
+def said(policy: Path, **given: Any) -> str:
+    told = {"model": {"type": "pretrained", "path": str(policy)}, "prompts": {"train": {"type": "sort"}}, **given}
+    report = Report()
+    models.look(Config.model_validate(told), report)
+    return "\n".join(report.problems)
+
+
+def test_whoever_reads_the_policys_tokens_must_know_them(policy: Path, tmp_path: Path) -> None:
+    small, other = saved(tmp_path / "small", vocabulary=16), saved(tmp_path / "other", characters="answer 3+47=")
+    kl, gae = {"algorithm": {"kl": {"coefficient": 0.1}}}, {"algorithm": {"preset": "ppo"}}
+    teacher = {"scorer": "teacher", "columns": {"teacher": "token"}}
+    for path, why in ((small, "knows 16 tokens"), (other, "has another tokenizer than the policy")):
+        assert f"reference.path: {path} {why}" in said(policy, reference={"path": str(path)}, trainer=kl)
+        assert f"critic.path: {path} {why}" in said(policy, critic={"path": str(path)}, trainer=gae)
+        found = said(policy, scorers={"law": {**teacher, "options": {"path": str(path)}}})
+        assert f"scorers.law.options.path: {path} {why}" in found
+    assert not said(policy, reference={"path": str(policy)}, trainer=kl) and not said(policy, trainer=gae)
+
+
+def test_a_critic_is_of_a_kind_that_has_a_head_for_it(policy: Path, tmp_path: Path) -> None:
+    path = saved(tmp_path / "olmo", family="olmo2")
+    found = said(policy, critic={"path": str(path)}, trainer={"algorithm": {"preset": "ppo"}})
+    assert "critic.path: transformers has no olmo2 with a head of one number a token" in found
+
+
+def test_a_file_that_the_index_names_is_missed(policy: Path, tmp_path: Path) -> None:
+    torn = shutil.copytree(policy, tmp_path / "torn")
+    (gone := sorted(torn.glob("model-0000*.safetensors"))[1]).unlink()
+    assert f"model.path: {torn} lacks {gone.name}, which model.safetensors.index.json names" in said(torn)
+    (index := torn / "model.safetensors.index.json").write_text("{")
+    assert f"model.path: {index} cannot be read" in said(torn)
+
+
+def test_a_tiny_model_is_there_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, build = load(QUICKSTART, SHORT), making.build
+
+    def killed(config: Any, source: Any, folder: Path, *more: Any) -> None:
+        build(config, source, folder, *more)
+        (folder / "model.safetensors").unlink()  # its config.json is written first
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(making, "build", killed)
+    with pytest.raises(KeyboardInterrupt):
+        making.make_tiny(config, tmp_path)
+    assert not (tmp_path / "model").exists()
+    monkeypatch.setattr(making, "build", build)
+    making.make_tiny(config, tmp_path)
+    assert load_model(str(tmp_path / "model"), "float32", torch.device("cpu"))
+    assert not (tmp_path / ".model.partial").exists()
