@@ -31,7 +31,7 @@ PICKED = "picked"
 """No column: what a loss may be given for each token, 1 where it is one of those that it picks out of the update."""
 UNDECIDED = "undecided"
 """No column: what masks the losses of tokens, 1 where the policy is among an update's most undecided."""
-GOOD = "good"
+GOOD = "imitated"
 """No column: what a loss may be given for each trajectory, 1 where its reward is good enough to be imitated."""
 LAGS = "lags"
 """No column: what a loss may be given for each token, how many versions behind the trainer's the one is that sampled
@@ -72,7 +72,7 @@ METRICS = frozenset(
         "rejected_tokens", "rejected_rows", "turns", "reward_greedy", "reward_kl", "kl_coefficient", "critic_loss",
         "critic_value_mean", "critic_return_mean", "critic_explained_variance", "critic_clip_fraction",
         "critic_grad_norm", "critic_skipped", "critic_lr", "prompts_resting", "taught_rows", "taught_gain", "mfu",
-        "trainer_tokens_per_s", "solved_all", "solved_none",
+        "trainer_tokens_per_s", "solved_all", "solved_none", "reward_shaped", "imitated_nll",
     )
 )  # fmt: skip
 """Names in the row of a step, which no column and no metric of the user's own may have: columns stand there too."""

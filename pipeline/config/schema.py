@@ -139,6 +139,13 @@ class PretrainedModel(Section):
     """What the tokenizer's chat template is told beside the messages, e.g. ``{enable_thinking: false}`` for Qwen 3's;
     what it may be told is the template's own."""
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _is_no_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "chat_template" in value:
+            raise ValueError("chat_template is a key of its own; set model.chat_template")
+        return value
+
 
 class WarmStart(Section):
     """Supervised steps that teach a tiny model the form of an answer, but not yet to be right."""

@@ -14,6 +14,8 @@ from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import may_be_on_hub
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+READ = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Whichever comes first is read; indices of others may lie beside it."""
 COLUMNS = {"reward_model": "preference", "teacher": "teacher"}
 """The column that each of the scorers that come with Penstock writes, unless it is told another."""
 
@@ -85,7 +87,8 @@ def _find(path: str, key: str) -> None:
             raise SetupError(f"{key}: {path} has no config.json, so it is no model's folder in transformers' layout")
         if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
             raise SetupError(f"{key}: {path} has no weights: no *.safetensors")
-        for index in folder.glob("*.index.json"):
+        read = [name for name in READ if (folder / name).is_file()][:1]
+        for index in (folder / name for name in read if name.endswith(".json")):
             try:
                 named = set(json.loads(index.read_text())["weight_map"].values())
             except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -109,13 +109,27 @@ def load_tokenizer(path: str, template: Mapping[str, Any] | None = None, key: st
 _SAID = "The answer: 3 + 4 = 7, naïve façade, 你好!"
 
 
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
+"""Files of them; a model that reads ids alone needs none."""
+
+
+def _said(tokenizer: Any) -> list[int]:
+    """Without marks around it: what begins a text is each one's own affair."""
+    return list(tokenizer(_SAID, add_special_tokens=False)["input_ids"])
+
+
 def check_vocabulary(policy: str, path: str, key: str) -> None:
     """That the model at ``path``, which the config's ``key`` gives, reads the tokens of the ``policy``'s. Raises
     `ModelError`."""
     if path == policy:
         return
-    ours, its = load_tokenizer(policy), load_tokenizer(path, key=key)
-    if list(ours(_SAID)["input_ids"]) != list(its(_SAID)["input_ids"]):
+    try:
+        ours = load_tokenizer(policy)
+    except ModelError:
+        return  # it is told under its own key, or lies on another machine
+    folder = Path(path)
+    has_one = not folder.is_dir() or any(True for kind in _TOKENIZERS for _ in folder.glob(kind))
+    if has_one and _said(ours) != _said(load_tokenizer(path, key=key)):
         raise ModelError(
             f"{key}: {path} has another tokenizer than the policy, {policy}: it would read other words than were said; "
             "take a model of the same family"

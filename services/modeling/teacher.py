@@ -10,7 +10,7 @@ import torch
 
 from penstock.protocols.experience import Group
 from penstock.services.modeling.head import compute_head_in
-from penstock.services.modeling.load import device_of, load_model
+from penstock.services.modeling.load import device_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.runtime.errors import SetupError
@@ -39,6 +39,7 @@ class Teacher:
     def score_group(self, group: Group, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Log-probabilities, natural logarithm: float32 ``[tokens of all trajectories]``, 0 where nothing was
         sampled."""
+        group.check_ids(vocabulary_of(self._model))
         found, share = list(group.trajectories), shares_prompts(self._model)
         passes = plan_rows(found, [group.number] * len(found), self._budget, self._device, share)
         rows = by_trajectory(found, passes, lambda part: logprobs(self._model, part, self._temperature))

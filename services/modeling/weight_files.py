@@ -28,10 +28,10 @@ class WeightFiles:
 
     def __enter__(self) -> WeightFiles:
         index = self._folder / INDEX
-        if index.is_file():
-            self._file_of = json.loads(index.read_text())["weight_map"]
-        elif (self._folder / SINGLE).is_file():
+        if (self._folder / SINGLE).is_file():  # an index beside it is of other files: so transformers has it
             self._file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        elif index.is_file():
+            self._file_of = json.loads(index.read_text())["weight_map"]
         self._experts = counted(self._file_of)
         return self
 

@@ -187,9 +187,11 @@ class AlgorithmConfig(Section):
         if taken and (unread or kind == "remax"):
             why = "its greedy baseline would not pay" if kind == "remax" else "it does not read the reward"
             raise ValueError(f"{taken}: it is taken off the reward, and advantage={kind} has no use for that: {why}")
-        if taken and kind == "maxrl":
+        shape = self.reward_shape
+        below = "reward_shape" if shape.shift < 0 or (shape.low is not None and shape.low < 0) else ""
+        if (taken or below) and kind == "maxrl":
             raise ValueError(
-                f"{taken}: it is taken off the reward, and advantage=maxrl divides by a group's mean reward, which "
+                f"{taken or below}: it lowers the reward, and advantage=maxrl divides by a group's mean reward, which "
                 "must not be negative"
             )
         tokens = [rule.kind for rule in self.reject if rule.kind.startswith("token")]

@@ -64,7 +64,7 @@ def expand(given: dict[str, Any]) -> dict[str, Any]:
             found[key] = value
         elif isinstance(mine, dict) and isinstance(value, dict):
             kind = mine.get("type", value.get("type"))
-            if kind != value.get("type"):
+            if "type" in value and kind != value["type"]:
                 raise ValueError(
                     f"preset={preset} takes {key}={{type: {value['type']}}}, and {kind} is given; leave out one of them"
                 )

@@ -20,7 +20,7 @@ from penstock.services.learning.batch import TrainingBatch
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
 from penstock.services.turns.tokenizer import Tokenizer
 
-_THOUGHT = re.compile(r"(?:<think>|\A).*?</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"\A(?:(?!<think>).)*?</think>\s*|<think>.*?</think>\s*", re.DOTALL)
 """Some templates put its beginning into the prompt."""
 
 

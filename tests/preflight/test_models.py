@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.models import make_tiny as making
@@ -16,13 +17,19 @@ from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.preflight import model as models
 from penstock.pipeline.preflight.report import Report
 from penstock.services.modeling.load import load_model
+from penstock.services.modeling.parallel.start import load_trainable
+from penstock.services.modeling.parallel.world import World
 from tests.conftest import TINY
 from tests.e2e.runs import QUICKSTART, SHORT
 
+CPU = torch.device("cpu")
 
-def saved(folder: Path, family: str = "qwen3", vocabulary: int = 64, characters: str = ALPHABET) -> Path:
+
+def saved(
+    folder: Path, family: str = "qwen3", vocabulary: int = 64, characters: str = ALPHABET, shard: str = "20KB"
+) -> Path:
     config = AutoConfig.for_model(family, **{**TINY, "vocab_size": vocabulary})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="20KB")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size=shard)
     make_tokenizer(set(characters)).save_pretrained(folder)
     return folder
 
@@ -48,6 +55,14 @@ def test_whoever_reads_the_policys_tokens_must_know_them(policy: Path, tmp_path:
         assert f"critic.path: {path} {why}" in said(policy, critic={"path": str(path)}, trainer=gae)
         found = said(policy, scorers={"law": {**teacher, "options": {"path": str(path)}}})
         assert f"scorers.law.options.path: {path} {why}" in found
+    bare, marked = (shutil.copytree(policy, tmp_path / name) for name in ("bare", "marked"))
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    begins = AutoTokenizer.from_pretrained(marked)
+    begins._tokenizer.post_processor = TemplateProcessing("a $A", special_tokens=[("a", 3)])
+    begins.save_pretrained(marked)
+    for path in (bare, marked):  # what reads ids alone needs no tokenizer, and begins no text
+        assert not said(policy, reference={"path": str(path)}, trainer=kl)
     assert not said(policy, reference={"path": str(policy)}, trainer=kl) and not said(policy, trainer=gae)
 
 
@@ -63,6 +78,11 @@ def test_a_file_that_the_index_names_is_missed(policy: Path, tmp_path: Path) -> 
     assert f"model.path: {torn} lacks {gone.name}, which model.safetensors.index.json names" in said(torn)
     (index := torn / "model.safetensors.index.json").write_text("{")
     assert f"model.path: {index} cannot be read" in said(torn)
+    whole = saved(tmp_path / "whole", shard="1GB")
+    for other in (index.name, "pytorch_model.bin.index.json"):
+        (whole / other).write_text('{"weight_map": {"a": "gone.bin"}}')
+    assert not said(whole), "files that nobody reads may be missing"
+    assert load_trainable(str(whole), World(CPU), CPU, "float32")
 
 
 def test_a_tiny_model_is_there_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,5 +99,5 @@ def test_a_tiny_model_is_there_once_it_is_whole(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "model").exists()
     monkeypatch.setattr(making, "build", build)
     making.make_tiny(config, tmp_path)
-    assert load_model(str(tmp_path / "model"), "float32", torch.device("cpu"))
+    assert load_model(str(tmp_path / "model"), "float32", CPU)
     assert not (tmp_path / ".model.partial").exists()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from penstock.services.trainer.algorithm_config import AlgorithmConfig
 from penstock.services.trainer.algorithms.advantages.gae import gae
@@ -87,4 +88,6 @@ def test_each_rows_lambda_is_that_of_its_length(seed: int, alpha: float) -> None
 def test_vapo_is_what_it_says() -> None:
     config = AlgorithmConfig.model_validate({"preset": "vapo", "imitate": {"above": 0.5}})
     assert config.advantage.options()["length_alpha"] == 0.05 and config.imitate.coefficient == 0.1
+    with pytest.raises(ValidationError, match=r"imitate\.type"):
+        AlgorithmConfig.model_validate({"preset": "vapo", "imitate": {"type": "x"}})
     assert config.imitate.above == 0.5 and config.loss.model_dump()["clip_high"] == 0.28

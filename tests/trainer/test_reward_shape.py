@@ -69,6 +69,7 @@ def test_costs_are_taken_off_what_is_left_and_metrics_have_the_reward_as_it_is()
     [
         ({"reward_shape": {"low": 1.0, "high": 1.0}}, "low=1 is not below high=1"),
         ({"reward_shape": {"scale": 0}}, "greater than 0"),
+        ({"reward_shape": {"shift": -0.5}, "preset": "maxrl"}, "reward_shape: it lowers the reward, and"),
         ({"reward_shape": {"shift": 1}, "preset": "distillation"}, "advantage=distillation does not read the reward"),
     ],
 )  # fmt: skip

@@ -75,6 +75,8 @@ def test_the_truth_is_shown_where_that_is_asked_for_and_thoughts_are_not(tokeniz
     assert seen(tokenizer, thought, thinking=True) == {0: "<think>b a</think> ba:ab=a"}
     begun = a_step(tokenizer, prompts[:1], [["a", "b a</think> ba"]], [0.0, 1.0])
     assert seen(tokenizer, begun) == {0: "ba:ab=a"}, "the template has begun the thought"
+    amid = a_step(tokenizer, prompts[:1], [["a", "b <think>a</think>a"]], [0.0, 1.0])
+    assert seen(tokenizer, amid) == {0: "b a:ab=a"}, "what stands before one stays"
 
 
 def test_in_a_chat_it_is_shown_in_the_last_message(tmp_path: Path) -> None:
