@@ -101,6 +101,8 @@ class _Asked:
         """For what speaks OpenAI's or Anthropic's API: `OpenAI(base_url=session.base_url, api_key="any")`."""
         self.ended = False
         self._turn_s = max(TURN_S, opened.turn_s + GRACE_S)
+        self._heard: int | None = None
+        """The turn that was answered last, to whoever asks here."""
         line.take(self.id)
 
     def forget(self) -> None:
@@ -117,6 +119,15 @@ class _Asked:
     def _generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None) -> m.AgentGenerate:
         given = as_bytes(np.asarray(tokens, np.int32).tobytes())
         return m.AgentGenerate(session=self.id, request=self._line.request(), tokens=given, max_tokens=max_tokens)
+
+    def _answered(self, found: m.Message) -> Reply:
+        reply = _reply(found)
+        self._heard = reply.turn
+        return reply
+
+    def _worth(self, reward: float, turn: int | str | None) -> m.AgentReward:
+        """After a takeover the gateway does not know which answers were heard: it is told."""
+        return m.AgentReward(session=self.id, reward=reward, turn=self._heard if turn is None else turn)
 
     def _left_by(self, error: BaseException | None) -> str:
         """Why it is to be given to another agent, where its block was left so; empty: it is not, or nobody is there
@@ -149,16 +160,16 @@ class AgentSession(_Asked):
     ) -> Reply:
         """The policy's answer to a conversation. Raises `AgentRefusedError` or `DeadlineError`."""
         asked = self._chat(messages, tools, max_tokens, stop)
-        return _reply(self._line.say(asked, self._turn_s))
+        return self._answered(self._line.say(asked, self._turn_s))
 
     def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
         """The policy's answer to token ids."""
-        return _reply(self._line.say(self._generate(tokens, max_tokens), self._turn_s))
+        return self._answered(self._line.say(self._generate(tokens, max_tokens), self._turn_s))
 
     def reward(self, reward: float, turn: int | str | None = None) -> None:
         """What one turn was worth: ``turn`` is a `Reply.turn`, or the id of the completion, response or message that
         told it; None: the newest answer. Said again, it replaces what was said."""
-        self._line.say(m.AgentReward(session=self.id, reward=reward, turn=turn), SAY_S)
+        self._line.say(self._worth(reward, turn), SAY_S)
 
     def finish(
         self,
@@ -248,15 +259,15 @@ class AsyncAgentSession(_Asked):
     ) -> Reply:
         """See `AgentSession.chat`."""
         asked = self._chat(messages, tools, max_tokens, stop)
-        return _reply(await self._line.say_async(asked, self._turn_s))
+        return self._answered(await self._line.say_async(asked, self._turn_s))
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Reply:
         """See `AgentSession.generate`."""
-        return _reply(await self._line.say_async(self._generate(tokens, max_tokens), self._turn_s))
+        return self._answered(await self._line.say_async(self._generate(tokens, max_tokens), self._turn_s))
 
     async def reward(self, reward: float, turn: int | str | None = None) -> None:
         """See `AgentSession.reward`."""
-        await self._line.say_async(m.AgentReward(session=self.id, reward=reward, turn=turn), SAY_S)
+        await self._line.say_async(self._worth(reward, turn), SAY_S)
 
     async def finish(
         self,

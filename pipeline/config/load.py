@@ -22,6 +22,8 @@ from penstock.services.runtime.user_folders import find_file, find_folder, look_
 from penstock.services.trainer.presets import without_choices
 
 PRESET = "trainer.algorithm.preset"
+WORDS = ("replay.filter",)
+"""Sections that may be given as their type alone."""
 
 
 class ConfigError(SetupError):
@@ -253,6 +255,8 @@ def _enter(place: Any, key: str, path: str, override: str) -> Any:
         raise ConfigError(f"override {override!r}: {path} is a value, not a section")
     if place.get(key) is None:
         place[key] = {}
+    elif path in WORDS and isinstance(place[key], str):
+        place[key] = {"type": place[key]}
     return place[key]
 
 

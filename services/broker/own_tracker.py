@@ -35,6 +35,8 @@ class OwnTracker:
         offered = {"folder": folder, "project": project, "config": dict(config)}
         with user_code(KEY, name):
             self._tracker = made(**{each: offered[each] for each in _asked(name, made)})
+        if not callable(getattr(self._tracker, "log", None)):
+            raise SetupError(f"{KEY}: {name} has no method log(step, values)")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `trackers.Tracker`."""
@@ -64,12 +66,13 @@ def find(name: str) -> Any:
         return made  # a function that makes one: what it gives is not known yet
     for method, arguments in METHODS.items():
         function = getattr(made, method, None)
-        if function is None and method != "log":
-            continue
+        if function is None and (method != "log" or made.__init__ is not object.__init__):
+            continue  # it may be given one where it is made
         if not callable(function):
             raise SetupError(f"{KEY}: {name} has no method log(step, values)")
+        alone = isinstance(inspect.getattr_static(made, method), staticmethod | classmethod)
         try:
-            inspect.signature(function).bind(made, *arguments)
+            inspect.signature(function).bind(*(() if alone else (made,)), *arguments)
         except TypeError as error:
             raise SetupError(
                 f"{KEY}: {name}.{method} cannot be called with ({', '.join(arguments)}): {error}"

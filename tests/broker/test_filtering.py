@@ -54,7 +54,15 @@ def test_alike_is_what_lies_no_further_apart_than_the_tolerance(marks: list[floa
     if not there:
         assert found and found.why == "no_value"
     else:
-        assert bool(found) == (np.float32(max(there) - min(there)) <= np.float32(tolerance))
+        spread = max(there) - min(there)
+        assert bool(found) == (spread <= Fraction(tolerance) + Fraction(1, 10**6) * bool(tolerance))
+
+
+@given(st.integers(-30, 30), st.integers(0, 3))
+def test_grades_in_tenths_are_alike_wherever_they_lie(least: int, steps: int) -> None:
+    marks = np.array([least / 10, (least + steps) / 10], np.float32)
+    assert bool(why_filtered(VarianceFilter(tolerance=0.1), marks)) == (steps <= 1)
+    assert bool(why_filtered(VarianceFilter(), marks)) == (steps == 0)
 
 
 @given(MARKS)

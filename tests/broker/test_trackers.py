@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import structlog
 
-from penstock.services.broker import trackers
+from penstock.services.broker import own_tracker, trackers
 from penstock.services.broker.tracker_libraries import MAKERS, as_markdown, run_id
 from penstock.services.broker.trackers import Table, Trackers
 
@@ -187,6 +187,26 @@ def test_a_class_of_the_users_own_is_a_tracker(folder: Path, tmp_path: Path, mon
     assert f"my_trackers.py, line {line})" in said["my_trackers:Breaks"]
     assert "has no 'Absent'" in said["my_trackers:Absent"]
     assert len(warned.calls) == 2, "each is given up once, and alone"
+
+
+class Static:
+    @staticmethod
+    def log(step: int, values: Mapping[str, float]) -> None: ...
+
+    @classmethod
+    def close(cls) -> None: ...
+
+
+class Given:
+    def __init__(self) -> None:
+        self.log = lambda step, values: None
+
+
+@pytest.mark.parametrize("kind", [Static, Given])
+def test_a_class_may_have_its_methods_in_other_ways(kind: type, tmp_path: Path) -> None:
+    made = own_tracker.OwnTracker(f"tests.broker.test_trackers:{kind.__name__}", tmp_path, "sorting", CONFIG)
+    made.log(0, {})
+    made.close()
 
 
 class Slow:

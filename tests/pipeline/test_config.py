@@ -12,6 +12,7 @@ from penstock.pipeline.cli import app
 from penstock.pipeline.config import ConfigError, dump, hide_password, load, parse
 from penstock.pipeline.tools.export import FIXED, TOKENS
 from penstock.protocols.columns import FIELDS, METRICS
+from penstock.services.broker.config import VarianceFilter
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -95,6 +96,11 @@ def test_mistakes_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(QUICKSTART, [override])
     assert message in str(caught.value)
+
+
+def test_a_section_given_by_its_type_alone_may_be_given_more() -> None:
+    read = load(QUICKSTART, ["replay.filter=zero_variance", "replay.filter.column=reward/exact_match"])
+    assert read.replay.filter == VarianceFilter(column="reward/exact_match")
 
 
 def test_numbers_are_read_as_people_write_them() -> None:

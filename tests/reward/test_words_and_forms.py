@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -46,6 +47,11 @@ def test_a_pattern_that_is_none_is_an_error() -> None:
         ("A. Because the sun is hot.", "A", 1.0),
         ("The answer is Berlin", "B", 0.0),
         ("I'd say A", "A", 1.0),
+        ("<think>A or B?</think><answer>B</answer>", "B", 1.0),
+        ("Answer: $B$", "B", 1.0),
+        (r"The answer is: \(B\)", "B", 1.0),
+        (r"\boxed{\mathbf{B}}", "B", 1.0),
+        ("Answer: B. Option A is wrong.", "B", 1.0),
         ("I think it is (D), since A cat has four legs", "D", 1.0),
         ("C, since that is what I think", "C", 1.0),
         ("no idea", "A", 0.0),
@@ -53,6 +59,14 @@ def test_a_pattern_that_is_none_is_an_error() -> None:
 )
 def test_the_letter_that_is_chosen(response: str, truth: Any, reward: float) -> None:
     assert choice(response, truth, "") == reward
+
+
+@pytest.mark.parametrize("begun", ["answer", "the answer is", "option", r"\boxed{", r"\boxed{\text{", "A", "x ("])
+def test_whatever_is_said_is_read_in_no_time(begun: str) -> None:
+    started = time.monotonic()
+    for filler in (" ", "\n", "$", "(", "A ", f"{begun} "):
+        choice(begun + filler * 50_000, "B", "")
+    assert time.monotonic() - started < 5.0
 
 
 def test_a_truth_that_is_no_letter_is_an_error() -> None:

@@ -34,7 +34,7 @@ def why_filtered(rule: FilterConfig, values: np.ndarray) -> Verdict | None:
     if not there.size:
         return Verdict("no_value", f"none of its answers has a value in {rule.column}")
     if isinstance(rule, VarianceFilter):
-        if np.float32(np.float64(there.max()) - np.float64(there.min())) > np.float32(rule.tolerance):
+        if np.float64(there.max()) - np.float64(there.min()) > _rounded_up(rule.tolerance, there):
             return None
         what = "rewards are all equal" if rule == VarianceFilter() else f"values of {rule.column} are all equal"
         return Verdict("equal", f"its {what}" + f", within {rule.tolerance:g}" * bool(rule.tolerance))
@@ -44,3 +44,9 @@ def why_filtered(rule: FilterConfig, values: np.ndarray) -> Verdict | None:
     if mean >= np.float32(rule.high):
         return Verdict("high", f"the mean of its {rule.column} is {mean:g}, not below {rule.high:g}")
     return None
+
+
+def _rounded_up(tolerance: float, values: np.ndarray) -> float:
+    """A ``tolerance`` above 0 with what float32 may have added between ``values``: tenths are alike wherever they
+    lie."""
+    return tolerance and tolerance + 2 * float(np.spacing(np.float32(np.abs(values).max())))

@@ -5,24 +5,28 @@ from typing import Any
 
 from penstock.services.reward.truth import as_text
 
+_SIGNS = re.compile(r"\\[()]|[$*]|</?\w{1,30}>")
+"""What may stand around a letter: signs of formulas, stars, tags."""
 _LETTER = r"[(\[]?([A-Z])[)\].:]?"
 _FORMS = (
-    re.compile(r"\\boxed\{\s*(?:\\(?:text|mathrm|textbf)\{)?\s*" + _LETTER + r"\s*\}"),
-    re.compile(r"(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*\**\s*" + _LETTER + r"(?![\w'])"),
-    re.compile(r"(?<![\w'])(?:(?<=[(\[])[A-Z](?=[)\]])|[A-Z](?=[).:,*]|\s*$))", re.MULTILINE),  # and no article
+    re.compile(r"\\boxed\{\s*+(?:\\[a-z]{2,8}\{\s*+)?+" + _LETTER + r"\s*+\}"),
+    re.compile(r"(?i:answer)(?i:\s++is(?![\w']))?+[\s:=]*+" + _LETTER + r"(?![\w'])"),
+    re.compile(r"(?i:choice|option)(?i:\s++is(?![\w']))?+[\s:=]*+" + _LETTER + r"(?![\w'])"),
+    re.compile(r"(?<![\w'])(?:(?<=[(\[])[A-Z](?=[)\]])|[A-Z](?=[).:,]|[ \t]*+$))", re.MULTILINE),  # and no article
 )
 """From the plainest to the least plain: the last one of the first form that there is counts."""
 
 
 def choice(response: str, truth: Any, prompt: str) -> float:
     """1.0 where the letter that the response chooses is the truth's: the last in a box, else the last behind "answer",
-    "choice" or "option", else the last capital that stands alone, in brackets, before a sign, or at the end of a line.
-    ``truth``: a letter, or a number from 0 on."""
+    else behind "choice" or "option", else the last capital that stands alone, in brackets, before a sign, or at the end
+    of a line. ``truth``: a letter, or a number from 0 on."""
     said = as_text(truth).strip()
     wanted = chr(ord("A") + int(said)) if said.isdecimal() and int(said) < 26 else said.strip("()[].: ").upper()
     if not re.fullmatch("[A-Z]", wanted):
         raise ValueError(f"the truth is no letter: {said[:80]!r}; set truth_key to the column that has it")
+    plain = _SIGNS.sub(" ", response)
     for form in _FORMS:
-        if found := form.findall(response):
+        if found := form.findall(plain):
             return float(found[-1] == wanted)
     return 0.0
