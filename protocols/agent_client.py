@@ -120,7 +120,7 @@ class _Asked:
         given = as_bytes(np.asarray(tokens, np.int32).tobytes())
         return m.AgentGenerate(session=self.id, request=self._line.request(), tokens=given, max_tokens=max_tokens)
 
-    def _answered(self, found: m.Message) -> Reply:
+    def _answered(self, found: m.AgentReply) -> Reply:
         reply = _reply(found)
         self._heard = reply.turn
         return reply
