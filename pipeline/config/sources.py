@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.protocols.columns import REWARD, ColumnTable
+from penstock.protocols.columns import ColumnTable
 from penstock.services.data.config import CustomData, DataConfig, MixData
 from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage
 
@@ -28,7 +28,7 @@ def check_sources(config: Any) -> None:
         places = {"prompts.train": trained}
     for key, sources in places.items():
         for source in sources:
-            _check_judged(config, key, source)
+            _check_judged(table, key, source)
     for key, column in _learned_from(config):
         if lacking := _lacking(table, column, trained):
             raise ValueError(
@@ -71,23 +71,13 @@ def _check_names(config: Any, places: dict[str, list[str]]) -> None:
                 raise ValueError(f"{key}: no prompt is of a source {name!r}; {hint}")
 
 
-def _check_judged(config: Any, key: str, source: str) -> None:
-    """A weight of 0 makes no reward, but where the advantage weighs columns itself."""
-    if source == OTHER or judged(config, source):
+def _check_judged(table: ColumnTable, key: str, source: str) -> None:
+    if source == OTHER or table.judged(source):
         return
     raise ValueError(
         f"{key}: no reward is made for {_said([source])}: every reward function with a weight is asked for other "
         "sources alone; name it in reward.functions.N.sources, or ask one of them for all (sources: [])"
     )
-
-
-def judged(config: Any, source: str) -> bool:
-    """A reward is made for prompts of this source."""
-    table: ColumnTable = config.columns
-    advantage = config.trainer.algorithm.advantage
-    own = set(advantage.columns) if isinstance(advantage, GdpoAdvantage) else set()
-    terms = next((total.terms for total in table.sums if total.name == REWARD), {})
-    return any((weight or name in own) and table.by_name[name].asked(source) for name, weight in terms.items())
 
 
 def _learned_from(config: Any) -> Iterator[tuple[str, str]]:

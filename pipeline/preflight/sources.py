@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.pipeline.config import Config
-from penstock.pipeline.config.sources import OTHER, judged, sources_of
+from penstock.pipeline.config.sources import OTHER, sources_of
 from penstock.pipeline.preflight.report import Report
 
 
@@ -26,7 +26,7 @@ def look(config: Config, report: Report) -> None:
 
 def _look_at_rows(config: Config, trained: list[str], report: Report) -> None:
     for source in trained:
-        if not judged(config, source):
+        if not config.columns.judged(source):
             report.problems.append(
                 f"prompts.train: no reward is made for rows of the source {source!r}, of which there is one among the "
                 "first; name it in reward.functions.N.sources, or ask a function with a weight for all (sources: [])"

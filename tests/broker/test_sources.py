@@ -40,7 +40,7 @@ def test_a_reward_is_the_sum_of_what_was_asked_and_of_nothing_else(terms: list[t
     total = WeightedSum(name="reward", terms={f"reward/f{i}": weight for i, (_, _, weight) in enumerate(terms)})
     table = ColumnTable(columns=tuple(columns), sums=(total,))
     asked = [(value, weight) for yes, value, weight in terms if yes]
-    assert table.judged("mine") == bool(asked)
+    assert table.judged("mine") == any(weight for _, weight in asked)
     if not asked:
         return
     values = {f"reward/f{i}": np.array([value], np.float32) for i, (_, value, _) in enumerate(terms)}
@@ -191,6 +191,20 @@ def test_a_prompt_that_nobody_judges_costs_itself_and_an_evaluation_set_is_a_sou
     assert read_lines(tmp_path / "metrics.jsonl")[0]["sets"] == {"aime": 1.0}
     drops = read_lines(tmp_path / "dropped.jsonl")
     assert drops and all(row["kind"] == "prompt" and "source 'poems'" in row["reason"] for row in drops)
+
+
+@pytest.mark.parametrize("weighed", [(), (EVERY.name,)])
+def test_what_is_only_read_judges_nobody_but_where_the_advantage_weighs_it(
+    tmp_path: Path, redis_url: str, weighed: tuple[str, ...]
+) -> None:
+    terms = {CODE.name: 1.0, EVERY.name: 0.0}
+    table = ColumnTable(columns=(CODE, EVERY), sums=(WeightedSum(name="reward", terms=terms, weighed=weighed),))
+    stage = begin(tmp_path, redis_url, table, {"train": MIXED, "shuffle": False})
+    numbers = by_source(stage, stage.rollout(), B)
+    stage.close()
+    assert numbers.keys() == ({"math", "code"} if weighed else {"code"})
+    reasons = {row["reason"] for row in read_lines(tmp_path / "dropped.jsonl")}
+    assert weighed or all("source 'math'" in reason for reason in reasons) and reasons
 
 
 def test_a_filter_leaves_alone_what_has_not_its_column(tmp_path: Path, redis_url: str) -> None:

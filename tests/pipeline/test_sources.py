@@ -39,6 +39,8 @@ def config(*overrides: str) -> Config:
          "{function: length, weight: 0, sources: [sums, words]}]"],
         [APART, "scorers={x: {scorer: 'm:X', columns: {x: trajectory}, reads: [reward]}}"],
         [TEACHER, TAUGHT % "1.0"],
+        ["reward.functions=[{function: exact_match, weight: 0}, {function: length, weight: 0}, "
+         "{function: 'm:f', sources: [sums]}]", GDPO],
     ],
 )  # fmt: skip
 def test_what_every_prompt_has_may_be_asked(overrides: list[str]) -> None:
@@ -52,6 +54,9 @@ def test_what_every_prompt_has_may_be_asked(overrides: list[str]) -> None:
         ([APART, "prompts.eval=null"], "there are sums (prompts.train), words (prompts.train)"),
         ([APART, "prompts.train={type: sort}"], "there are hard (prompts.eval.hard)"),
         ([APART.replace(", hard", "")], "prompts.eval.hard: no reward is made for the source 'hard'"),
+        (["reward.functions=[{function: exact_match, sources: [sums, hard]}, {function: length, weight: 0}]",
+          "trainer.algorithm.constraints=[{column: reward/length, limit: 9}]"],
+         "prompts.train: no reward is made for the source 'words'"),
         ([APART.replace("[words]", "[words], weight: 0")], "prompts.train: no reward is made for the source 'words'"),
         (["prompts.train={type: sort}", "reward.functions=[{function: exact_match, sources: [hard]}]"],
          "prompts.train: no reward is made for rows without a source"),
