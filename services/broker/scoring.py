@@ -64,9 +64,7 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
 
 def unjudged(source: str) -> str:
     """Why a prompt of this source cannot have a reward."""
-    return (
-        f"no reward function with a weight is asked for prompts of the source {source!r} (reward.functions.N.sources)"
-    )
+    return f"no reward function with a weight is asked for the source {source!r} (reward.functions.N.sources)"
 
 
 def replay_of(state: BrokerState, purpose: Purpose) -> Replay:

@@ -92,3 +92,28 @@ def test_a_look_says_what_a_filter_leaves_alone_and_which_sources_no_row_has() -
     assert report.notes == [
         "reward/exact_match: it is asked for the sources 'sums', which none of the first rows is of"
     ]
+
+
+HELD_OUT = "prompts.eval={aime: {type: custom, function: 'mine:rows'}, hard: {type: sort}}"
+TYPO = "reward.functions=[{function: exact_match, sources: [sumz]}, {function: length, weight: -0.01}]"
+NOT_AIME = APART.replace("hard]", "hard, easy]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "evaluated", "problems", "notes"),
+    [
+        ([TYPO], {"aime": {"aime"}, "hard": {"hard"}}, ["no prompt is of a source 'sumz'; did you mean 'sums'?"], []),
+        ([TYPO.replace("sumz", "olympic")], {"aime": {"aime", "olympic"}, "hard": {"hard"}}, [], []),
+        ([TYPO, "prompts.eval_size=0"], {}, [], ["asked for the sources 'sumz', which none of the first rows is of"]),
+        ([NOT_AIME], {"aime": {"aime", "easy"}, "hard": {"hard"}},
+         ["prompts.eval.aime: no reward is made for rows of the source 'aime'"], []),
+        ([NOT_AIME, CUSTOM], {"aime": {"easy"}, "hard": {"hard"}}, [], ["which none of the first rows is of"]),
+    ],
+)  # fmt: skip
+def test_a_custom_evaluation_set_says_which_sources_it_has(
+    overrides: list[str], evaluated: dict[str, set[str]], problems: list[str], notes: list[str]
+) -> None:
+    report = Report(trained={"words"}, evaluated=evaluated)
+    sources.look(config(HELD_OUT, *overrides), report)
+    for said, expected in ((report.problems, problems), (report.notes, notes)):
+        assert len(said) == len(expected) and all(words in found for words, found in zip(expected, said, strict=True))
