@@ -177,7 +177,7 @@ def test_a_prompt_that_nobody_judges_costs_itself_and_an_evaluation_set_is_a_sou
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
     reward.box.tell(m.Credit(total=100))
     held_out = rollout.leases(2)
-    assert all(lease.purpose == "eval" for lease in held_out)
+    assert all((lease.purpose, lease.source) == ("eval", "aime") for lease in held_out)
     for lease in held_out:
         rollout.finish(lease)
     items: list[m.WorkItem] = []
