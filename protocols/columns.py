@@ -147,6 +147,8 @@ class WeightedSum(BaseModel):
     name: str
     terms: dict[str, float]
     """Column to weight."""
+    weighed: tuple[str, ...] = ()
+    """Terms that the advantage weighs itself, whatever their weight here."""
 
     def of(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
         """float32 ``[trajectories]``, from as many values of each term that was asked; ``columns`` has one or more."""
@@ -172,8 +174,11 @@ class ColumnTable(BaseModel):
         return any(column.sources for column in self.columns)
 
     def judged(self, source: str) -> bool:
-        """A prompt of this source has something that its sums are made of."""
-        return all(self.asked_terms(total, source) for total in self.sums)
+        """A prompt of this source has something with a weight that its sums are made of; what has none is only read."""
+        return not self.by_source or all(
+            any(total.terms[name] or name in total.weighed for name in self.asked_terms(total, source))
+            for total in self.sums
+        )
 
     def asked_terms(self, total: WeightedSum, source: str) -> list[str]:
         """What ``total`` is made of for a prompt of this source."""

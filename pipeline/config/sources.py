@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.protocols.columns import REWARD, ColumnTable
+from penstock.protocols.columns import ColumnTable
 from penstock.services.data.config import CustomData, DataConfig, MixData
 from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage
 
@@ -20,15 +20,16 @@ def check_sources(config: Any) -> None:
     table: ColumnTable = config.columns
     if not table.by_source:
         return
-    prompts, trained = config.prompts, sources_of(config.prompts.train)
-    places = {"prompts.train": trained}
-    places |= {f"prompts.eval.{name}": evaluated_as(name, data) for name, data in prompts.eval.items()}
-    _check_names(config, places)
-    if not prompts.eval_size:  # the sets are named, and nobody is asked them
+    places = places_of(config)
+    trained = places["prompts.train"]
+    if not any(OTHER in sources for sources in places.values()):
+        for words in unknown_names(config, places):
+            raise ValueError(words)
+    if not config.prompts.eval_size:  # the sets are named, and nobody is asked them
         places = {"prompts.train": trained}
     for key, sources in places.items():
         for source in sources:
-            _check_judged(config, key, source)
+            _check_judged(table, key, source)
     for key, column in _learned_from(config):
         if lacking := _lacking(table, column, trained):
             raise ValueError(
@@ -51,15 +52,18 @@ def sources_of(data: DataConfig) -> list[str]:
     return [OTHER] if isinstance(data, CustomData) else [""]
 
 
-def evaluated_as(name: str, data: DataConfig) -> list[str]:
-    """Which sources the rows of the evaluation set ``name`` count to."""
-    return [source or name for source in sources_of(data)]
+def places_of(config: Any) -> dict[str, list[str]]:
+    """By key, which sources the rows of the training data and of each evaluation set count to; as `sources_of`."""
+    prompts = config.prompts
+    places = {"prompts.train": sources_of(prompts.train)}
+    for name, data in prompts.eval.items():
+        places[f"prompts.eval.{name}"] = [source or name for source in sources_of(data)]
+    return places
 
 
-def _check_names(config: Any, places: dict[str, list[str]]) -> None:
-    known = {source: key for key, sources in places.items() for source in sources if source}
-    if OTHER in known:
-        return
+def unknown_names(config: Any, places: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Words about each name in a scorer's `sources` that is in none of ``places``."""
+    known = {source: key for key, sources in places.items() for source in sources if source not in ("", OTHER)}
     asked = [(f"reward.functions.{i}.sources", f.sources) for i, f in enumerate(config.reward.functions)]
     asked += [(f"scorers.{kind}.sources", scorer.sources) for kind, scorer in config.scorers.items()]
     there = ", ".join(f"{source} ({key})" for source, key in known.items()) or "none, since prompts.train is no mixture"
@@ -68,26 +72,16 @@ def _check_names(config: Any, places: dict[str, list[str]]) -> None:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {there}"
-                raise ValueError(f"{key}: no prompt is of a source {name!r}; {hint}")
+                yield f"{key}: no prompt is of a source {name!r}; {hint}"
 
 
-def _check_judged(config: Any, key: str, source: str) -> None:
-    """A weight of 0 makes no reward, but where the advantage weighs columns itself."""
-    if source == OTHER or judged(config, source):
+def _check_judged(table: ColumnTable, key: str, source: str) -> None:
+    if source == OTHER or table.judged(source):
         return
     raise ValueError(
         f"{key}: no reward is made for {_said([source])}: every reward function with a weight is asked for other "
         "sources alone; name it in reward.functions.N.sources, or ask one of them for all (sources: [])"
     )
-
-
-def judged(config: Any, source: str) -> bool:
-    """A reward is made for prompts of this source."""
-    table: ColumnTable = config.columns
-    advantage = config.trainer.algorithm.advantage
-    own = set(advantage.columns) if isinstance(advantage, GdpoAdvantage) else set()
-    terms = next((total.terms for total in table.sums if total.name == REWARD), {})
-    return any((weight or name in own) and table.by_name[name].asked(source) for name, weight in terms.items())
 
 
 def _learned_from(config: Any) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
-from penstock.services.data.config import DataConfig
+from penstock.services.data.config import CustomData, DataConfig
 from penstock.services.data.mixture import Mixture
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.rollout.config import PluginEngineConfig
@@ -26,7 +26,11 @@ def look(config: Config, report: Report) -> None:
     report.trained = {prompt.source for prompt in rows}
     if config.prompts.eval_size:
         for name, source in config.prompts.eval.items():
-            _look_at(source, f"prompts.eval.{name}", True, report, name)
+            # Sources that only rows name are known once all that are asked were read.
+            every = config.columns.by_source and isinstance(source, CustomData)
+            most = max(ROWS, config.prompts.eval_size) if every else ROWS
+            if held_out := _look_at(source, f"prompts.eval.{name}", True, report, name, most):
+                report.evaluated[name] = {prompt.source or name for prompt in held_out}
     model = config.model
     if isinstance(model, TinyModel) and rows:
         if model.warm_start.steps:
@@ -38,15 +42,17 @@ def look(config: Config, report: Report) -> None:
         check_length(config, sizes, report, model.max_length)
 
 
-def _look_at(source: DataConfig, key: str, held_out: bool, report: Report, counts_to: str = "") -> list[Prompt]:
-    """The usable ones of the first rows. One that says no source of its own ``counts_to`` this one."""
+def _look_at(
+    source: DataConfig, key: str, held_out: bool, report: Report, counts_to: str = "", rows: int = ROWS
+) -> list[Prompt]:
+    """The usable ones of the first ``rows``. One that says no source of its own ``counts_to`` this one."""
     with report.collect():
         prompts = open_source(source, held_out, key)
         if not len(prompts):
             raise DataError(f"{key}: the data source has no rows")
-        usable, why = _usable(prompts)
+        usable, why = _usable(prompts, rows=rows)
         if not usable:
-            raise DataError(f"{key}: none of the first {min(ROWS, len(prompts))} rows can be used; {why[0]}")
+            raise DataError(f"{key}: none of the first {min(rows, len(prompts))} rows can be used; {why[0]}")
         report.lines.append(f"{key}: {len(prompts):,} rows; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
         if why:
             report.notes.append(

@@ -27,6 +27,8 @@ class Report:
     """One of each source that was seen: of the training data, or else of an evaluation set."""
     trained: set[str] = field(default_factory=set)
     """The sources of the first rows of the training data."""
+    evaluated: dict[str, set[str]] = field(default_factory=dict)
+    """Those that the rows of each evaluation set count to, which was opened."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:

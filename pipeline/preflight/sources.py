@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from penstock.pipeline.config import Config
-from penstock.pipeline.config.sources import OTHER, judged, sources_of
+from penstock.pipeline.config.sources import OTHER, places_of, unknown_names
 from penstock.pipeline.preflight.report import Report
 
 
@@ -11,10 +13,12 @@ def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found; of a run whose scorers are asked for every prompt, nothing is."""
     if not config.columns.by_source:
         return
-    named = sources_of(config.prompts.train)
+    places = places_of(config)
+    named = places["prompts.train"]
     trained = sorted(report.trained if OTHER in named else named)
-    if OTHER in named:
-        _look_at_rows(config, trained, report)
+    seen = {"prompts.train": trained} | {f"prompts.eval.{name}": found for name, found in report.evaluated.items()}
+    _look_at_names(config, places, seen, report)
+    _look_at_rows(config, places, seen, report)
     column = config.columns.by_name.get(config.replay.filter.column) if config.replay.filter.type != "none" else None
     kept = [source for source in trained if column and not column.asked(source)]
     if column and kept:
@@ -24,16 +28,32 @@ def look(config: Config, report: Report) -> None:
         )
 
 
-def _look_at_rows(config: Config, trained: list[str], report: Report) -> None:
-    for source in trained:
-        if not judged(config, source):
-            report.problems.append(
-                f"prompts.train: no reward is made for rows of the source {source!r}, of which there is one among the "
-                "first; name it in reward.functions.N.sources, or ask a function with a weight for all (sources: [])"
-            )
+def _look_at_names(
+    config: Config, places: dict[str, list[str]], seen: Mapping[str, Iterable[str]], report: Report
+) -> None:
+    """Names that a config alone cannot check. Of training data only the first rows are read, and others may come."""
+    known = {key: [*named, *seen.get(key, ())] for key, named in places.items()}
+    if all(OTHER not in named or (key in seen and key != "prompts.train") for key, named in places.items()):
+        report.problems += unknown_names(config, known)
+        return
+    names = {name for found in known.values() for name in found}
     for column in config.columns.columns:
-        if unseen := [source for source in column.sources if source not in report.rows]:
+        if unseen := [source for source in column.sources if source not in names]:
             report.notes.append(
                 f"{column.name}: it is asked for the sources {', '.join(map(repr, unseen))}, which none of the first "
                 "rows is of"
             )
+
+
+def _look_at_rows(
+    config: Config, places: dict[str, list[str]], seen: Mapping[str, Iterable[str]], report: Report
+) -> None:
+    """Sources that only rows name."""
+    for key, found in seen.items():
+        for source in sorted(found) if OTHER in places[key] else []:
+            if not config.columns.judged(source):
+                report.problems.append(
+                    f"{key}: no reward is made for rows of the source {source!r}, of which there is one among the "
+                    "first; name it in reward.functions.N.sources, or ask a function with a weight for all "
+                    "(sources: [])"
+                )

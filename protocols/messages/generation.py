@@ -39,6 +39,8 @@ class Lease(Message):
     seed: int
     prompt: Prompt
     sampling: Sampling
+    source: str = ""
+    """What the prompt counts to: its own source, or else the evaluation set that it is from."""
     records: Records = {}
     """What gateways have had kept of it: `agents.Note`, and of each turn its note and its answer."""
 

@@ -11,7 +11,8 @@ import structlog
 from penstock.protocols import messages as m
 from penstock.protocols import wire
 from penstock.protocols.columns import ColumnError
-from penstock.protocols.experience import ExperienceError
+from penstock.protocols.experience import ExperienceError, Purpose
+from penstock.protocols.packed_groups import source_in
 from penstock.protocols.router_server import reason_of
 from penstock.services.broker import clock, scoring
 from penstock.services.broker.agents import AgentDesk, NotHeldError
@@ -169,7 +170,8 @@ class Handlers:
     # --- experience --------------------------------------------------------------------------------------------------
 
     def _on_finished(self, member: Member, request: int, finished: m.Finished) -> None:
-        """The payload is not decoded here: whoever scores it checks every rule, and that the summary is true."""
+        """The payload is not decoded here, but for its source, where that matters: whoever scores it checks every rule,
+        and that the summary is true."""
         state, said = self._state, finished.summary
         number, key = finished.number, (finished.purpose, finished.number)
         if said.newest > max(state.versions.latest, state.groups.ledger.committed):
@@ -181,12 +183,18 @@ class Handlers:
             return
         if said.trajectories != n and not (state.settings.agents and said.trajectories > n):  # sessions may branch
             raise ExperienceError(f"group {number} has {said.trajectories} trajectories, not {n}")
-        if finished.purpose == "eval":
+        # Not of the data's row: what the columns of a step are held against is the experience, and a row may be gone.
+        source = source_in(finished.experience) if state.settings.columns.by_source else ""
+        if lease:
+            source = source or state.held_out.name_of(lease.draw)
+        if not state.settings.columns.judged(source):  # a resumed run may ask others than when it was leased
+            self._unusable(finished.purpose, number, scoring.unjudged(source))
+        elif lease:
             if state.progress.phase.startswith("evaluating"):
                 state.progress.at = clock.now()
-            if state.evaluation.finish(number, said.oldest, said.newest, said.trajectories, said.tokens):
+            if state.evaluation.finish(number, said.oldest, said.newest, said.trajectories, said.tokens, source):
                 state.payloads.begin(key, finished.experience.tobytes())
-        elif state.groups.finish(number, said.oldest, said.trajectories, said.tokens):
+        elif state.groups.finish(number, said.oldest, said.trajectories, said.tokens, source):
             state.payloads.begin(key, finished.experience.tobytes())
             state.progress.totals["finished"] += 1
             state.progress.totals["generated_tokens"] += said.sampled
@@ -198,12 +206,13 @@ class Handlers:
         self._ack(member, request)
 
     def _on_failed(self, member: Member, request: int, failed: m.Failed) -> None:
-        reason = f"{member.name}: {failed.error}"
-        if failed.purpose == "eval":
-            self._state.drop_evaluation(failed.number, reason)
-        elif failed.number in self._state.groups.leases.open:
-            self._state.drop(failed.number, reason, "prompt")
+        self._unusable(failed.purpose, failed.number, f"{member.name}: {failed.error}")
         self._ack(member, request)
+
+    def _unusable(self, purpose: Purpose, number: int, reason: str) -> None:
+        """The prompt of a group that somebody generates."""
+        if purpose == "eval" or number in self._state.groups.leases.open:
+            self._state.drop_any(purpose, number, reason, "prompt")
 
     def _on_scores(self, member: Member, request: int, scores: m.Scores) -> None:
         column = self._state.settings.columns.by_name.get(scores.column)

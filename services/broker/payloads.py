@@ -61,6 +61,10 @@ class Payloads:
         """uint8 ``[bytes]``, as messages carry it."""
         return as_bytes(self._parts(key)[EXPERIENCE])
 
+    def source(self, key: Key) -> str:
+        """Of the prompt that the group answers; empty where it cannot be read."""
+        return _source(self._parts(key)) or ""
+
     def has(self, key: Key, column: str) -> bool:
         """It is there."""
         return column in self._parts(key)
@@ -94,11 +98,9 @@ class Payloads:
         missing = [name for name in columns if name not in parts]
         if self._of_sources.keys().isdisjoint(missing):
             return missing
-        try:
-            source = source_in(as_bytes(parts[EXPERIENCE]))
-        except (ExperienceError, WireError):  # whoever reads it finds out
-            return [name for name in missing if name not in self._of_sources]
-        return [name for name in missing if name not in self._of_sources or self._of_sources[name].asked(source)]
+        source = _source(parts)
+        of_source = {name for name in self._of_sources if source is not None and self._of_sources[name].asked(source)}
+        return [name for name in missing if name not in self._of_sources or name in of_source]
 
     def settled(self) -> None:
         """The turn is durable, and visible to reads."""
@@ -140,3 +142,11 @@ class Payloads:
             assert key[0] == "train" and key not in self._queued
             self._hold(key, self._store.payloads([key[1]])[0])
         return self._held[key]
+
+
+def _source(parts: Parts) -> str | None:
+    """None where it cannot be read, which whoever reads the group finds out."""
+    try:
+        return source_in(as_bytes(parts.get(EXPERIENCE, b"")))
+    except (ExperienceError, WireError):
+        return None

@@ -113,6 +113,7 @@ class Scheduler:
             seed=state.settings.seed if purpose == "train" else 0,
             prompt=prompt,
             sampling=state.sampling(purpose, lease.draw),
+            source=source,
             records=state.kept_of(purpose, lease),
         )
         try:

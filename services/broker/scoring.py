@@ -64,7 +64,7 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
 
 def unjudged(source: str) -> str:
     """Why a prompt of this source cannot have a reward."""
-    return f"no reward function is asked for prompts of the source {source!r} (reward.functions.N.sources)"
+    return f"no reward function with a weight is asked for the source {source!r} (reward.functions.N.sources)"
 
 
 def replay_of(state: BrokerState, purpose: Purpose) -> Replay:
@@ -91,10 +91,10 @@ def complete(state: BrokerState) -> None:
 def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedSum, errors: Sequence[str]) -> None:
     """All its terms are there now, of those that the group's source is asked for."""
     key, source = (purpose, number), replay_of(state, purpose).entries[number].source
-    terms = _by_trajectory(state, key, state.settings.columns.asked_terms(total, source))
-    if not terms:  # of a run that is resumed, and asks others now
+    if not state.settings.columns.judged(source):  # of a run that is resumed, and asks others now
         state.drop_any(purpose, number, unjudged(source), "prompt")
         return
+    terms = _by_trajectory(state, key, state.settings.columns.asked_terms(total, source))
     values = total.of(terms)
     if total.name == REWARD and not any(state.settings.columns.by_name[name].nullable for name in terms):
         failures = failures_of(state.payloads.experience(key))  # which only reward functions know of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -196,7 +195,6 @@ class BrokerState:
             len(self.held_out),
             settings.columns.evaluated,
             self.held_out.name_of,
-            partial(self._source_of, self.held_out),
         )
         rests = settings.prompts.curriculum
         bounds = Bounds(**rests.model_dump()) if rests else None
@@ -213,7 +211,7 @@ class BrokerState:
             self._release,
             self._dropped,
             self.curriculum.next,
-            partial(self._source_of, self.prompts),
+            self._source_of,
         )
         self.versions = Versions(self.store)
         self.members = Members(self.store)
@@ -223,9 +221,9 @@ class BrokerState:
         self.receivers_changed = False
         """The trainer is to be told, with this turn, who is here and serves what."""
 
-    def _source_of(self, prompts: PromptStream | HeldOut, draw: int) -> str:
-        """Asked only where it matters: of some sources a row is read for it."""
-        return prompts.source_of(draw) if self.settings.columns.by_source else ""
+    def _source_of(self, number: int) -> str:
+        """Of a training group that was finished when nothing was asked by source."""
+        return self.payloads.source(("train", number)) if self.settings.columns.by_source else ""
 
     def asked_of(self, draw: int) -> EvalSampling:
         """How the evaluation prompt of this draw is answered."""

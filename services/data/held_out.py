@@ -9,7 +9,6 @@ from itertools import accumulate
 from penstock.protocols.experience import Prompt
 from penstock.services.data import open_source
 from penstock.services.data.config import DataConfig
-from penstock.services.data.source import source_of
 
 
 class HeldOut:
@@ -41,11 +40,6 @@ class HeldOut:
         """Prompt ``k`` of all."""
         which = self._which(k)
         return self._sets[which][self._row(k)]
-
-    def source_of(self, k: int) -> str:
-        """The source that prompt ``k`` counts to: the row's own, where it has one, or else its set."""
-        which = self._which(k)
-        return source_of(self._sets[which], self._row(k)) or self._names[which]
 
     def name_of(self, k: int) -> str:
         """The set that prompt ``k`` is from."""

@@ -56,10 +56,6 @@ class Mixture(PromptSource):
         found = self._sources[which][int(self._rows[index])]
         return found.model_copy(update={"source": self._names[which]})
 
-    def source_of(self, index: int) -> str:
-        """See `PromptSource`: no row is made for it."""
-        return self._names[int(self._which[index])]
-
     def one_of_each(self) -> list[int]:
         """The first prompt of each source."""
         return [int(np.argmax(self._which == which)) for which in range(len(self._names))]

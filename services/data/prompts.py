@@ -8,7 +8,6 @@ import numpy as np
 
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError
-from penstock.services.data.source import source_of
 
 
 class PromptStream:
@@ -30,10 +29,6 @@ class PromptStream:
     def draw(self, k: int) -> Prompt:
         """The prompt of draw ``k``."""
         return self._source[self.row(k)]
-
-    def source_of(self, k: int) -> str:
-        """Which source of a mixture the prompt of draw ``k`` is from; empty: there is none."""
-        return source_of(self._source, self.row(k))
 
     def row(self, k: int) -> int:
         """Which row of the source that is."""

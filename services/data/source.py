@@ -17,10 +17,6 @@ class PromptSource(Sequence[Prompt]):
     def prompt(self, index: int) -> Prompt:
         """Prompt ``index``, from 0. May raise `DataError` for a row that is none."""
 
-    def source_of(self, index: int) -> str:
-        """`Prompt.source` of prompt ``index``. May raise `DataError`."""
-        return self[index].source
-
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
     @overload
@@ -36,11 +32,3 @@ class PromptSource(Sequence[Prompt]):
             raise
         except Exception as error:  # a library's decoder or generator may raise anything; it costs this row alone
             raise DataError(f"row {index}: {type(error).__name__}: {error}") from error
-
-
-def source_of(prompts: Sequence[Prompt], index: int) -> str:
-    """`Prompt.source` of one of them; empty of a row that is no prompt."""
-    try:
-        return prompts.source_of(index) if isinstance(prompts, PromptSource) else prompts[index].source
-    except DataError:
-        return ""

@@ -44,7 +44,8 @@ SETTLING_S = 20.0
 
 class Desk:
     """See the module's docstring. ``ask`` says something to the broker; ``deliver`` hands over a finished group, or the
-    reason why there is none; ``gone`` is told of groups that another gateway has now."""
+    reason why there is none; ``gone`` is told of groups that another gateway has now; ``reads`` says of a source that
+    its prompts' rewards are made of what agents say."""
 
     def __init__(
         self,
@@ -54,12 +55,12 @@ class Desk:
         ask: Callable[[Message, float], Future[Message]],
         deliver: Callable[[Lease, Group | str], None],
         gone: Callable[[Key], None],
-        needs_reward: bool,
+        reads: Callable[[str], bool],
         wants: Callable[[int], None] = lambda openers: None,
         gave_back: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self.config, self._text = config, text
-        self._deliver, self._gone, self._needs_reward = deliver, gone, needs_reward
+        self._deliver, self._gone, self._reads = deliver, gone, reads
         self._records = Records(ask, self.forget)
         self._wants, self._gave_back = wants, gave_back
         self._openers, self._opened_at = 0, time.monotonic()
@@ -265,7 +266,7 @@ class Desk:
         async with held.alone():
             held = await self._unended(id)
             turn = turn_called(name, id, held.session)
-            found = turn_rewards(held, {turn.number: reward}, self._needs_reward)
+            found = turn_rewards(held, {turn.number: reward}, self._reads(held.work.lease.source))
             await self._records.keep_reward(held.work, held.session, turn.number, found[turn.number])
             turn.reward = found[turn.number]
             return turn
@@ -283,7 +284,8 @@ class Desk:
         async with held.alone():
             if id not in self._ended:
                 held = await self.find(id)
-                how = said_at_the_end(held, reward, metrics or {}, rewards or {}, self._needs_reward)
+                read = self._reads(held.work.lease.source)
+                how = said_at_the_end(held, reward, metrics or {}, rewards or {}, read)
                 await self._settle(held, how)
                 self._ended.add(held.id, held.owner)
 

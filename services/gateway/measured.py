@@ -20,20 +20,21 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 def checked_reward(reward: float | None, needed: bool) -> float:
     """As it is kept; 0 where the reward functions say it, unless it is ``needed``. Raises `AgentError`."""
     if reward is None and needed:
-        raise AgentError(422, "no_reward", "reward: this run has no other reward than what agents say; give one")
+        raise AgentError(422, "no_reward", "reward: this task has no other reward than what agents say; give one")
     if reward is not None and not abs(reward) <= FLOAT32_MAX:
         raise AgentError(422, "invalid_request", f"reward: {reward} is no finite number")
     return reward or 0.0
 
 
 def turn_rewards(held: Held, said: Mapping[Any, float], read: bool, beside: float = 0.0) -> dict[int, float]:
-    """Of a session's turns by number, once more was ``said``, by turns' names; ``read``: the run's rewards are made of
-    what agents say, of which ``beside`` is the rest. Raises `AgentError`."""
+    """Of a session's turns by number, once more was ``said``, by turns' names; ``read``: the session's reward is made
+    of what agents say, of which ``beside`` is the rest. Raises `AgentError`."""
     if said and not read:
+        of = f" for the source {held.work.lease.source!r}" if held.work.lease.source else ""
         raise AgentError(
             422, "not_read",
-            "a turn's reward: this run's reward.functions have no `environment`, which stands for what agents say: add "
-            "it to them, or leave rewards of turns out",
+            f"a turn's reward: this run's reward.functions have no `environment`{of}, which stands for what agents "
+            "say: add it to them, or leave rewards of turns out",
         )  # fmt: skip
     found = {turn.number: turn.reward for turn in held.session.turns.values() if turn.reward is not None}
     for name, reward in said.items():

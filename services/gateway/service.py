@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,7 @@ class Gateway:
         model: str,
         max_length: int | None,
         group_size: int,
-        needs_reward: bool,
+        reads: Callable[[str], bool],
         template: Mapping[str, Any],
     ) -> None:
         if config.sessions < group_size:
@@ -62,7 +62,7 @@ class Gateway:
         text = Tokenizer(context.model_path, template)
         self._loop = asyncio.new_event_loop()
         self._desk = Desk(
-            config, text, max_length, self._say, self._deliver, self._gone, needs_reward,
+            config, text, max_length, self._say, self._deliver, self._gone, reads,
             lambda openers: self.actor.mailbox.post(_Wanted(openers)), self._give_back,
         )  # fmt: skip
         self._doors = Doors(config, context, self._desk, model)
@@ -172,13 +172,13 @@ class _Wanted:
 
 def make(context: ActorContext, config: Any, kind: str) -> Gateway:
     """The actor, for a run's whole config."""
-    functions = [function.function for function in config.reward.functions]
+    said = [config.columns.by_name[f.column] for f in config.reward.functions if f.function == "environment"]
     return Gateway(
         context,
         config.gateway,
         context.run,
         longest_sequence(config.rollout.engine, positions_of(load_config(context.model_path))),
         config.sampling.trajectories,
-        "environment" in functions,
+        lambda source: any(column.asked(source) for column in said),
         config.template,
     )

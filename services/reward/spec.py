@@ -33,7 +33,10 @@ def _reward(config: Any) -> list[WeightedSum]:
     for choice in (algorithm.advantage, algorithm.loss, algorithm.correction):
         read |= set(choice.columns)
     terms = {f.column: f.weight for f in config.reward.functions} | config.reward.columns
-    return [WeightedSum(name=REWARD, terms={name: w for name, w in terms.items() if w or name in read})]
+    weighed = tuple(algorithm.advantage.components) if algorithm.advantage.type == "gdpo" else ()
+    return [
+        WeightedSum(name=REWARD, terms={name: w for name, w in terms.items() if w or name in read}, weighed=weighed)
+    ]
 
 
 SPEC = ActorSpec(

@@ -29,8 +29,8 @@ SOURCES = ("", "math", "code")
 OF = st.sampled_from([(), (), ("math",), ("code",), ("code", "math")])
 
 
-def source_of(draw: int) -> str:
-    return SOURCES[draw % len(SOURCES)]
+def source_of(number: int) -> str:
+    return SOURCES[number % len(SOURCES)]
 
 
 class Plain:
@@ -67,13 +67,13 @@ def test_replay_is_what_a_plain_table_would_be(
     """Ready is what has every column that its source is asked for, and nobody is offered another."""
     table = tuple(c.model_copy(update={"sources": sources}) for c, sources in zip(TABLE, of, strict=True))
     journal, plain = Memory(), Plain(table)
-    replay, next_number, now = Replay(journal, table, source_of), 0, 0.0
+    replay, next_number, now = Replay(journal, table), 0, 0.0
     for move, choice, which in moves:
         scorer, column = ("reward", "reference")[which % 2], table[which]
         holder = f"{scorer}-{choice % 2}#1"
         number = sorted(plain.has)[choice % len(plain.has)] if plain.has else -1
         if move == "add":
-            replay.add(next_number, next_number, 0, 2, 9)
+            replay.add(next_number, next_number, 0, 2, 9, source_of(next_number))
             plain.has[next_number] = set()
             next_number += 1
         elif move == "offer":
@@ -105,7 +105,7 @@ def test_replay_is_what_a_plain_table_would_be(
             plain.held = {key: who for key, who in plain.held.items() if key[0] != number}
         elif move == "restart":  # who works on what is not durable, the columns are
             journal.commit()
-            replay, plain.held = Replay(journal, table, source_of), {}
+            replay, plain.held = Replay(journal, table), {}
         assert replay.ready() == plain.ready()
         unready = sorted(set(plain.has) - set(plain.ready()))
         assert replay.oldest_unready() == (unready[0] if unready else None) and replay.unready() == len(unready)
@@ -129,14 +129,14 @@ def test_a_run_that_goes_on_with_another_scorer_waits_for_its_columns_too() -> N
 def test_a_run_that_asks_other_sources_now_waits_for_what_was_not_asked_before() -> None:
     journal = Memory()
     of_math = FAST.model_copy(update={"sources": ("math",)})
-    before = Replay(journal, [of_math, REFERENCE], source_of)
+    before = Replay(journal, [of_math, REFERENCE])
     for number in range(3):
-        before.add(number, number, 0, 2, 9)
+        before.add(number, number, 0, 2, 9, source_of(number))
         before.scored(number, REFERENCE.name)
     before.scored(1, FAST.name)
     journal.commit()
     assert before.ready() == [0, 1, 2]
-    after = Replay(journal, [FAST, REFERENCE], source_of)
+    after = Replay(journal, [FAST, REFERENCE])
     assert after.ready() == [1] and after.entries[2].needs == {FAST.name}
 
 

@@ -40,7 +40,7 @@ def test_a_reward_is_the_sum_of_what_was_asked_and_of_nothing_else(terms: list[t
     total = WeightedSum(name="reward", terms={f"reward/f{i}": weight for i, (_, _, weight) in enumerate(terms)})
     table = ColumnTable(columns=tuple(columns), sums=(total,))
     asked = [(value, weight) for yes, value, weight in terms if yes]
-    assert table.judged("mine") == bool(asked)
+    assert table.judged("mine") == any(weight for _, weight in asked)
     if not asked:
         return
     values = {f"reward/f{i}": np.array([value], np.float32) for i, (_, value, _) in enumerate(terms)}
@@ -109,6 +109,60 @@ def test_a_group_waits_for_its_own_columns_alone_and_a_broker_that_died_between_
     stage.close()
 
 
+class ReadOnce:
+    """A data set on a disk that is gone once each row was read."""
+
+    def __init__(self) -> None:
+        self._read: set[int] = set()
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Prompt:
+        if index in self._read:
+            raise OSError("stale file handle")
+        self._read.add(index)
+        return Prompt(index=index, text=f"{index}=", source="math")
+
+
+ONCE = {"train": {"type": "custom", "function": "tests.broker.test_sources:ReadOnce"}, "shuffle": False}
+ALL = ColumnTable(columns=(EVERY,), sums=(WeightedSum(name="reward", terms={EVERY.name: 100.0}),))
+SOME = ColumnTable(columns=(MATH, EVERY), sums=(WeightedSum(name="reward", terms={MATH.name: 1.0, EVERY.name: 100.0}),))
+
+
+@pytest.mark.parametrize("before", [None, SOME, ALL])
+def test_a_groups_source_is_that_of_its_experience_and_no_row_is_read_again(
+    tmp_path: Path, redis_url: str, before: ColumnTable | None
+) -> None:
+    """Also where the run asked nothing by source when the group was finished."""
+    stage = begin(tmp_path, redis_url, before or SOME, ONCE)
+    numbers = by_source(stage, stage.rollout(), 2 * B)
+    if before:
+        stage.close()
+        stage = begin(tmp_path, redis_url, SOME, ONCE)
+    reward = stage.peer("reward", "reward-0", "2")
+    said(reward, EVERY, every(numbers["math"], [0.0, 1.0]))
+    said(reward, MATH, every(numbers["math"], [0.5, 0.5]))
+    batch = stage.peer("trainer", "trainer", "3").box.ask(m.Take(step=0), 5)
+    assert [group.columns["reward"].tolist() for group in batch.groups] == [[0.5, 100.5]] * B
+    stage.close()
+
+
+def test_what_nobody_judges_any_more_is_dropped_when_it_is_finished(tmp_path: Path, redis_url: str) -> None:
+    stage = begin(tmp_path, redis_url, APART, ONCE)
+    leases = stage.rollout().leases(2 * B)
+    stage.close()
+    code = ColumnTable(columns=(CODE,), sums=(WeightedSum(name="reward", terms={CODE.name: 1.0}),))
+    stage = begin(tmp_path, redis_url, code, ONCE)
+    rollout = stage.rollout(incarnation="2", credit=0)
+    for lease in leases:
+        assert rollout.finish(lease) == m.Ack()
+    stage.close()
+    drops = read_lines(tmp_path / "dropped.jsonl")
+    assert [row["group"] for row in drops] == [*range(2 * B)]
+    assert all("source 'math'" in row["reason"] for row in drops)
+
+
 def test_a_prompt_that_nobody_judges_costs_itself_and_an_evaluation_set_is_a_source(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +177,7 @@ def test_a_prompt_that_nobody_judges_costs_itself_and_an_evaluation_set_is_a_sou
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
     reward.box.tell(m.Credit(total=100))
     held_out = rollout.leases(2)
-    assert all(lease.purpose == "eval" for lease in held_out)
+    assert all((lease.purpose, lease.source) == ("eval", "aime") for lease in held_out)
     for lease in held_out:
         rollout.finish(lease)
     items: list[m.WorkItem] = []
@@ -137,6 +191,20 @@ def test_a_prompt_that_nobody_judges_costs_itself_and_an_evaluation_set_is_a_sou
     assert read_lines(tmp_path / "metrics.jsonl")[0]["sets"] == {"aime": 1.0}
     drops = read_lines(tmp_path / "dropped.jsonl")
     assert drops and all(row["kind"] == "prompt" and "source 'poems'" in row["reason"] for row in drops)
+
+
+@pytest.mark.parametrize("weighed", [(), (EVERY.name,)])
+def test_what_is_only_read_judges_nobody_but_where_the_advantage_weighs_it(
+    tmp_path: Path, redis_url: str, weighed: tuple[str, ...]
+) -> None:
+    terms = {CODE.name: 1.0, EVERY.name: 0.0}
+    table = ColumnTable(columns=(CODE, EVERY), sums=(WeightedSum(name="reward", terms=terms, weighed=weighed),))
+    stage = begin(tmp_path, redis_url, table, {"train": MIXED, "shuffle": False})
+    numbers = by_source(stage, stage.rollout(), B)
+    stage.close()
+    assert numbers.keys() == ({"math", "code"} if weighed else {"code"})
+    drops = read_lines(tmp_path / "dropped.jsonl")
+    assert bool(drops) != bool(weighed) and all("source 'math'" in row["reason"] for row in drops)
 
 
 def test_a_filter_leaves_alone_what_has_not_its_column(tmp_path: Path, redis_url: str) -> None:

@@ -39,7 +39,7 @@ class House:
         self,
         folder: Path | None = None,
         model: Any = None,
-        needs_reward: bool = True,
+        reads: Callable[[str], bool] = lambda source: True,
         engine: Engine | None = None,
         text: Tokenizer | None = None,
         max_length: int = 64,
@@ -53,7 +53,7 @@ class House:
         self.engines_own: list[Answer] = []
         """Everything that the engine has sampled, in its own words."""
         self.delivered: dict[Key, Group | str] = {}
-        self._config, self._needs_reward = GatewayConfig.model_validate(config), needs_reward
+        self._config, self._reads = GatewayConfig.model_validate(config), reads
         self.refuse = ""
         """The code that the broker refuses everything with."""
         self.desk = self.open()
@@ -61,17 +61,24 @@ class House:
     def open(self) -> Desk:
         """A gateway; another one takes over what the one before has had kept."""
         self.desk = Desk(
-            self._config, self.text, self._max_length, self.say, self._deliver, lambda key: None, self._needs_reward
+            self._config, self.text, self._max_length, self.say, self._deliver, lambda key: None, self._reads
         )
         return self.desk
 
-    def lease(self, number: int, n: int = 1, new: int = 4, greedy: bool = False) -> m.Lease:
+    def lease(self, number: int, n: int = 1, new: int = 4, greedy: bool = False, source: str = "") -> m.Lease:
         """A group for the gateway, with what is kept of it."""
         prompt = Prompt(index=number, text="sort ba=", truth="ab")
         sampling = Sampling(n=n, max_new_tokens=new, greedy_baseline=greedy)
         records = self.records.setdefault(("train", number), {})
         return m.Lease(
-            purpose="train", number=number, attempt=1, seed=5, prompt=prompt, sampling=sampling, records=dict(records)
+            purpose="train",
+            number=number,
+            attempt=1,
+            seed=5,
+            prompt=prompt,
+            sampling=sampling,
+            source=source,
+            records=dict(records),
         )
 
     def say(self, message: m.Message, deadline_s: float) -> Future[m.Message]:

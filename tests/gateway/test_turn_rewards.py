@@ -229,7 +229,7 @@ def test_turns_alone_may_say_how_good_a_session_was(house: House, worth: float) 
     async def agent() -> None:
         held = await house.desk.open(1)
         await house.desk.chat(held, SAY, None)
-        with pytest.raises(AgentError, match="this run has no other reward"):
+        with pytest.raises(AgentError, match="this task has no other reward"):
             await house.desk.finish(held.id, None)
         await house.desk.reward(held.id, worth)
         await house.desk.finish(held.id, None)
@@ -238,20 +238,32 @@ def test_turns_alone_may_say_how_good_a_session_was(house: House, worth: float) 
     assert float(group(house).trajectories[0].rewards.sum()) == worth
 
 
-def test_where_nobody_reads_them_rewards_of_turns_are_refused(tokenizers: dict[bool, Path], model: Any) -> None:
-    house = House(tokenizers[True], model, needs_reward=False)
+@pytest.mark.parametrize(("source", "words"), [("math", "`environment` for the source 'math'"), ("", "`environment`,")])
+def test_where_nobody_reads_them_rewards_of_turns_are_refused(
+    tokenizers: dict[bool, Path], model: Any, source: str, words: str
+) -> None:
+    """Nor are other rewards wanted of these agents; those of another source say how good their sessions were."""
+    house = House(tokenizers[True], model, reads="games".__eq__)
 
     async def agent() -> None:
-        house.desk.start(house.lease(0))
+        house.desk.start(house.lease(0, source=source))
         held = await house.desk.open(1)
         await house.desk.chat(held, SAY, None)
-        with pytest.raises(AgentError, match=r"reward\.functions have no `environment`"):
+        with pytest.raises(AgentError, match=rf"reward\.functions have no {words}"):
             await house.desk.reward(held.id, 1.0)
-        with pytest.raises(AgentError, match=r"reward\.functions have no `environment`"):
+        with pytest.raises(AgentError, match=rf"reward\.functions have no {words}"):
             await house.desk.finish(held.id, None, rewards={"0": 1.0})
-        await house.desk.finish(held.id, 1.0)
+        await house.desk.finish(held.id, None)
+        house.desk.start(house.lease(1, source="games"))
+        held = await house.desk.open(1)
+        await house.desk.chat(held, SAY, None)
+        with pytest.raises(AgentError, match="this task has no other reward"):
+            await house.desk.finish(held.id, None)
+        await house.desk.reward(held.id, 0.5)
+        await house.desk.finish(held.id, None)
 
     house.run(agent)
+    assert [float(group(house, number).trajectories[0].rewards.sum()) for number in (0, 1)] == [0.0, 0.5]
 
 
 async def two_turns(house: House) -> tuple[str, list[Turn]]:

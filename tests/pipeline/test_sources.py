@@ -39,6 +39,8 @@ def config(*overrides: str) -> Config:
          "{function: length, weight: 0, sources: [sums, words]}]"],
         [APART, "scorers={x: {scorer: 'm:X', columns: {x: trajectory}, reads: [reward]}}"],
         [TEACHER, TAUGHT % "1.0"],
+        ["reward.functions=[{function: exact_match, weight: 0}, {function: length, weight: 0}, "
+         "{function: 'm:f', sources: [sums]}]", GDPO],
     ],
 )  # fmt: skip
 def test_what_every_prompt_has_may_be_asked(overrides: list[str]) -> None:
@@ -52,6 +54,9 @@ def test_what_every_prompt_has_may_be_asked(overrides: list[str]) -> None:
         ([APART, "prompts.eval=null"], "there are sums (prompts.train), words (prompts.train)"),
         ([APART, "prompts.train={type: sort}"], "there are hard (prompts.eval.hard)"),
         ([APART.replace(", hard", "")], "prompts.eval.hard: no reward is made for the source 'hard'"),
+        (["reward.functions=[{function: exact_match, sources: [sums, hard]}, {function: length, weight: 0}]",
+          "trainer.algorithm.constraints=[{column: reward/length, limit: 9}]"],
+         "prompts.train: no reward is made for the source 'words'"),
         ([APART.replace("[words]", "[words], weight: 0")], "prompts.train: no reward is made for the source 'words'"),
         (["prompts.train={type: sort}", "reward.functions=[{function: exact_match, sources: [hard]}]"],
          "prompts.train: no reward is made for rows without a source"),
@@ -87,3 +92,28 @@ def test_a_look_says_what_a_filter_leaves_alone_and_which_sources_no_row_has() -
     assert report.notes == [
         "reward/exact_match: it is asked for the sources 'sums', which none of the first rows is of"
     ]
+
+
+HELD_OUT = "prompts.eval={aime: {type: custom, function: 'mine:rows'}, hard: {type: sort}}"
+TYPO = "reward.functions=[{function: exact_match, sources: [sumz]}, {function: length, weight: -0.01}]"
+NOT_AIME = APART.replace("hard]", "hard, easy]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "evaluated", "problems", "notes"),
+    [
+        ([TYPO], {"aime": {"aime"}, "hard": {"hard"}}, ["no prompt is of a source 'sumz'; did you mean 'sums'?"], []),
+        ([TYPO.replace("sumz", "olympic")], {"aime": {"aime", "olympic"}, "hard": {"hard"}}, [], []),
+        ([TYPO, "prompts.eval_size=0"], {}, [], ["asked for the sources 'sumz', which none of the first rows is of"]),
+        ([NOT_AIME], {"aime": {"aime", "easy"}, "hard": {"hard"}},
+         ["prompts.eval.aime: no reward is made for rows of the source 'aime'"], []),
+        ([NOT_AIME, CUSTOM], {"aime": {"easy"}, "hard": {"hard"}}, [], ["which none of the first rows is of"]),
+    ],
+)  # fmt: skip
+def test_a_custom_evaluation_set_says_which_sources_it_has(
+    overrides: list[str], evaluated: dict[str, set[str]], problems: list[str], notes: list[str]
+) -> None:
+    report = Report(trained={"words"}, evaluated=evaluated)
+    sources.look(config(HELD_OUT, *overrides), report)
+    for said, expected in ((report.problems, problems), (report.notes, notes)):
+        assert len(said) == len(expected) and all(words in found for words, found in zip(expected, said, strict=True))

@@ -433,6 +433,12 @@ MISTAKES = [
       overrides=["prompts.train={type: custom, function: 'mine:of_two'}",
                  "reward.functions=[{function: exact_match, sources: [a]}, "
                  "{function: 'mine:raises_on_5', sources: [b]}]"]),
+    m("a source that no evaluation set has", "functions.0.sources: no prompt is of a source 'sumz'", "you mean 'sums'?",
+      overrides=[MIXED, "prompts.eval={odd: {type: custom, function: 'mine:of_two'}}",
+                 "reward.functions=[{function: exact_match, sources: [sumz]}, {function: length, weight: -0.01}]"]),
+    m("rows of an evaluation set that nobody judges", "prompts.eval.odd: no reward is made for rows of the source 'b'",
+      overrides=[MIXED, "prompts.eval={odd: {type: custom, function: 'mine:of_two'}}",
+                 "reward.functions=[{function: exact_match, sources: [sums, words, a]}]"]),
     m("several mistakes", "prompts.train.prompt_key: no column 'x'", "has no 'best'", "mine:buggy_loss",
       overrides=["prompts.train.prompt_key=x", REWARD.format("mine:best"), LOSS.format("buggy_loss")]),
 ]  # fmt: skip

@@ -90,7 +90,6 @@ class Evaluation:
         size: int,
         columns: Sequence[Column],
         set_of: Callable[[int], str] = lambda draw: "",
-        source_of: Callable[[int], str] = lambda draw: "",
     ) -> None:
         self._journal, self.size, self._set_of = journal, size, set_of
         self.round: Round | None = None
@@ -105,7 +104,7 @@ class Evaluation:
             self._keep(label, row)
         # A broker that was started again must not take a late answer to the round before for one of this.
         self.leases = Leases(Volatile(), next_number=time.time_ns() // 1_000_000 % (1 << 40) * 1_000)
-        self.replay = Replay(Volatile(), columns, source_of)
+        self.replay = Replay(Volatile(), columns)
 
     def start(self, label: str, step: int, exact: int | None) -> None:
         """Begins a round; only one at a time."""
@@ -115,7 +114,7 @@ class Evaluation:
         for _ in range(self.size):
             self.leases.new()
 
-    def finish(self, number: int, oldest: int, newest: int, trajectories: int, tokens: int) -> bool:
+    def finish(self, number: int, oldest: int, newest: int, trajectories: int, tokens: int, source: str = "") -> bool:
         """A rollout has answered. False where the answer does not count: repeated, or of a wrong version, which is
         asked for again."""
         lease = self.leases.open.get(number)
@@ -126,7 +125,7 @@ class Evaluation:
             self.leases.holds.free(number)
             return False
         self.leases.close(number)
-        self.replay.add(number, lease.draw, oldest, trajectories, tokens)
+        self.replay.add(number, lease.draw, oldest, trajectories, tokens, source)
         if said:
             self.round.versions += [oldest, newest]
         return True

@@ -33,7 +33,7 @@ class GroupTracker:
     many prompts there are (None: no end), ``prefetch`` how many groups may be under way beyond those taken (None: as
     many as the gate allows), ``release`` is told the number of each group whose payload is not needed any more,
     ``on_drop`` each drop with its reason and kind; ``choose`` says which draw is made next, of those from one on;
-    ``source_of`` which source a draw's prompt is from.
+    ``source_of`` which source a group is of, where its row does not.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GroupTracker:
         release: Callable[[int], None],
         on_drop: Callable[[int, str, DropKind], None],
         choose: Callable[[int], int] = lambda draw: draw,
-        source_of: Callable[[int], str] = lambda draw: "",
+        source_of: Callable[[int], str] = lambda number: "",
     ) -> None:
         self._journal = journal
         self._release, self._on_drop, self._choose = release, on_drop, choose
@@ -123,7 +123,7 @@ class GroupTracker:
             return None
         return self.gate.required_version(number)
 
-    def finish(self, number: int, oldest: int, trajectories: int = 1, tokens: int = 1) -> bool:
+    def finish(self, number: int, oldest: int, trajectories: int = 1, tokens: int = 1, source: str = "") -> bool:
         """A group is finished, ``oldest`` the lowest version among its tokens (-1: it has none). False where it was
         already, or is gone: its answer does not count again. It is gone, too, where it is too old: for a bound that a
         resumed run has lowered, or because its engine does not do as it was told."""
@@ -135,7 +135,7 @@ class GroupTracker:
         lease = self.leases.close(number)
         if lease is None:
             return False
-        self.replay.add(number, lease.draw, oldest, trajectories, tokens)
+        self.replay.add(number, lease.draw, oldest, trajectories, tokens, source)
         return True
 
     def merge(self, tail: Sequence[LedgerRow]) -> None:

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Any
 
 from penstock.protocols.columns import Column
 from penstock.services.broker.rules.holds import Holds
@@ -38,14 +39,14 @@ class Entry:
 
 class Replay:
     """The finished groups that no step has taken, by number. Of ``columns`` each of them needs those that are asked of
-    its source; ``source_of`` says of a draw which one that is."""
+    its source; ``source_of`` says which one that is of a group whose row does not."""
 
     TABLE = "replay"
 
     def __init__(
-        self, journal: Journal, columns: Sequence[Column], source_of: Callable[[int], str] = lambda draw: ""
+        self, journal: Journal, columns: Sequence[Column], source_of: Callable[[int], str] = lambda number: ""
     ) -> None:
-        self._journal, self._source_of = journal, source_of
+        self._journal, self._by_source = journal, any(column.sources for column in columns)
         self._columns = {column.name: column for column in columns}
         self.entries: dict[int, Entry] = {}
         self.holds: Holds[tuple[int, str]] = Holds(lambda key: key[0], lambda key: self._want(*key))
@@ -56,12 +57,13 @@ class Replay:
         """A heap; it may hold numbers that are ready, or gone, by now."""
         for row in sorted(journal.rows(self.TABLE).values(), key=lambda row: row["number"]):
             # A resumed run may have other scorers: what is waited for are the columns that it has now.
-            has, source = set(row.pop("has")), source_of(row["draw"])
-            self._enter(Entry(**row, source=source, needs=self._asked(source) - has))
+            has = set(row.pop("has"))
+            if "source" not in row:
+                row["source"] = source_of(row["number"])
+            self._enter(Entry(**row, needs=self._asked(row["source"]) - has))
 
-    def add(self, number: int, draw: int, oldest: int, trajectories: int, tokens: int) -> Entry:
+    def add(self, number: int, draw: int, oldest: int, trajectories: int, tokens: int, source: str = "") -> Entry:
         """A group is finished and durable."""
-        source = self._source_of(draw)
         entry = Entry(number, draw, oldest, trajectories, tokens, source, self._asked(source))
         self._enter(entry)
         self._write(entry)
@@ -165,6 +167,8 @@ class Replay:
         heappush(self._wanting[self._columns[column].scorer], number)
 
     def _write(self, entry: Entry) -> None:
-        row = {"number": entry.number, "draw": entry.draw, "oldest": entry.oldest}
+        row: dict[str, Any] = {"number": entry.number, "draw": entry.draw, "oldest": entry.oldest}
         row |= {"trajectories": entry.trajectories, "tokens": entry.tokens}
+        if self._by_source:  # else nobody has looked for it, and a resumed run may
+            row["source"] = entry.source
         self._journal.put(self.TABLE, entry.number, {**row, "has": sorted(self._asked(entry.source) - entry.needs)})
