@@ -22,7 +22,7 @@ from penstock.pipeline.run.lock import held, holder
 from penstock.pipeline.run.resume import check_fixed, complete, how_to_go_on, resumed
 from penstock.pipeline.run.start import start
 from penstock.pipeline.run.summary import read_summary
-from penstock.services.broker.trackers import run_id
+from penstock.services.broker.tracker_libraries import run_id
 from penstock.services.runtime.user_folders import FIRST, VARIABLE, find_file
 
 FILE = """
