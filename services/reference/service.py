@@ -59,19 +59,24 @@ class Reference:
 
     def score(self, tasks: Sequence[ScoringTask], answer: Answer) -> Sequence[ScoringTask]:
         """Answers as many as fill a forward pass, before it returns."""
-        for task in tasks:
-            try:
-                task.group.check_ids(vocabulary_of(self._model))
-            except ExperienceError as error:
-                answer(task, REFERENCE, unusable=str(error))
-                return [other for other in tasks if other is not task]
         count = 1 if self._alone else self._fill(tasks)
-        batch = tasks[:count]
+        batch = [task for task in tasks[:count] if self._reads(task, answer)]
+        if not batch:
+            return tasks[count:]
         self._refresh(max(task.step for task in batch))
         rows = iter(self._logprobs([task.group for task in batch]))
         for task in batch:
             answer(task, REFERENCE, np.concatenate([next(rows) for _ in task.group.trajectories]))
         return tasks[count:]
+
+    def _reads(self, task: ScoringTask, answer: Answer) -> bool:
+        """The model knows its tokens; where not, that is the answer."""
+        try:
+            task.group.check_ids(vocabulary_of(self._model))
+        except ExperienceError as error:
+            answer(task, REFERENCE, unusable=str(error))
+            return False
+        return True
 
     def _fill(self, tasks: Sequence[ScoringTask]) -> int:
         """How many of the first ones have, together, the tokens of a forward pass; one may have more."""

@@ -131,9 +131,11 @@ class Learner(ModelLearner):
         token_values = {name: [values[i] for i in chosen] for name, values in step.token_values.items()}
         values = {name: torch.from_numpy(step.values[name][chosen]).to(self.device) for name in step.values}
         sampled = [t.sampled for t in trajectories]
-        good = (step.rewards[chosen] >= self._config.algorithm.imitate.above).astype(np.float32)
-        values[GOOD] = torch.from_numpy(good).to(self.device)
-        totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)), float(good @ sampled))
+        good = 0.0
+        if GOOD in self.algorithm.columns:
+            is_good = (step.rewards[chosen] >= self._config.algorithm.imitate.above).astype(np.float32)
+            values[GOOD], good = torch.from_numpy(is_good).to(self.device), float(is_good @ sampled)
+        totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)), good)
         if not totals.tokens:
             return 0.0, {}
         if self._config.algorithm.picks_tokens:

@@ -438,16 +438,20 @@ def test_the_last_step_takes_what_the_prompts_have_left(tmp_path: Path, redis_ur
     stage.close()
 
 
-def test_a_step_that_was_taken_keeps_its_groups_and_its_bound_however_the_run_goes_on(
-    tmp_path: Path, redis_url: str
-) -> None:
-    """Taken, not committed: the next trainer is to train on it under the bound that its groups were made under."""
-    stage = Stage(tmp_path, redis_url, gate=GateConfig(max_lag=2, groups_per_step=B))
+def judge_two_steps(stage: Stage) -> None:
     rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
     reward.box.tell(m.Credit(total=100))
     for lease in rollout.leases(2 * B):
         rollout.finish(lease)
     reward.score(2 * B)
+
+
+def test_a_step_that_was_taken_keeps_its_groups_and_its_bound_however_the_run_goes_on(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Taken, not committed: the next trainer is to train on it under the bound that its groups were made under."""
+    stage = Stage(tmp_path, redis_url, gate=GateConfig(max_lag=2, groups_per_step=B))
+    judge_two_steps(stage)
     taken = [stage.trainer.box.ask(m.Take(step=step), 5) for step in (0, 1)]
     stage.close()
 
@@ -482,11 +486,7 @@ def test_trackers_are_shown_a_steps_answers_once_however_often_it_is_taken(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     stage = Stage(tmp_path, redis_url, trackers=("answer_board:Board",), tracker_samples=B + 1)
-    rollout, reward = stage.rollout(), stage.peer("reward", "reward-0")
-    reward.box.tell(m.Credit(total=100))
-    for lease in rollout.leases(2 * B):
-        rollout.finish(lease)
-    reward.score(2 * B)
+    judge_two_steps(stage)
     taken = [stage.trainer.box.ask(m.Take(step=step), 5) for step in (0, 0)]
     stage.trainer.box.ask(m.Commit(step=0, digest="d0", metrics={}), 5)
     stage.close()

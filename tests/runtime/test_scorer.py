@@ -216,3 +216,21 @@ def test_the_reference_begins_what_fills_a_forward_pass(alone: bool, tmp_path: P
     assert turns == [1] * 24 if alone else min(turns[:-1]) > 1 and max(turns) < 12
     assert list(found) == list(expected)
     assert all(np.allclose(found[key], expected[key], atol=1e-5) for key in found)
+
+
+def test_a_group_with_ids_that_the_reference_does_not_know_costs_itself_alone(tmp_path: Path) -> None:
+    Qwen3ForCausalLM(Qwen3Config(**TINY)).save_pretrained(tmp_path)
+    reference = Reference(ReferenceConfig(device="cpu"), str(tmp_path), "float32", 1.0, False, tmp_path)
+    groups = _groups(3)
+    strange = groups[1].trajectories[0]
+    strange.tokens[-1] = reference._model.config.vocab_size
+    said: dict[int, str] = {}
+
+    def answer(task: ScoringTask, column: str, values: np.ndarray | None = None, unusable: str = "") -> None:
+        said[task.group.number] = unusable
+
+    tasks = [ScoringTask(("train", g.number), g, (REFERENCE,), {}, 0) for g in groups]
+    assert not reference.score(tasks, answer)
+    assert said.keys() == {0, 1, 2} and not said[0] and not said[2]
+    assert "is beyond the model's vocabulary" in said[1]
+    assert not reference.score(tasks[1:2], answer), "also where there is no other"

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from penstock.protocols.experience import Trajectory
 from penstock.protocols.routing import unknown
 from penstock.services.learning.batch import TrainingBatch
+from penstock.services.learning.model_learner import ModelLearner
 from tests.conftest import make_group
 
 
@@ -42,3 +44,8 @@ def a_step(seed: int, routing: bool = False) -> TrainingBatch:
         trajectories = routed(trajectories, seed)
     rewards = random.random(12).astype(np.float32)
     return TrainingBatch(trajectories, np.repeat(np.arange(3), 4), np.arange(12), {"reward": rewards}, {})
+
+
+def gradient(learner: ModelLearner) -> list[torch.Tensor]:
+    """Of each parameter that has one, as it is now."""
+    return [p.grad.clone() for p in learner.parameters.values() if p.grad is not None]

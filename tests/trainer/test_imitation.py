@@ -11,16 +11,12 @@ import torch
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.trainer.rank_program import a_model
-from tests.trainer.steps import a_step
+from tests.trainer.steps import a_step, gradient
 
 
 def learner(budget: int = 100_000, **imitate: Any) -> Learner:
     config = {"algorithm": {"imitate": imitate}, "tokens_per_micro_batch": budget}
     return Learner(a_model(), TrainerConfig.model_validate(config), 1.0)
-
-
-def gradient(one: Learner) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in one.parameters.values() if p.grad is not None]
 
 
 @pytest.mark.parametrize("budget", [64, 100_000])

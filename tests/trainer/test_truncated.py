@@ -13,7 +13,7 @@ from penstock.services.learning.batch import TrainingBatch
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from tests.trainer.rank_program import a_model
-from tests.trainer.steps import a_step
+from tests.trainer.steps import a_step, gradient
 
 CUT = (1, 4, 7)
 
@@ -29,7 +29,7 @@ def learned(step: TrainingBatch, budget: int = 100_000, **algorithm: Any) -> tup
     config = {"algorithm": {"entropy_bonus": 0.01, **algorithm}, "tokens_per_micro_batch": budget}
     one = Learner(a_model(), TrainerConfig.model_validate(config), 1.0)
     loss = one.accumulate(step)[0]
-    return loss, [p.grad.clone() for p in one.parameters.values() if p.grad is not None]
+    return loss, gradient(one)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
@@ -43,8 +43,7 @@ def test_they_count_in_their_groups_mean_and_in_no_divisor(loss: str, aggregatio
     left = np.array([i for i in range(12) if i not in CUT])
     wanted = plain.accumulate(step, left, plain._advantages(step)[0])[0]
     assert found[0] == pytest.approx(wanted, abs=1e-6)
-    theirs = [p.grad for p in plain.parameters.values() if p.grad is not None]
-    for mine, its in zip(found[1], theirs, strict=True):
+    for mine, its in zip(found[1], gradient(plain), strict=True):
         torch.testing.assert_close(mine, its, atol=1e-6, rtol=1e-4)
 
 

@@ -16,7 +16,7 @@ from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.undecided import most_undecided
 from tests.trainer.rank_program import a_model
-from tests.trainer.steps import a_step
+from tests.trainer.steps import a_step, gradient
 
 PLAIN = {"loss": {"type": "reinforce"}, "correction": {"type": "truncated"}}
 
@@ -24,10 +24,6 @@ PLAIN = {"loss": {"type": "reinforce"}, "correction": {"type": "truncated"}}
 def learner(budget: int = 100_000, **algorithm: Any) -> Learner:
     config = {"algorithm": {**PLAIN, **algorithm}, "tokens_per_micro_batch": budget}
     return Learner(a_model(), TrainerConfig.model_validate(config), 1.0)
-
-
-def gradient(one: Learner) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in one.parameters.values() if p.grad is not None]
 
 
 @settings(deadline=None)
