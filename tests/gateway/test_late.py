@@ -155,29 +155,39 @@ def test_of_several_answers_none_is_trained_on_before_their_agent_has_had_all(
     house.desk.start(house.lease(0))
 
     async def agent(url: str) -> None:
-        said, turns = house.desk._policy._say, 0
+        said, loop = house.desk._policy._say, asyncio.get_running_loop()
+        answers: list[Future[Any]] = []
+        never: Future[Any] = Future()
+
+        def refuse() -> None:
+            if not never.done():
+                never.set_result(m.TurnAnswer(answer=as_bytes(b""), error=m.UNANSWERED))
+
+        def answered(answer: Future[Any]) -> None:
+            if ended == "refused" and all(each.done() for each in answers):
+                loop.call_soon_threadsafe(loop.call_later, 0.2, refuse)
 
         def all_but_one(message: Any, deadline_s: float) -> Future[Any]:
-            nonlocal turns
-            turns += 1
-            if turns < 4:
-                return said(message, deadline_s)
-            never: Future[Any] = Future()
-            if ended == "refused":
-                told = m.TurnAnswer(answer=as_bytes(b""), error=m.UNANSWERED)
-                asyncio.get_running_loop().call_later(1.0, never.set_result, told)
-            return never
+            if len(answers) == 3:
+                for each in answers:
+                    each.add_done_callback(answered)
+                return never
+            answers.append(said(message, deadline_s))
+            return answers[-1]
 
         async with httpx.AsyncClient() as http:
             session = await opened(url, http)
             path, several = f"{session['base_url']}/chat/completions", {"messages": SAY, "n": 4}
             house.desk._policy._say = all_but_one
             try:
-                assert (await http.post(path, json=several, timeout=1.5)).status_code == 503
+                told = await http.post(path, json=several, timeout=1.5 if ended == "gone" else 30)
+                assert told.status_code == 503
             except httpx.ReadTimeout:
                 assert ended == "gone"
             house.desk._policy._say = said
-            await asyncio.sleep(1)
+            deadline = time.monotonic() + 20
+            while len(house.engines_own) < 3 and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
             assert len(house.engines_own) == 3
             if ended == "refused":
                 again = await http.post(path, json=several, headers={"x-stainless-retry-count": "1"})
