@@ -111,11 +111,17 @@ class _Known(BaseModelOutputWithPast):
 
 
 class _Given(nn.Module):
-    """In a base model's place: its hidden state is known."""
+    """In the place of a ``base`` model: its hidden state is known, and whatever else is read of it is its own."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, base: nn.Module, hidden: torch.Tensor) -> None:
         super().__init__()
-        self._hidden = hidden
+        self._base, self._hidden = (base,), hidden  # in a tuple, it is no part of this one
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._base[0], name)
 
     @property
     def decoder(self) -> _Given:
@@ -134,7 +140,7 @@ def _head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
         return model.get_output_embeddings()(hidden)
     prefix = model.base_model_prefix
     base = model._modules[prefix]
-    model._modules[prefix] = _Given(hidden[None])
+    model._modules[prefix] = _Given(base, hidden[None])
     try:
         return type(model).forward(model, input_ids=None, inputs_embeds=hidden[None]).logits[0]
     finally:
