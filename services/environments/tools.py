@@ -30,7 +30,7 @@ class ToolSessions(Sessions):
     def __init__(self, program: dict[str, Any]) -> None:
         super().__init__(program)
         try:
-            toolbox(json.dumps(program["options"]))
+            Tools(**program["options"])
         except ValueError as error:
             raise ValueError(f"{program['key']}.options: {error}") from error
 
