@@ -166,7 +166,8 @@ class McpServer:
         async with AsyncExitStack() as stack:
             try:
                 async with limit:
-                    client = Client(self._transport(), client_info=Implementation(name="penstock", version=version("penstock")))
+                    about = Implementation(name="penstock", version=version("penstock"))
+                    client = Client(self._transport(), client_info=about)
                     await stack.enter_async_context(client)
                     tools = await _listed(client)
             except TimeoutError:

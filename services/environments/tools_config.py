@@ -218,8 +218,9 @@ def _explained(error: Any) -> str:
     *above, last = error["loc"] or ("",)
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        section = {"mcp": McpServerConfig, "python": PythonConfig}.get(above[0] if above else "", ToolsConfig)
-        message = f"unknown key; {nearest(str(last), list(section.model_fields))}"
+        sections: dict[Any, type[Section]] = {"mcp": McpServerConfig, "python": PythonConfig}
+        known = sections.get(next(iter(above), None), ToolsConfig).model_fields
+        message = f"unknown key; {nearest(str(last), list(known))}"
     elif error["type"] != "value_error":
         message += f", got {error['input']!r}"
     at = ".".join(map(str, error["loc"]))

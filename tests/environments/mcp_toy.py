@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,6 +49,8 @@ class Sessions(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/mcp"
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
+    def handle_error(self, *_: object) -> None: ...
+
 
 class _Door(BaseHTTPRequestHandler):
     server: Sessions
@@ -73,7 +76,7 @@ class _Door(BaseHTTPRequestHandler):
         if method == "tools/list":
             return {"result": {"tools": [{"name": "look", "inputSchema": {"type": "object"}}]}}
         if method == "tools/call" and params["arguments"].get("die"):
-            self.connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)
         if method == "tools/call":
             image = {"type": "image", "data": "", "mimeType": "image/png"}
             return {"result": {"content": [{"type": "text", "text": self.headers["mcp-session-id"]}, image]}}

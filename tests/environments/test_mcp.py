@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,7 +23,7 @@ from tests.environments import mcp_toy
 
 pytest.importorskip("mcp")
 TOY = f"{sys.executable} {mcp_toy.__file__}"
-SERVER = {"command": TOY, "timeout_s": 10}
+SERVER = {"command": TOY, "timeout_s": 25}
 
 
 class Policy:
@@ -159,7 +158,7 @@ def test_what_does_not_begin_is_told_with_its_key(server: dict[str, Any], compla
         ({"mcp": [{}]}, "mcp.0: give command, which starts a server, or url"),
         ({"mcp": [{"command": "a", "url": "http://b"}]}, "mcp.0: give command, which starts a server, or url"),
         ({"mcp": [{"comand": "a"}]}, "mcp.0.comand: unknown key; did you mean 'command'"),
-        ({"mcp": [{"command": "a 'b"}]}, "mcp.0.command: \"a 'b\" is no command"),
+        ({"mcp": [{"command": "a 'b"}]}, 'mcp.0.command: "a \'b" is no command'),
         ({"mcp": [{"command": "a", "env": ["TOKEN=hush"]}]}, "mcp.0.env: 'TOKEN': give the variable's name alone"),
         ({"mcp": [{"url": "http://a", "headers": {"X-Api-Key": "hush"}}]}, "a secret is in the environment alone"),
         ({"mcp": [{"url": "http://me:hush@a"}]}, "mcp.0.url: it has a secret"),
