@@ -31,7 +31,10 @@ def look(config: Config, report: Report) -> None:
         report.here += [f"{KEY}.options.{lack}" for lack in lacks]
         return
     with report.collect():
-        pool = EnvironmentPool(environment)
+        try:
+            pool = EnvironmentPool(environment)
+        except ConnectionError as error:  # in a run it is tried again
+            raise SetupError(str(error)) from error
         try:
             if report.row is not None:
                 _play(environment, pool, report.row, report)

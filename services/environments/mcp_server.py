@@ -77,13 +77,13 @@ class McpServer:
         self._http: Any = None
 
     async def begin(self) -> list[Tool]:
-        """Its tools, once it has started. Raises `ValueError` where it does not."""
+        """Its tools, once it has started. Raises `ConnectionError` where it does not."""
         self._open()
         assert self._first
         tools, why = await self._first
         if why:
             await self.close()
-            raise ValueError(f"{self.where}: {why}")
+            raise ConnectionError(f"{self.where}: {why}")
         return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -153,8 +153,8 @@ class McpServer:
                 self._first.set_result(([], self._lost))
             if time.monotonic() - began > STABLE_S:
                 wait_s = FIRST_WAIT_S
-            log.warning("an MCP server is started again", server=self.where, reason=self._lost, in_s=wait_s)
             await asyncio.sleep(wait_s)
+            log.warning("an MCP server is started again", server=self.where, reason=self._lost, after_s=wait_s)
             wait_s = min(2 * wait_s, LAST_WAIT_S)
 
     async def _once(self) -> None:
@@ -187,9 +187,9 @@ class McpServer:
         config = self.config
         if config.command is None:
             assert config.url
-            self._http = mcp_transport.Http()
             headers = {name: self._filled(text) for name, text in config.headers.items()}
-            return mcp_transport.http(self._filled(config.url), headers, self._http, config.start_s)
+            self._http = mcp_transport.Http(headers, config.start_s)
+            return mcp_transport.http(self._filled(config.url), self._http)
         command = [self._filled(word) for word in shlex.split(config.command)]
         env = {name: os.environ[name] for name in (*INHERITED, *config.env) if name in os.environ}
         self._secrets.update({name: os.environ[name] for name in config.env if name in os.environ})

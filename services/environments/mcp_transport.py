@@ -114,24 +114,26 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-class Http(httpx2.AsyncHTTPTransport):
+class Http(httpx2.AsyncClient):
     """The SDK's whole connection, with all calls that are under way, ends where one request raises: here what it would
     raise is that request's answer. A server that is not reached is tried again for ``patience_s`` seconds."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, headers: Mapping[str, str], timeout_s: float) -> None:
+        """``timeout_s``: to connect; each call has a deadline of its own."""
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
+        super().__init__(headers=dict(headers), limits=limits, timeout=httpx2.Timeout(timeout_s, read=None))
         self.patience_s = 0.0
         self.lost = ""
         """Why it is not reached now; empty where it is."""
         self.status = 0
         """Of the last answer."""
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """See `httpx2.AsyncBaseTransport`."""
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        """See `httpx2.AsyncClient`."""
         give_up, wait_s = time.monotonic() + self.patience_s, FIRST_WAIT_S
         while True:
             try:
-                response = await super().handle_async_request(request)
+                response = await super().send(request, **options)
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 self.lost = f"it is not reached: {error}"
                 if time.monotonic() + wait_s > give_up:
@@ -155,11 +157,7 @@ def _failed(request: httpx2.Request, why: str) -> httpx2.Response:
 
 
 @asynccontextmanager
-async def http(url: str, headers: Mapping[str, str], transport: Http, timeout_s: float) -> AsyncIterator[Any]:
-    """Yields the streams of a server at ``url``; ``timeout_s``, to connect."""
-    limits = httpx2.Timeout(timeout_s, read=None)  # each call has a deadline of its own
-    async with (
-        httpx2.AsyncClient(headers=dict(headers), transport=transport, timeout=limits) as client,
-        streamable_http_client(url, http_client=client) as streams,
-    ):
+async def http(url: str, client: Http) -> AsyncIterator[Any]:
+    """Yields the streams of a server at ``url``; ends ``client`` with it."""
+    async with client, streamable_http_client(url, http_client=client) as streams:
         yield streams

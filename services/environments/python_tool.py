@@ -55,7 +55,11 @@ def python_tool(limits: PythonConfig, longest: int) -> Callable[[str], Awaitable
             raise ToolUnavailable(f"python: {error}") from error
         if outcome.completed:
             return outcome.output
-        said = f"it took longer than {limits.seconds:g} s" if outcome.timed_out else "it ended itself, or was ended"
+        said = (
+            f"it took longer than {limits.seconds:g} s"
+            if outcome.timed_out
+            else "it came to no end: it left, or met a limit"
+        )
         return f"error: python: {said}\n{outcome.output}"
 
     if not program("1").completed:

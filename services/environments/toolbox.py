@@ -59,7 +59,8 @@ class Toolbox:
 @functools.cache
 def toolbox(options: str) -> Toolbox:
     """The tools of these options (`ToolsConfig`, as JSON), made once in a process: servers are started, and ready tools
-    tried. Raises `ValueError`, `PluginError` among it, which names the key below ``options``."""
+    tried. Raises `ValueError`, `PluginError` among it, or `ConnectionError` where a server does not start: both name
+    the key below ``options``."""
     box = Toolbox(read_options(json.loads(options)))
     for name in box.config.functions:
         function = _ready(name, box.config) if name in READY else load_plugin(name, "functions")
@@ -77,7 +78,7 @@ def toolbox(options: str) -> Toolbox:
 
 def _begin_all(servers: list[McpServer]) -> list[list[Any]]:
     """The tools of each, all started at once. A server of sessions ends again: each trajectory has its own. Raises
-    `ValueError` with all that went wrong."""
+    `ConnectionError` with all that went wrong."""
 
     async def begin(server: McpServer) -> list[Any]:
         found = await server.begin()
@@ -90,7 +91,7 @@ def _begin_all(servers: list[McpServer]) -> list[list[Any]]:
 
     found = in_background(all_at_once()).result()
     if wrong := [str(each) for each in found if isinstance(each, BaseException)]:
-        raise ValueError("; ".join(wrong))
+        raise ConnectionError("; ".join(wrong))
     return [each for each in found if isinstance(each, list)]
 
 

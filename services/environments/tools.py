@@ -31,8 +31,9 @@ class ToolSessions(Sessions):
         super().__init__(program)
         try:
             Tools(**program["options"])
-        except ValueError as error:
-            raise ValueError(f"{program['key']}.options: {error}") from error
+        except (ValueError, ConnectionError) as error:
+            kind = ConnectionError if isinstance(error, ConnectionError) else ValueError
+            raise kind(f"{program['key']}.options: {error}") from error
 
 
 class Tools:

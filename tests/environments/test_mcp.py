@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.protocols.experience import Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
-from penstock.services.environments.tools_config import read_options
+from penstock.services.environments.tools_config import McpServerConfig, PythonConfig, ToolsConfig, read_options
 from penstock.services.user_processes.worker import ProgramError
 from tests.environments import mcp_toy
 
 pytest.importorskip("mcp")
+mcp_transport = pytest.importorskip("penstock.services.environments.mcp_transport")
 TOY = f"{sys.executable} {mcp_toy.__file__}"
 SERVER = {"command": TOY, "timeout_s": 25}
 
@@ -146,7 +152,8 @@ def test_what_does_not_begin_is_told_with_its_key(server: dict[str, Any], compla
     toy = mcp_toy.Sessions()
     named = server if {"command", "url"} & server.keys() else {"url": toy.url, **server}
     options = {"functions": ["tests.environments.games:overlook"], "mcp": [named]}
-    with pytest.raises(ProgramError, match=f"rollout.environment.options: .*{complaint}"):
+    kind = ConnectionError if {"command", "url"} & server.keys() and "env" not in server else ProgramError
+    with pytest.raises(kind, match=f"rollout.environment.options: .*{complaint}"):
         EnvironmentPool(EnvironmentConfig(environment="tools", options=options))
     toy.shutdown(), toy.server_close()
 
@@ -179,3 +186,27 @@ def test_a_call_may_not_outlast_its_step() -> None:
     for options in ({"mcp": [{"command": "a", "timeout_s": 30}]}, {"functions": ["python"], "python": {"seconds": 40}}):
         with pytest.raises(ValueError, match="is not below timeout_s=30, after which the whole step has failed"):
             EnvironmentConfig(environment="tools", options=options)
+
+
+def test_the_docs_have_every_option_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    told = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) ?\| ", page, re.MULTILINE))
+    for section in (ToolsConfig, McpServerConfig, PythonConfig):
+        for name, field in section.model_fields.items():
+            assert name in told, name
+            if isinstance(field.default, bool | int | float):
+                assert told[name] == str(field.default).lower().removesuffix(".0"), name
+
+
+@given(st.lists(st.binary(max_size=8).map(lambda text: text.replace(b"\n", b"-")), max_size=9), st.integers(1, 5))
+def test_lines_are_whole_however_their_bytes_come(lines: list[bytes], size: int) -> None:
+    async def read() -> list[bytes]:
+        stream = asyncio.StreamReader()
+        said = b"".join(line + b"\n" for line in lines) + b"without an end"
+        stream.feed_data(said)
+        stream.feed_eof()
+        whole = stream.read
+        stream.read = lambda _: whole(size)  # type: ignore[method-assign, assignment]
+        return [line async for line in mcp_transport._lines(stream)]
+
+    assert asyncio.run(read()) == lines

@@ -29,7 +29,7 @@ def run(code: str, longest: int = 8000, **limits: Any) -> str:
         ("print('''a\\n\"\"\"{b}''')", 'a\n"""{b}\n'),
         ("import multiprocessing as m\ndef f(x): return -x\nwith m.Pool(1) as p: print(p.map(f, [2]))", "[-2]\n"),
         ("1 +", '  File "<python>", line 1\n    1 +\n       ^\nSyntaxError: invalid syntax\n'),
-        ("print(1)\nimport os; os._exit(0)", "error: python: it ended itself, or was ended\n1\n"),
+        ("print(1)\nimport os; os._exit(0)", "error: python: it came to no end: it left, or met a limit\n1\n"),
         ("ast", "Traceback (most recent call last):\n  File \"<python>\", line 1, in <module>\n    ast\n"
                 "NameError: name 'ast' is not defined\n"),
         ("", ""),
