@@ -90,7 +90,6 @@ class McpServer:
         """What the policy reads: the result as text, or what went wrong behind ``error: ``. Begins the server where it
         has not begun. Raises `ToolUnavailable` where it is not there within the call's ``timeout_s``."""
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
 
         self._open()
         try:
@@ -102,10 +101,11 @@ class McpServer:
                 raise ToolUnavailable(f"{self.where}: {lost}; {waited}") from None
             return f"error: {name}: {self.config.name} did not answer within {self.config.timeout_s:g} s"
         except MCPError as error:
-            if self._why_lost() and self._http:
-                raise ToolUnavailable(f"{self.where}: {self._why_lost()}") from None
-            why = f"{self.config.name} ended before it answered" if error.code == CONNECTION_CLOSED else None
-            return f"error: {name}: {why or self._words(error)}"
+            if self._http and self._http.lost:
+                raise ToolUnavailable(f"{self.where}: {self._http.lost}") from None
+            if self._lost:
+                return f"error: {name}: {self.config.name} ended before it answered"
+            return f"error: {name}: {self._words(error)}"
         except Exception as error:  # a result that breaks the protocol, say: the SDK raises what it likes
             return f"error: {name}: {self._words(error)}"
 
@@ -191,9 +191,8 @@ class McpServer:
             self._http = mcp_transport.Http(headers, config.start_s)
             return mcp_transport.http(self._filled(config.url), self._http)
         command = [self._filled(word) for word in shlex.split(config.command)]
-        env = {name: os.environ[name] for name in (*INHERITED, *config.env) if name in os.environ}
         self._secrets.update({name: os.environ[name] for name in config.env if name in os.environ})
-        return mcp_transport.stdio(command, env, lambda why: self._drop(self._client, why))
+        return mcp_transport.stdio(command, [*INHERITED, *config.env], lambda why: self._drop(self._client, why))
 
     def _drop(self, client: Client | None, why: str) -> None:
         """``client`` is of no use any more."""
@@ -215,8 +214,6 @@ class McpServer:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         words = " ".join(str(error).split()) or type(error).__name__
-        if self._http and self._http.status >= 400:
-            words = f"HTTP {self._http.status}: {words}"
         for name, value in self._secrets.items():
             words = words.replace(value, f"${{{name}}}") if value else words
         return words[:300]

@@ -14,7 +14,7 @@ import httpx2
 import structlog
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
-from mcp_types import CONNECTION_CLOSED, jsonrpc_message_adapter
+from mcp_types import INTERNAL_ERROR, jsonrpc_message_adapter
 
 from penstock.services.runtime.guard import GRACE_S, guarded
 
@@ -27,11 +27,11 @@ FIRST_WAIT_S, LAST_WAIT_S = 0.25, 30.0
 
 
 @asynccontextmanager
-async def stdio(command: Sequence[str], env: Mapping[str, str], ended: Callable[[str], object]) -> AsyncIterator[Any]:
-    """Starts a server, yields the streams that a `mcp.Client` reads and writes, and ends it with all that it has
-    started. ``ended`` is told once it says no more, and why."""
+async def stdio(command: Sequence[str], variables: Sequence[str], ended: Callable[[str], object]) -> AsyncIterator[Any]:
+    """Starts a server with the environment variables of these names, yields the streams that a `mcp.Client` reads and
+    writes, and ends it with all that it has started. ``ended`` is told once it says no more, and why."""
     process = await asyncio.create_subprocess_exec(
-        *guarded(command), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=dict(env),
+        *guarded(command, variables), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
     heard, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
@@ -125,8 +125,6 @@ class Http(httpx2.AsyncClient):
         self.patience_s = 0.0
         self.lost = ""
         """Why it is not reached now; empty where it is."""
-        self.status = 0
-        """Of the last answer."""
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
         """See `httpx2.AsyncClient`."""
@@ -143,8 +141,18 @@ class Http(httpx2.AsyncClient):
             except httpx2.TransportError as error:
                 return _failed(request, f"the connection broke: {error}")
             else:
-                self.lost, self.status = "", response.status_code
-                return response
+                self.lost = ""
+                return await _said(request, response)
+
+
+async def _said(request: httpx2.Request, response: httpx2.Response) -> httpx2.Response:
+    """A refusal without words gets its status for them: the SDK would leave that out."""
+    about_session = response.status_code == 404
+    wordless = not response.headers.get("content-type", "").startswith("application/json")
+    if request.method != "POST" or response.status_code < 400 or about_session or not wordless:
+        return response
+    await response.aclose()
+    return _failed(request, f"HTTP {response.status_code} {response.reason_phrase}")
 
 
 def _failed(request: httpx2.Request, why: str) -> httpx2.Response:
@@ -152,7 +160,7 @@ def _failed(request: httpx2.Request, why: str) -> httpx2.Response:
         number = json.loads(request.content)["id"]
     except (ValueError, KeyError, TypeError, httpx2.RequestNotRead):  # no call's request
         number = None
-    error = {"jsonrpc": "2.0", "id": number, "error": {"code": CONNECTION_CLOSED, "message": why}}
+    error = {"jsonrpc": "2.0", "id": number, "error": {"code": INTERNAL_ERROR, "message": why}}
     return httpx2.Response(502, request=request, json=error)
 
 

@@ -132,7 +132,7 @@ class McpServerConfig(Section):
         unset = [name for name in dict.fromkeys(self.variables()) if name not in os.environ]
         lacks = [f"{name} is not set in the environment; export it" for name in unset]
         program = shlex.split(self.command)[0] if self.command else ""
-        if program and shutil.which(program) is None:
+        if program and not _VARIABLE.search(program) and shutil.which(program) is None:
             lacks.append(f"there is no command {program!r} here; install it, or give its path")
         return lacks
 

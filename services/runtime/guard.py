@@ -1,8 +1,9 @@
 """Runs a program that is not ours: it ends with whoever asked for it, and all that it has started with it.
 
-`python -P -m penstock.services.runtime.guard PROGRAM ARGUMENT…`: stdin, stdout and stderr are the program's, and so is
-the exit code (128 and the signal's number where one ended it). On SIGTERM, which its parent's end is too, the program
-has `GRACE_S` to end by itself, for its stdin is closed by then.
+`python -P -m penstock.services.runtime.guard NAME,NAME PROGRAM ARGUMENT…`: the program has these environment variables,
+and no others. stdin, stdout and stderr are the program's, and so is the exit code (128 and the signal's number where
+one ended it). On SIGTERM, which its parent's end is too, the program has `GRACE_S` to end by itself, for its stdin is
+closed by then.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ NOT_FOUND = 127
 """Exit code where there is no such program."""
 
 
-def guarded(command: Sequence[str]) -> list[str]:
-    """The command that runs ``command`` so. Start it in a session of its own, or what ends its parent's ends it too
-    soon."""
-    return [sys.executable, "-P", "-m", "penstock.services.runtime.guard", *command]
+def guarded(command: Sequence[str], variables: Sequence[str]) -> list[str]:
+    """The command that runs ``command`` so, with the environment variables of these names. Start it with the whole
+    environment, and in a session of its own, or what ends its parent's ends it too soon."""
+    return [sys.executable, "-P", "-m", "penstock.services.runtime.guard", ",".join(variables), *command]
 
 
-def main(command: list[str]) -> int:
+def main(variables: list[str], command: list[str]) -> int:
     """Returns the program's exit code."""
+    env = {name: os.environ[name] for name in variables if name in os.environ}
     asked: list[float] = []
     heard, told = socket.socketpair()  # of signals, so that none comes between a look and the wait for it
     told.setblocking(False)
@@ -40,7 +42,7 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
     die_with_parent(signal.SIGTERM)
     try:
-        program = subprocess.Popen(command, preexec_fn=with_parent(signal.SIGKILL), process_group=0)
+        program = subprocess.Popen(command, env=env, preexec_fn=with_parent(signal.SIGKILL), process_group=0)
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         return NOT_FOUND
@@ -61,4 +63,4 @@ def main(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1].split(","), sys.argv[2:]))

@@ -42,9 +42,10 @@ def serve() -> None:
 class Sessions(ThreadingHTTPServer):
     """Streamable HTTP of 2025-06-18. ``known``: its sessions, which it forgets as one that is started again does."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Door)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Door)
         self.known: set[str] = set()
+        self.refuses = False
         self.authorized: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}/mcp"
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -59,6 +60,8 @@ class _Door(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.authorized.append(self.headers["authorization"])
         session = self.headers["mcp-session-id"]
+        if self.server.refuses:
+            return self._say(503, None)
         if asked["method"] not in ("initialize", "server/discover") and session not in self.server.known:
             return self._say(404, None)
         if "id" not in asked:
@@ -93,7 +96,8 @@ class _Door(BaseHTTPRequestHandler):
         self.send_response(status)
         if session:
             self.send_header("mcp-session-id", session)
-        self.send_header("content-type", "application/json")
+        if reply:
+            self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

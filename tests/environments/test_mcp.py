@@ -9,6 +9,7 @@ import queue
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,18 +120,24 @@ def test_a_server_over_http_that_forgets_its_sessions_costs_nothing_and_one_that
 ) -> None:
     monkeypatch.setenv("TOY_TOKEN", "hush")
     server = mcp_toy.Sessions()
+    again: list[mcp_toy.Sessions] = []
     headers = {"Authorization": "Bearer ${TOY_TOKEN}"}
-    policy = Policy(mcp=[{"url": server.url, "headers": headers, "timeout_s": 2}])
+    policy = Policy(mcp=[{"url": server.url, "headers": headers, "timeout_s": 3}])
     try:
         assert [tool["name"] for tool in policy.begin(1)] == ["look"]
         assert policy.call(1, ("look", {})) == ["session-0\n[image image/png]"]
         server.known = {"another", "and one more"}
         assert policy.call(1, ("look", {}))[0].startswith("session-2")
-        assert policy.call(1, ("look", {"die": True}), ("look", {})) == [
-            f"error: look: {server.url} ended before it answered", "session-2\n[image image/png]",
-        ]  # fmt: skip
+        broken, other = policy.call(1, ("look", {"die": True}), ("look", {}))
+        assert broken.startswith("error: look: the connection broke") and other == "session-2\n[image image/png]"
+        server.refuses = True
+        assert policy.call(1, ("look", {})) == ["error: look: HTTP 503 Service Unavailable"]
         assert {*server.authorized} == {"Bearer hush"}
         server.shutdown(), server.server_close()
+        began = threading.Timer(0.5, lambda: again.append(mcp_toy.Sessions(server.server_port)))
+        began.start()
+        assert policy.call(1, ("look", {})) == ["session-0\n[image image/png]"], "it was waited for"
+        again[0].shutdown(), again[0].server_close()
         (gone,) = policy.call(1, ("look", {}))
         assert gone.startswith(f"raised ToolUnavailable: mcp.0 ({server.url}): it is not reached"), "not the policy's"
     finally:
