@@ -165,6 +165,24 @@ def in_place(old_log_prob, log_prob, advantages, mask, importance_weights=None):
 
 not_callable = 3
 '''
+SERVER = '''
+"""A server of the Model Context Protocol, of one tool."""
+import json, sys
+
+INFO = {"name": "a", "version": "1"}
+GIVES = {
+    "initialize": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": INFO},
+    "tools/list": {"tools": [{"name": "fetch", "inputSchema": {"type": "object"}}]},
+}
+for line in sys.stdin:
+    asked = json.loads(line)
+    told = {"error": {"code": -32601, "message": "no"}}
+    if asked["method"] in GIVES:
+        told = {"result": GIVES[asked["method"]]}
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **told}), flush=True)
+'''
+TOOLS = "rollout.environment={{environment: tools, options: {{{}}}}}"
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'mine:{}'}}"
 TEACHER = "scorers={{maths: {{scorer: teacher, columns: {{maths: token}}, options: {{{}}}}}}}"
 REWARD = "reward.functions=[{{function: '{}'}}]"
@@ -254,6 +272,19 @@ MISTAKES = [
       overrides=["rollout.environment={environment: 'mine:Angry'}"]),
     m("tools for plain text", "rollout.environment: tools has tools, which a chat template tells of", overrides=[
       "rollout.environment={environment: tools, options: {functions: ['mine:good']}}"]),
+    m("tools of a server that is not there", "environment.options: mcp.0 (http://127.0.0.1:1/mcp): it is not reached",
+      overrides=[TOOLS.format("mcp: [{url: 'http://127.0.0.1:1/mcp'}]")]),
+    m("a server's command that is not there", "options.mcp.0: there is no command 'uvxx' here; install it, or give its",
+      overrides=[TOOLS.format("mcp: [{command: uvxx mcp-server-fetch}]")]),
+    m("a tool that a server has not", "options: mcp.0.tools: ", "server.py has no 'fech'; did you mean 'fetch'?",
+      files={"server.py": SERVER},
+      overrides=[TOOLS.format(f"mcp: [{{command: {sys.executable} server.py, tools: [fech]}}]")]),
+    m("a secret in a config", "options: mcp.0.headers: Authorization: a secret is in the environment alone",
+      overrides=[TOOLS.format("mcp: [{url: 'http://a', headers: {Authorization: 'Bearer sk-1'}}]")]),
+    m("a ready tool that is not there", "options: functions: 'pythn' is neither module:function nor one of python",
+      overrides=[TOOLS.format("functions: [pythn]")]),
+    m("a program that outlasts its step", "environment: options.python.seconds=60 is not below timeout_s=30",
+      overrides=[TOOLS.format("functions: [python], python: {seconds: 60}")]),
     m("a band without room", "lower=3 exceeds upper=2: every token would be left out", overrides=[
       "trainer.algorithm.correction={type: icepop, lower: 3, upper: 2}", "trainer.algorithm.ratio=proximal"]),
     m("no environment to reward", "reward.functions: environment stands for what an environment or an agent gave",
