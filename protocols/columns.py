@@ -130,13 +130,13 @@ class Column(BaseModel):
         """Values of a group with so many trajectories, tokens and sampled tokens (of all trajectories together)."""
         return self.width * {"trajectory": trajectories, "token": tokens, "sampled": sampled}[self.per]
 
-    def check(self, values: np.ndarray, trajectories: int, tokens: int, sampled: int | None) -> None:
-        """Raises `ColumnError` where ``values`` are not this column of such a group, see `size`; of one of which nobody
-        knows how many tokens were ``sampled``, whatever its size."""
+    def check(self, values: np.ndarray, trajectories: int, tokens: int, sampled: int | None = None) -> None:
+        """Raises `ColumnError` where ``values`` are not this column of such a group, see `size`. Without ``sampled``
+        any number of tokens up to ``tokens`` may have been."""
         self.check_values(values)
-        if self.per == "sampled" and sampled is None:
-            return
-        size = self.size(trajectories, tokens, sampled or 0)
+        if sampled is None:
+            sampled = min(values.size // self.width, tokens)
+        size = self.size(trajectories, tokens, sampled)
         if values.shape != (size,):
             each = {"sampled": "sampled token"}.get(self.per, self.per)
             raise ColumnError(

@@ -10,7 +10,6 @@ from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.services.data import DataError, open_source
-from penstock.services.runtime.custom_scorer import ScorerConfig
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import may_be_on_hub
 
@@ -40,14 +39,14 @@ def look(config: Config, report: Report) -> None:
                 check_vocabulary(policy, path, key)
             if key == "critic.path":
                 _check_value_head(path, key)
+            if key.startswith("scorers."):
+                _check_top_k(path, config.scorers[key.split(".")[1]].top_k, key.removesuffix("path") + "top_k")
     for kind, scorer in config.scorers.items():
         if scorer.scorer not in COLUMNS:
             continue
         with report.collect():
             if scorer.scorer == "reward_model" and "path" in scorer.options:
                 _find(str(scorer.options["path"]), f"scorers.{kind}.options.path")
-            if scorer.top_k and "path" in scorer.options:
-                _check_top_k(scorer, f"scorers.{kind}.options.top_k")
             written = scorer.options.get("column", COLUMNS[scorer.scorer])
             if written not in scorer.columns:
                 raise SetupError(
@@ -67,16 +66,13 @@ def _readers(config: Config) -> Iterator[tuple[str, str]]:
             yield f"scorers.{kind}.options.path", str(scorer.options["path"])
 
 
-def _check_top_k(scorer: ScorerConfig, key: str) -> None:
-    """Raises `SetupError` where the teacher has fewer tokens; where it has no config, that is told of already."""
+def _check_top_k(path: str, k: int, key: str) -> None:
+    """Raises `SetupError` where the teacher has fewer tokens."""
     from penstock.services.modeling.load import load_config
 
-    path = str(scorer.options["path"])
-    if not Path(path).exists() and not may_be_on_hub(path):
-        return
-    size = load_config(path, key).get_text_config().vocab_size
-    if scorer.top_k > size:
-        raise SetupError(f"{key}={scorer.top_k}: {path} has {size} tokens; take no more, e.g. 64")
+    size = load_config(path, key).get_text_config().vocab_size if k else 0
+    if k > size:
+        raise SetupError(f"{key}={k}: {path} has {size} tokens; take no more, or leave it out")
 
 
 def _check_value_head(path: str, key: str) -> None:

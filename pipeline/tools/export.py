@@ -32,9 +32,9 @@ TOKENS = {"token_ids": "int32", "loss_mask": "uint8", "logprobs": "float32", "ve
 def export(run: str | Path, file: Path, step: int | None = None) -> int:
     """Writes what `rollouts` yields, and each trajectory's tokens, to ``file``; returns the number of rows. Beside the
     fixed columns there is a float64 for each column of the experience that has a value for each trajectory, a list of
-    float32 for each that has one for each token (none of `columns.top_columns`), and ``metrics``, JSON of what agents have measured;
-    ``trainer_logprobs`` and ``advantages`` are null where the trainer has a disk of its own. Raises `ConfigError` where
-    there is no archive, or ``file`` cannot be written."""
+    float32 for each that has one for each token (of teachers none of `columns.top_columns`), and ``metrics``, JSON of
+    what agents have measured; ``trainer_logprobs`` and ``advantages`` are null where the trainer has a disk of its own.
+    Raises `ConfigError` where there is no archive, or ``file`` cannot be written."""
     need("pyarrow", "data", "--export")
     import pyarrow as pa
     import pyarrow.parquet as pq

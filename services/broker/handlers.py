@@ -194,7 +194,7 @@ class Handlers:
                 state.progress.at = clock.now()
             if state.evaluation.finish(number, said.oldest, said.newest, said.trajectories, said.tokens, source):
                 state.payloads.begin(key, finished.experience.tobytes())
-        elif state.groups.finish(number, said.oldest, said.trajectories, said.tokens, source, said.sampled):
+        elif state.groups.finish(number, said.oldest, said.trajectories, said.tokens, source):
             state.payloads.begin(key, finished.experience.tobytes())
             state.progress.totals["finished"] += 1
             state.progress.totals["generated_tokens"] += said.sampled

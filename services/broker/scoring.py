@@ -37,7 +37,7 @@ def take_score(state: BrokerState, column: Column, score: Score) -> None:
     if score.unusable:
         state.drop_any(score.purpose, score.number, score.unusable, "unusable")
         return
-    column.check(score.values, entry.trajectories, entry.tokens, entry.sampled)
+    column.check(score.values, entry.trajectories, entry.tokens)
     if column.nullable:
         state.progress.tallies.setdefault(column.name, Tally()).add(entry.trajectories, score.errors)
     state.progress.latency.add(column.name, score.seconds)

@@ -196,6 +196,13 @@ def test_what_a_teacher_says_arrives_as_it_was_and_of_another_size_costs_its_gro
         taken.append(TakenGroup(number=number, experience=as_bytes(pack_group(group)), columns=columns))
     with pytest.raises(ColumnError, match=r"3 a sampled token"):
         ids.check(taken[2].columns[ids.name], 4, 0, 99)
+    for size, right in ((99 * k, True), (99 * k + 1, False), (100 * k, False)):  # of whom nobody has counted
+        values = np.zeros(size, np.int32)
+        if right:
+            ids.check(values, 4, 99)
+            continue
+        with pytest.raises(ColumnError, match=r"3 a sampled token"):
+            ids.check(values, 4, 99)
     step = open_batch(Batch(step=0, seed=0, max_lag=2, groups=taken, committed=0), table)
     assert step.unreadable == 1 and len(step.tops["wise"]) == 8
     assert [len(part[0]) for part in step.tops["wise"]] == [t.sampled for t in step.trajectories]

@@ -123,10 +123,7 @@ class GroupTracker:
             return None
         return self.gate.required_version(number)
 
-    def finish(
-        self, number: int, oldest: int, trajectories: int = 1, tokens: int = 1, source: str = "",
-        sampled: int | None = None,
-    ) -> bool:  # fmt: skip
+    def finish(self, number: int, oldest: int, trajectories: int = 1, tokens: int = 1, source: str = "") -> bool:
         """A group is finished, ``oldest`` the lowest version among its tokens (-1: it has none). False where it was
         already, or is gone: its answer does not count again. It is gone, too, where it is too old: for a bound that a
         resumed run has lowered, or because its engine does not do as it was told."""
@@ -138,7 +135,7 @@ class GroupTracker:
         lease = self.leases.close(number)
         if lease is None:
             return False
-        self.replay.add(number, lease.draw, oldest, trajectories, tokens, source, sampled)
+        self.replay.add(number, lease.draw, oldest, trajectories, tokens, source)
         return True
 
     def merge(self, tail: Sequence[LedgerRow]) -> None:

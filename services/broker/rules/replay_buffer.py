@@ -31,8 +31,6 @@ class Entry:
     """Of all trajectories together."""
     source: str = ""
     """Of its prompt: which columns it is asked for."""
-    sampled: int | None = None
-    """Tokens that the policy sampled; None of a group that older code has written down."""
     needs: set[str] = field(default_factory=set)
     """Columns that are not there yet."""
     attempts: dict[str, int] = field(default_factory=dict)
@@ -64,12 +62,9 @@ class Replay:
                 row["source"] = source_of(row["number"])
             self._enter(Entry(**row, needs=self._asked(row["source"]) - has))
 
-    def add(
-        self, number: int, draw: int, oldest: int, trajectories: int, tokens: int, source: str = "",
-        sampled: int | None = None,
-    ) -> Entry:  # fmt: skip
+    def add(self, number: int, draw: int, oldest: int, trajectories: int, tokens: int, source: str = "") -> Entry:
         """A group is finished and durable."""
-        entry = Entry(number, draw, oldest, trajectories, tokens, source, sampled, self._asked(source))
+        entry = Entry(number, draw, oldest, trajectories, tokens, source, self._asked(source))
         self._enter(entry)
         self._write(entry)
         return entry
@@ -173,7 +168,7 @@ class Replay:
 
     def _write(self, entry: Entry) -> None:
         row: dict[str, Any] = {"number": entry.number, "draw": entry.draw, "oldest": entry.oldest}
-        row |= {"trajectories": entry.trajectories, "tokens": entry.tokens, "sampled": entry.sampled}
+        row |= {"trajectories": entry.trajectories, "tokens": entry.tokens}
         if self._by_source:  # else nobody has looked for it, and a resumed run may
             row["source"] = entry.source
         self._journal.put(self.TABLE, entry.number, {**row, "has": sorted(self._asked(entry.source) - entry.needs)})
