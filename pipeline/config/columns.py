@@ -9,6 +9,7 @@ from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD
 from penstock.services.runtime import registry
 
 TAUGHT_BY = "trainer.algorithm.distill.teachers"
+"""The key that names whose whole distribution is learned."""
 
 
 def columns_read(config: Any) -> dict[str, str]:
@@ -102,7 +103,7 @@ def check_columns(config: Any) -> None:
 
 
 def _check_teachers(config: Any) -> None:
-    """Those whose whole distribution is learned say it."""
+    """Raises `ValueError` where one whose whole distribution is learned does not say it."""
     distill = config.trainer.algorithm.distill
     for name in distill.teachers if distill else ():
         if name not in config.columns.tops:

@@ -55,11 +55,11 @@ class Taught:
     def split(self, size: int) -> list[Taught]:
         """Those of ``size`` tokens each, in order; the last have what is left."""
         count = len(self.tops[0].ids)
-        return [self._those(slice(first, first + size)) for first in range(0, count, size)]
+        return [self.chosen(slice(first, first + size)) for first in range(0, count, size)]
 
-    def chosen(self, tokens: torch.Tensor) -> Taught:
+    def chosen(self, tokens: torch.Tensor | slice) -> Taught:
         """Those of ``tokens``, int64 numbers of them, in that order."""
-        return self._those(tokens)
+        return replace(self, tops=tuple(replace(t, ids=t.ids[tokens], logs=t.logs[tokens]) for t in self.tops))
 
     def divergence(self, logits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """``[tokens]``, in nats: of each teacher's distribution over its own tokens and all others together from that
@@ -81,9 +81,6 @@ class Taught:
             found = found + top.weight * torch.where(asked, far, 0.0)
             weights = weights + top.weight * asked
         return found / weights.where(weights > 0, 1.0)
-
-    def _those(self, which: slice | torch.Tensor) -> Taught:
-        return replace(self, tops=tuple(replace(t, ids=t.ids[which], logs=t.logs[which]) for t in self.tops))
 
 
 def over_top(logits: torch.Tensor, total: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

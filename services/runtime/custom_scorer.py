@@ -43,7 +43,7 @@ class ScorerConfig(Section):
     scorer: str
     """``module:Class`` with a method ``score_group(group, columns)`` that returns a map from column to values
     (float32), e.g. ``my_module:Surprise``; or ``reward_model``, a model of transformers that grades answers, or
-    ``teacher``, one that says how likely each token is."""
+    ``teacher``, one that says how likely each token is (with `top_k` among its options, which others would be)."""
     columns: dict[str, Per] = Field(min_length=1)
     """The columns that it writes, and whether each has a value for every ``trajectory`` or for every ``token`` (of all
     trajectories, one after the other), e.g. ``{surprise: token}``."""
@@ -76,6 +76,7 @@ class ScorerConfig(Section):
         return found + self._tops(kind, more)
 
     def _tops(self, kind: str, more: dict[str, Any]) -> list[Column]:
+        """Where its own column is not declared, the look before a run says so."""
         there = self.top_k and self.teaches in self.columns
         return list(top_columns(self.teaches, self.top_k, kind, **more)) if there else []
 

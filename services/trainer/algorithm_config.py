@@ -106,8 +106,8 @@ class DistillConfig(Section):
     """From teacher to policy (``forward_kl``: the policy says all that the teacher does), from policy to teacher
     (``reverse_kl``: it says nothing that the teacher does not), or in between (``jsd``), e.g. ``jsd``."""
     beta: float = Field(0.5, gt=0, lt=1)
-    """Of ``jsd``: the teacher's share in what both are compared with, e.g. ``0.1``; near 0 it goes as forward_kl, near
-    1 as reverse_kl."""
+    """Of ``jsd``: the teacher's share in what both are compared with, e.g. ``0.1``; near 0 it is this times
+    forward_kl, near 1 the rest times reverse_kl."""
     coefficient: float = Field(1.0, gt=0)
     """What a nat of it, by token, adds to the loss, e.g. ``0.1``."""
 
