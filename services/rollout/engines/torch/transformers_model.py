@@ -29,9 +29,7 @@ class TransformersModel:
         return self._recorders[self.weights is self._spare[1]]
 
     def _make(self, config: Any, dtype: torch.dtype, head_dtype: str | None) -> Any:
-        model = with_head(config, "language").from_config(
-            config, dtype=dtype, attn_implementation=attention_of(config)
-        )
+        model = with_head(config, "language").from_config(config, dtype=dtype, attn_implementation=attention_of(config))
         compute_head_in(model, head_dtype)
         return model.to(self._device).eval()
 
