@@ -143,7 +143,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     lora = trainer.lora
     adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant) if lora else None
     memory = Memory()
-    start._adapt(model, adapter, str(folder), config.model.dtype)
+    start._prepare(model, adapter, str(folder), config.model.dtype)
     head.compute_head_in(model, config.model.head_dtype)
     shard(model, world, config.model.dtype)  # without memory yet, and over meshes that are real
     with memory.counting():

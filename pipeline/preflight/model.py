@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.services.data import DataError, open_source
+from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import may_be_on_hub
 
@@ -30,6 +32,7 @@ def look(config: Config, report: Report) -> None:
             _find(policy, "model.path")
             _encode(config, report)
             _check_routing(policy, config.rollout.sampling.routing_replay)
+            _check_vllm(policy, config, report)
             if config.with_critic and not config.critic.path:
                 _check_value_head(policy, "model.path")
     for key, path in _readers(config):
@@ -115,6 +118,18 @@ def _find(path: str, key: str) -> None:
     from penstock.services.modeling.load import load_config
 
     load_config(path, key)
+
+
+def _check_vllm(path: str, config: Config, report: Report) -> None:
+    """Adds what vLLM would lack here for a model of words and pictures."""
+    from penstock.services.modeling.load import load_config, sees
+
+    here = "rollout" not in config.run.elsewhere and find_spec("vllm") and not find_spec("torchvision")
+    if here and isinstance(config.rollout.engine, VllmEngineConfig) and sees(load_config(path)):
+        report.lacks_package(
+            f"rollout.engine.type: vLLM wants torchvision for a model that sees, like {path}; install one that fits "
+            "torch, or take rollout.engine.type=torch"
+        )
 
 
 def _check_routing(path: str, replayed: bool) -> None:

@@ -47,14 +47,18 @@ def merge(
         raise ConfigError(f"OUT: {out} exists; choose another folder")
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     from penstock.services.modeling.generation_config import write_generation_config
+    from penstock.services.modeling.load import folder_of, load_config, with_head
+    from penstock.services.modeling.processor_files import read_processor, write_processor
 
-    base = AutoModelForCausalLM.from_pretrained(about.base, dtype=torch.float32)
+    kind = with_head(load_config(about.base, "CHECKPOINT"), "language")
+    base = kind.from_pretrained(about.base, dtype=torch.float32)
     merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
     told, merged.generation_config = merged.generation_config, GenerationConfig()
     merged.save_pretrained(out)
     write_generation_config(told, out)
+    write_processor(read_processor(folder_of(about.base, "CHECKPOINT")), out)
     AutoTokenizer.from_pretrained(str(checkpoint)).save_pretrained(out)
     typer.echo(f"written: {out}")

@@ -45,7 +45,10 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None,
             "model.type: a tiny model needs no plan; give a config with model: {type: pretrained, path: …}"
         )
     if shape is None:
-        raise ConfigError("model.path: no config.json of a dense decoder at hand; give a folder that has one")
+        raise ConfigError(
+            "model.path: no config.json at hand of a model that is counted: a decoder of attention and matrices, or a "
+            "mixture of experts like Qwen3-MoE; give a folder that has one. A run goes without a plan, too"
+        )
     count, device = devices_of(gpus) if gpus else (0, None)
     if device:
         config = config.model_copy(update={"run": config.run.model_copy(update={"gpu_gib": device.gib})})

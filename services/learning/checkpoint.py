@@ -35,6 +35,7 @@ from penstock.services.modeling.generation_config import write_generation_config
 from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import pin
+from penstock.services.modeling.processor_files import write_processor
 from penstock.services.modeling.weight_files import INDEX, SINGLE
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.files import sync
@@ -161,6 +162,7 @@ class Saver:
         config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
         config.dtype = "float32"
         config.save_pretrained(folder)
+        write_processor(getattr(model, "penstock_processor", {}), folder)
         if getattr(model, "generation_config", None) is not None:
             write_generation_config(model.generation_config, folder)
 

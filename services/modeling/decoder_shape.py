@@ -149,7 +149,12 @@ def _ends(path: str, targets: Sequence[str]) -> bool:
 
 
 def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
-    """The sizes in a config.json; None where it describes no plain decoder, or a mixture that is not counted."""
+    """The sizes in a config.json, of a model that sees those of its decoder; None where it describes no plain decoder:
+    layers that keep a state, a mixture that is not counted."""
+    if "hidden_size" not in data and isinstance(text := data.get("text_config"), Mapping):
+        data = {**text} | {key: data[key] for key in ("tie_word_embeddings",) if key in data}
+    if any(not kind.endswith("attention") or kind.startswith("linear") for kind in data.get("layer_types") or ()):
+        return None
     experts = any("experts" in key for key in data)
     plain = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1
     if experts and (data.get("model_type") not in MIXTURES or plain):

@@ -42,6 +42,13 @@ def attention_of(config: Any) -> str | None:
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
+def sees(config: Any) -> bool:
+    """The model of transformers' ``config`` is one of words and pictures."""
+    from transformers import AutoModelForImageTextToText
+
+    return config.get_text_config() is not config and type(config) in AutoModelForImageTextToText._model_mapping
+
+
 Head = Literal["language", "value"]
 """What a model's hidden states become: logits, or one number a token."""
 
@@ -52,8 +59,7 @@ def with_head(config: Any, head: Head) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
     if head == "language":
-        sees = config.get_text_config() is not config and type(config) in AutoModelForImageTextToText._model_mapping
-        return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
     config.num_labels = 1
     return AutoModelForTokenClassification
 

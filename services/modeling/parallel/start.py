@@ -27,6 +27,7 @@ from penstock.services.modeling.load import (
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.processor_files import read_processor
 from penstock.services.modeling.towers import freeze_towers, towers
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -46,7 +47,7 @@ def load_trainable(
     ``adapter`` that alone is to be trained: what is frozen takes no more bits than are computed with. Towers are frozen
     (`modeling/towers.py`). Raises `ModelError`."""
     folder = folder_of(path, key)
-    model = _empty(path, head, key)
+    model, processor = _empty(path, head, key), read_processor(folder)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     new = new if head == "value" else set()
     with WeightFiles(folder) as files:
@@ -56,7 +57,7 @@ def load_trainable(
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
             _fill(model, files, f"{key}: {path}")
-            return _begun(model, adapter)
+            return _begun(model, adapter, processor)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), key, head)
     _prepare(model, adapter, path, dtype)
@@ -65,8 +66,8 @@ def load_trainable(
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return _begun(model, adapter)
-    return _begun(model.to(device), adapter)
+        return _begun(model, adapter, processor)
+    return _begun(model.to(device), adapter, processor)
 
 
 def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
@@ -78,9 +79,10 @@ def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None
         lora.inject(model, adapter, path)
 
 
-def _begun(model: Any, adapter: Adapter | None) -> Any:
+def _begun(model: Any, adapter: Adapter | None, processor: dict[str, bytes]) -> Any:
     if adapter is not None:
         lora.begin(model, adapter)
+    model.penstock_processor = processor
     return model
 
 

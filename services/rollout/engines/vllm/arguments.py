@@ -48,6 +48,13 @@ def environment(threads: int) -> None:
         os.environ["VLLM_PLUGINS"] = f"{plugins},{BACKEND}" if plugins else BACKEND
 
 
+def is_recurrent(text_config: Any) -> bool:
+    """Some layers of the model keep a state instead of keys and values: linear attention, Mamba, short convolutions."""
+    kinds = [kind for name in ("layer_types", "layers_block_type") for kind in getattr(text_config, name, None) or ()]
+    state = any(kind.startswith(("linear", "mamba", "conv", "recurrent")) for kind in kinds)
+    return state or hasattr(text_config, "mamba_d_state")  # Falcon-H1's, in every layer
+
+
 def lora_request() -> Any:
     """What vLLM calls the one adapter that is there; its tensors come by the weight channel, and not from a path."""
     from vllm.lora.request import LoRARequest
@@ -67,12 +74,13 @@ def engine_arguments(
     sleeps: bool = False,
     beside: int = 0,
     head_dtype: str | None = None,
+    recurrent: bool = False,
 ) -> Any:
     """vLLM's ``AsyncEngineArgs``. ``raw``: log-probabilities before the temperature is applied; ``kv_token_bytes``: KV
     of one token; ``positions``: that the model has; ``top_k``: log-probabilities that may be asked for;
     ``routed``: it says which experts it took; ``sleeps``: it leaves its GPUs to others at times;
-    ``beside``: rank of adapters that lie beside the model; ``head_dtype``: of the logits, None: ``dtype``. Raises
-    `SetupError`."""
+    ``beside``: rank of adapters that lie beside the model; ``head_dtype``: of the logits, None: ``dtype``;
+    ``recurrent``: some layers keep a state, and no keys and values. Raises `SetupError`."""
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -102,6 +110,7 @@ def engine_arguments(
         "load_format": "dummy",  # version 0 comes by the weight channel like any other
         "generation_config": "vllm",
         "max_logprobs": max(LOGPROBS, top_k),
+        "language_model_only": True,  # no picture comes, so nothing is kept for one
         **({"enable_return_routed_experts": True} if routed else {}),
         **config.vllm,
     }
@@ -129,6 +138,8 @@ def engine_arguments(
             if arguments.setdefault("enable_chunked_prefill", False):
                 raise SetupError("rollout.engine.vllm.enable_chunked_prefill: on a CPU, only with seeded: false")
             arguments.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, config.max_length + 1))
+            if recurrent:  # whose states are kept for a prompt that comes again where it was cut
+                arguments.setdefault("enable_prefix_caching", False)
     try:
         return AsyncEngineArgs(**arguments)
     except (TypeError, ValueError) as error:

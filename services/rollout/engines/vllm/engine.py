@@ -30,7 +30,7 @@ from penstock.services.rollout.engines.base import (
     refuse_partial,
 )
 from penstock.services.rollout.engines.torch import native
-from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, lora_request
+from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, is_recurrent, lora_request
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.config import WeightsConfig
@@ -113,7 +113,7 @@ class VllmEngine(AsyncEngine):
         kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
         arguments = engine_arguments(
             config, model_path, dtype, self._raw, kv, positions, sampling.top_k, self._routed, sleeps, beside,
-            head_dtype,
+            head_dtype, is_recurrent(model_config),
         )  # fmt: skip
         self._model_config, self._adapter = model_config, lora_request() if beside else None
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))

@@ -1,0 +1,106 @@
+"""Tiny models of the families that users bring, each as small as its config takes, with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BASE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTURE = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+TEXT: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": MIXTURE, "mistral": {}, "ministral3": {},
+    "gemma2": {"sliding_window": 8}, "gemma3_text": SLIDING, "gpt_oss": MIXTURE | SLIDING,
+    "gemma4_text": SLIDING | {
+        "global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
+        "num_kv_shared_layers": 0,
+    },
+    "qwen3_next": LINEAR | MIXTURE, "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR | MIXTURE,
+    "glm4": {}, "glm4_moe": MIXTURE, "deepseek_v3": MIXTURE | LATENT, "minimax_m2": MIXTURE,
+    "olmoe": MIXTURE | {"head_dim": 8},
+    "phi3": {"sliding_window": None}, "smollm3": {}, "granite": {}, "olmo2": {}, "olmo3": SLIDING, "seed_oss": {},
+    "exaone4": SLIDING, "cohere2": SLIDING, "ernie4_5": {}, "hunyuan_v1_dense": {}, "starcoder2": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 48, "block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": MIXTURE | {
+        "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
+        "mamba_d_state": 8, "shared_intermediate_size": 16,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
+        "lm_head_multiplier": 0.5,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*M-", "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1,
+        "ssm_state_size": 8,
+    },
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+}  # fmt: skip
+SEEING = {
+    "qwen3_5": ("qwen3_5_text", LINEAR), "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | MIXTURE),
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}},
+    ),
+    "gemma3": ("gemma3_text", SLIDING), "gemma4": ("gemma4_text", TEXT["gemma4_text"]), "mistral3": ("ministral3", {}),
+}  # fmt: skip
+"""Of words and pictures, each with its decoder."""
+_EYES = {
+    "depth": 1, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+_SEES_BY = {"gemma4": "gemma4_vision"}
+"""Whose config has no tower unless it is given one."""
+
+
+def config_of(family: str) -> Any:
+    """transformers' config of a tiny model."""
+    from transformers import AutoConfig
+
+    if family not in SEEING:
+        return _text(family, TEXT[family])
+    kind, more = SEEING[family]
+    eyes = AutoConfig.for_model(_SEES_BY[family]) if family in _SEES_BY else AutoConfig.for_model(family).vision_config
+    return AutoConfig.for_model(
+        family, text_config=_text(kind, more).to_dict(), vision_config=eyes.to_dict() | _EYES, pad_token_id=0,
+        eos_token_id=1, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def write(family: str, folder: Path) -> Any:
+    """Makes the model, and writes it as transformers does."""
+    from penstock.services.modeling.load import with_head
+
+    torch.manual_seed(0)
+    config = config_of(family)
+    model = with_head(config, "language").from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return model
+
+
+def _text(family: str, more: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(family)
+    fields = known.to_dict() | known.attribute_map
+    mine = {name: value for name, value in BASE.items() if name in fields or name == "head_dim"}
+    return AutoConfig.for_model(family, **mine | {n: v for n, v in more.items() if n not in MIXTURE or n in fields})

@@ -1,0 +1,102 @@
+"""Families of models, each with random weights: what docs/models.md says of one is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.services.modeling.dropout import without_dropout
+from penstock.services.modeling.load import load_config
+from penstock.services.modeling.logprobs import logprobs, shares_prompts
+from penstock.services.modeling.lora import Adapter
+from penstock.services.modeling.packing import plan_rows
+from penstock.services.modeling.parallel.start import load_trainable
+from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.towers import towers
+from penstock.services.rollout.engines.torch.engine import _make_model
+from penstock.services.rollout.engines.torch.hosted import HostedModel
+from penstock.services.rollout.engines.torch.native import NativeModel
+from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
+from penstock.services.rollout.engines.vllm.arguments import is_recurrent
+from penstock.services.runtime.errors import SetupError
+from tests.conftest import make_group
+from tests.trainer import families
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SAID = {
+    row[1]: row.groups()[1:]
+    for row in re.finditer(
+        r"^\| `(\w+)` \|[^|]*\| (\w+) \| (\w+) \| (\w+) \|$", (ROOT / "docs/models.md").read_text(), re.M
+    )
+}
+"""Of each family: whether it takes ranks and 16 bits, whether it takes an adapter, and how the torch engine runs it."""
+KINDS = {"own": NativeModel, "hosted": HostedModel, "recomputed": RecomputedModel}
+
+
+def test_the_page_has_every_family_that_is_tried_here() -> None:
+    assert SAID.keys() == families.TEXT.keys() | families.SEEING.keys()
+
+
+@pytest.mark.parametrize("family", [*families.TEXT, *families.SEEING])
+def test_a_family_is_what_the_page_says(family: str, tmp_path: Path) -> None:
+    ranks, adapter, engine = SAID[family]
+    own = families.write(family, tmp_path).eval()
+    learned = load_trainable(str(tmp_path), World(CPU), CPU, "float32").train()
+    without_dropout(learned)
+    assert bool(towers(learned)) == (family in families.SEEING)
+    _learns(learned, own)
+    for name, parameter in learned.named_parameters():
+        assert (parameter.grad is None) == name.startswith(tuple(f"{tower}." for tower in towers(learned))), name
+
+    config = load_config(str(tmp_path))
+    made: Any = _make_model(config, 4, 32, torch.float32, CPU, None)
+    assert type(made) is KINDS[engine]
+    if isinstance(made, HostedModel | RecomputedModel):
+        made.prepare({name: parameter.detach() for name, parameter in learned.named_parameters()})
+    assert is_recurrent(config.get_text_config()) == (family in RECURRENT)
+
+    def half(what: Adapter | None) -> Any:
+        return load_trainable(str(tmp_path), World(CPU), CPU, "bfloat16", adapter=what)
+
+    if ranks == "no":
+        with pytest.raises(SetupError, match="has no list of layers to cut"):
+            half(None)
+    if adapter == "no":
+        with pytest.raises(SetupError, match="trainer.lora"):
+            half(Adapter(4, 8, ()))
+        return
+    trained = [name for name, parameter in half(Adapter(4, 8, ())).named_parameters() if parameter.requires_grad]
+    assert trained and all(".lora_" in name for name in trained)
+    assert not any(name.startswith(tower) for name in trained for tower in towers(learned))
+
+
+RECURRENT = {
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "lfm2", "granitemoehybrid", "falcon_h1",
+    "nemotron_h",
+}  # fmt: skip
+
+
+def _learns(learned: Any, own: Any) -> None:
+    """Log-probabilities are those of the family's own code, sequence by sequence; leaves gradients."""
+    random = np.random.default_rng(0)
+    groups = [make_group(random, number, 3) for number in range(2)]
+    found = [t for group in groups for t in group.trajectories]
+    numbers = [group.number for group in groups for _ in group.trajectories]
+    seen = 0
+    for rows in plan_rows(found, numbers, 128, CPU, shares_prompts(learned)):
+        values = logprobs(learned, rows, 1.0)
+        values.sum().backward()
+        for k, index in enumerate(rows.index):
+            ids = torch.from_numpy(found[index].tokens.astype(np.int64))
+            with torch.no_grad():
+                logs = own(input_ids=ids[None]).logits[0].log_softmax(-1)
+            wanted = logs[:-1].gather(-1, ids[1:, None])[:, 0][torch.from_numpy(found[index].loss_mask[1:] == 1)]
+            torch.testing.assert_close(values[k][rows.mask[k]].detach(), wanted, atol=1e-5, rtol=1e-5)
+            seen += 1
+    assert seen == len(found)
