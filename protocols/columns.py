@@ -1,4 +1,5 @@
-"""Columns: what scorers add to a finished group, a value for each trajectory or for each token.
+"""Columns: what scorers add to a finished group, a value for each trajectory or for each token; of a teacher, several
+for each token that was sampled.
 
 A rollout writes a group's tokens, loss mask, log-probabilities and versions; every scorer adds columns, each declared
 once, with a name, a shape and a dtype. What a group needs before it may be trained on follows from the declarations.
@@ -13,9 +14,10 @@ array([ 2., nan], dtype=float32)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -72,7 +74,7 @@ METRICS = frozenset(
         "rejected_tokens", "rejected_rows", "turns", "reward_greedy", "reward_kl", "kl_coefficient", "critic_loss",
         "critic_value_mean", "critic_return_mean", "critic_explained_variance", "critic_clip_fraction",
         "critic_grad_norm", "critic_skipped", "critic_lr", "prompts_resting", "taught_rows", "taught_gain", "mfu",
-        "trainer_tokens_per_s", "solved_all", "solved_none", "reward_shaped", "imitated_nll",
+        "trainer_tokens_per_s", "solved_all", "solved_none", "reward_shaped", "imitated_nll", "teacher_divergence",
         "given_nll", "given_tokens", "reward_given",
     )
 )  # fmt: skip
@@ -87,7 +89,8 @@ FIELDS = frozenset(
 """Names in the row of a trajectory, beside those that `METRICS` has too, which no column may have."""
 
 Per = Literal["trajectory", "token"]
-Dtype = Literal["float32", "float64", "int32", "int64", "uint8"]
+Dtype = Literal["float16", "float32", "float64", "int32", "int64", "uint8"]
+_TOP = re.compile(r"(.+)\.top\d+_(ids|logs)")
 
 
 class ColumnError(ValueError):
@@ -101,7 +104,10 @@ class Column(BaseModel):
     name: str = Field(pattern=r"^[a-z_][a-z0-9_.-]*(/[A-Za-z0-9_.-]+)?$")
     scorer: str
     """The kind of actor that writes it."""
-    per: Per = "trajectory"
+    per: Per | Literal["sampled"] = "trajectory"
+    """``sampled``: for each token that the policy sampled, so that prompts cost nothing."""
+    width: int = Field(1, ge=1)
+    """Values of each, one after the other."""
     dtype: Dtype = "float32"
     nullable: bool = False
     """NaN is allowed: this trajectory has no value. Otherwise every number is finite."""
@@ -123,16 +129,23 @@ class Column(BaseModel):
         """Groups of this source have it."""
         return not self.sources or source in self.sources
 
-    def check(self, values: np.ndarray, trajectories: int, tokens: int) -> None:
-        """Raises `ColumnError` where ``values`` are not this column of a group with so many trajectories and tokens (of
-        all trajectories together)."""
-        size = trajectories if self.per == "trajectory" else tokens
-        if values.dtype.name != self.dtype or values.shape != (size,):
-            raise ColumnError(
-                f"column {self.name}: expected {self.dtype} [{size}] (one a {self.per}), got {values.dtype.name} "
-                f"{list(values.shape)}"
-            )
+    def size(self, trajectories: int, tokens: int, sampled: int) -> int:
+        """Values of a group with so many trajectories, tokens and sampled tokens (of all trajectories together)."""
+        return self.width * {"trajectory": trajectories, "token": tokens, "sampled": sampled}[self.per]
+
+    def check(self, values: np.ndarray, trajectories: int, tokens: int, sampled: int | None = None) -> None:
+        """Raises `ColumnError` where ``values`` are not this column of such a group, see `size`. Without ``sampled``
+        any number of tokens up to ``tokens`` may have been."""
         self.check_values(values)
+        if sampled is None:
+            sampled = min(values.size // self.width, tokens)
+        size = self.size(trajectories, tokens, sampled)
+        if values.shape != (size,):
+            each = {"sampled": "sampled token"}.get(self.per, self.per)
+            raise ColumnError(
+                f"column {self.name}: expected {self.dtype} [{size}] ({self.width if self.width > 1 else 'one'} a "
+                f"{each}), got {values.dtype.name} {list(values.shape)}"
+            )
 
     def check_values(self, values: np.ndarray) -> None:
         """Raises `ColumnError` where one of them is none that this column may have, or their dtype is another's."""
@@ -140,6 +153,21 @@ class Column(BaseModel):
             raise ColumnError(f"column {self.name}: expected {self.dtype}, got {values.dtype.name}")
         if values.dtype.kind == "f" and not np.isfinite(values[~np.isnan(values)] if self.nullable else values).all():
             raise ColumnError(f"column {self.name}: infinite values" + ("" if self.nullable else ", or NaN"))
+
+
+def top_columns(name: str, k: int, scorer: str, **more: Any) -> tuple[Column, Column]:
+    """Of the teacher that the column ``name`` is of, for each sampled token: the ids of the ``k`` tokens that it finds
+    likeliest there, int32 ``[sampled, k]``; and their log-probabilities with, last, that of all others together,
+    float16 ``[sampled, k + 1]``. The names say ``k``: with another one a resumed run has other columns."""
+    ids = Column(name=f"{name}.top{k}_ids", scorer=scorer, per="sampled", width=k, dtype="int32", **more)
+    logs = Column(name=f"{name}.top{k}_logs", scorer=scorer, per="sampled", width=k + 1, dtype="float16", **more)
+    return ids, logs
+
+
+def top_of(name: str) -> str | None:
+    """Of which column's teacher ``name`` is one of `top_columns`; None of any other."""
+    found = _TOP.fullmatch(name)
+    return found[1] if found else None
 
 
 class WeightedSum(BaseModel):
@@ -197,6 +225,20 @@ class ColumnTable(BaseModel):
     def by_token(self) -> set[str]:
         """Columns with a value for each token."""
         return {column.name for column in self.columns if column.per == "token"}
+
+    @property
+    def by_trajectory(self) -> set[str]:
+        """Columns with a value for each trajectory, sums included."""
+        return {column.name for column in self.columns if column.per == "trajectory"} | {s.name for s in self.sums}
+
+    @property
+    def tops(self) -> dict[str, tuple[Column, Column]]:
+        """`top_columns`, by the column of their teacher."""
+        found: dict[str, list[Column]] = {}
+        for column in self.columns:
+            if (teacher := top_of(column.name)) is not None:
+                found.setdefault(teacher, []).append(column)
+        return {teacher: (ids, logs) for teacher, (ids, logs) in found.items()}
 
     @property
     def scored(self) -> list[Column]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD, ColumnTable
+from penstock.protocols.columns import FIELDS, GIVEN, METRICS, REFERENCE, REWARD, ColumnTable, top_of
 from penstock.services.runtime import registry
+
+TAUGHT_BY = "trainer.algorithm.distill.teachers"
+"""The key that names whose whole distribution is learned."""
 
 
 def columns_read(config: Any) -> dict[str, str]:
@@ -18,6 +21,8 @@ def columns_read(config: Any) -> dict[str, str]:
             found[name] = f"trainer.algorithm.{choice}.columns"
     if algorithm.kl.coefficient > 0:
         found[REFERENCE] = "trainer.algorithm.kl.coefficient"
+    if algorithm.distill:
+        found |= dict.fromkeys(algorithm.distill.teachers, TAUGHT_BY)
     for index, constraint in enumerate(algorithm.constraints):
         found[constraint.column] = f"trainer.algorithm.constraints.{index}.column"
     for index, function in enumerate(config.reward.functions):
@@ -59,6 +64,10 @@ def check_columns(config: Any) -> None:
                 raise ValueError(
                     f"scorers.{kind}.columns: {name!r} is what built-in algorithms are given; call the column otherwise"
                 )
+            if top_of(name) is not None:
+                raise ValueError(
+                    f"scorers.{kind}.columns: {name!r} is what a teacher's top_k is called; call the column otherwise"
+                )
             if names.count(name) > 1:
                 raise ValueError(
                     f"scorers.{kind}.columns: {name!r} is written by another scorer too; call it otherwise"
@@ -68,6 +77,9 @@ def check_columns(config: Any) -> None:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"{key}: no scorer writes a column {name!r}; {hint}")
+        if top_of(name) is not None:
+            raise ValueError(f"{key}: {name} is read by trainer.algorithm.distill alone, which names {top_of(name)}")
+    _check_teachers(config)
     if any(not total.terms for total in table.sums):
         raise ValueError(
             "reward.functions: every weight is 0, so that there is no reward to train on; give one another weight, or "
@@ -88,6 +100,20 @@ def check_columns(config: Any) -> None:
             f"replay.filter.column: {rule.column} is written when a step has taken the group, and groups are filtered "
             "before; take a reward's column, or a scorer's"
         )
+
+
+def _check_teachers(config: Any) -> None:
+    """Raises `ValueError` where one whose whole distribution is learned does not say it."""
+    distill = config.trainer.algorithm.distill
+    for name in distill.teachers if distill else ():
+        if name not in config.columns.tops:
+            kind = next((c.scorer for c in config.columns.columns if c.name == name), "")
+            scorer = config.scorers.get(kind)
+            remedy = (
+                f"set scorers.{kind}.options.top_k, e.g. to 64" if scorer and scorer.scorer == "teacher"
+                else "name one of a scorer teacher with the option top_k"
+            )  # fmt: skip
+            raise ValueError(f"{TAUGHT_BY}: {name} says nothing of tokens that were not sampled; {remedy}")
 
 
 def _teachers_temperature(scorer: Any) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.protocols.columns import ColumnTable
 from penstock.services.data.config import CustomData, DataConfig, MixData
-from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage
+from penstock.services.trainer.advantage_config import DistillationAdvantage, GdpoAdvantage, NoAdvantage
 
 OTHER = "\0"
 """In place of a name that only a row of a custom source says; nobody would give it to a scorer's `sources`."""
@@ -97,13 +97,18 @@ def _learned_from(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _check_teachers(config: Any, trained: Sequence[str]) -> None:
-    advantage, table = config.trainer.algorithm.advantage, config.columns
-    if not isinstance(advantage, DistillationAdvantage):
+    """Where nothing else is learned from, each source has one."""
+    algorithm, by_name = config.trainer.algorithm, config.columns.by_name
+    advantage = algorithm.advantage
+    if isinstance(advantage, DistillationAdvantage):
+        key, teachers = "advantage", [name for name, weight in advantage.teachers.items() if weight]
+    elif isinstance(advantage, NoAdvantage) and algorithm.distill:
+        key, teachers = "distill", list(algorithm.distill.teachers)
+    else:
         return
-    teachers = [name for name, weight in advantage.teachers.items() if weight]
-    untaught = [s for s in trained if not any(table.by_name[name].asked(s) for name in teachers)]
+    untaught = [s for s in trained if not any(by_name[name].asked(s) for name in teachers)]
     if untaught:
-        raise ValueError(f"trainer.algorithm.advantage.teachers: none of them is asked for {_said(untaught)}")
+        raise ValueError(f"trainer.algorithm.{key}.teachers: none of them is asked for {_said(untaught)}")
 
 
 def _check_reads(table: ColumnTable, key: str, names: Sequence[str], sources: Sequence[str]) -> None:

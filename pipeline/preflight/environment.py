@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from penstock.pipeline.config import Config
@@ -13,6 +14,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import Answered, EnvironmentPool
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.install import install
 
 KEY = "rollout.environment"
 
@@ -22,8 +24,17 @@ def look(config: Config, report: Report) -> None:
     environment = config.rollout.environment
     if environment is None:
         return
+    if environment.tools and environment.tools.mcp and find_spec("mcp") is None:
+        report.lacks_package(f"{KEY}.options.mcp: the SDK of MCP is not installed; run: {install('mcp')}")
+        return
+    if lacks := environment.tools.lacking() if environment.tools else []:
+        report.here += [f"{KEY}.options.{lack}" for lack in lacks]
+        return
     with report.collect():
-        pool = EnvironmentPool(environment)
+        try:
+            pool = EnvironmentPool(environment)
+        except ConnectionError as error:  # in a run it is tried again
+            raise SetupError(str(error)) from error
         try:
             if report.row is not None:
                 _play(environment, pool, report.row, report)
@@ -55,6 +66,9 @@ def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, re
                 f"{KEY}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "
                 "plain text; take prompts of messages (prompts.train.chat=true with a source that has it)"
             )
+        if found.get("tools"):
+            names = ", ".join(str(tool.get("function", {}).get("name")) for tool in found["tools"])
+            report.lines.append(f"{KEY}: {environment.environment}: the policy may call {names}")
         if "reward" in found:
             then = "ended the task" if found["done"] else "went on"
             report.lines.append(

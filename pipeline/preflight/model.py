@@ -40,6 +40,8 @@ def look(config: Config, report: Report) -> None:
                 check_vocabulary(policy, path, key)
             if key == "critic.path":
                 _check_value_head(path, key)
+            if key.startswith("scorers."):
+                _check_top_k(path, config.scorers[key.split(".")[1]].top_k, key.removesuffix("path") + "top_k")
     for kind, scorer in config.scorers.items():
         if scorer.scorer not in COLUMNS:
             continue
@@ -63,6 +65,15 @@ def _readers(config: Config) -> Iterator[tuple[str, str]]:
     for kind, scorer in config.scorers.items():
         if scorer.scorer == "teacher" and "path" in scorer.options:
             yield f"scorers.{kind}.options.path", str(scorer.options["path"])
+
+
+def _check_top_k(path: str, k: int, key: str) -> None:
+    """Raises `SetupError` where the teacher has fewer tokens."""
+    from penstock.services.modeling.load import load_config
+
+    size = load_config(path, key).get_text_config().vocab_size if k else 0
+    if k > size:
+        raise SetupError(f"{key}={k}: {path} has {size} tokens; take no more, or leave it out")
 
 
 def _check_value_head(path: str, key: str) -> None:

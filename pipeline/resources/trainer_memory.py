@@ -14,7 +14,8 @@ OVERHEAD_GIB = 1.5
 EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)
 """Of a parameter: two moments of a byte, and a scale for each 256 of them."""
 LOGITS_GIB = 0.5
-"""Chunks of logits and of their gradients, beside the peak of a layer: `logprobs.LOGIT_BYTES` twice."""
+"""Chunks of logits and of their gradients, beside the peak of a layer: `logprobs.LOGIT_BYTES` twice. Where teachers'
+distributions are learned one more for each, in which all but its own tokens are summed, and one for their gradients."""
 
 
 def trainer_gib(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None) -> float:
@@ -65,7 +66,9 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
     turned = sum(math.prod(size) for name, size in shape.matrices.items() if name in ("o_proj", "down_proj"))
     kept, inner = activations(shape, trainer, in_flight)
     moved = trainer.offload_activations and trainer.gradient_checkpointing is True  # else it stays, or weights go too
-    acts, logits = inner if moved else kept + inner, LOGITS_GIB * GIB * shape.ends_here
+    teachers = len(trainer.algorithm.distill.teachers) if trainer.algorithm.distill else 0
+    chunks = 2 + (1 + teachers if teachers else 0)
+    acts, logits = inner if moved else kept + inner, LOGITS_GIB / 2 * chunks * GIB * shape.ends_here
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
     version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.parameters / trainer.ranks

@@ -28,6 +28,7 @@ FILES = 4096
 NEEDED = (("torch", "train"), ("transformers", "train"), ("safetensors", "train"))
 OPTIONAL = (
     ("datasets", "data", "Hugging Face datasets"),
+    ("mcp", "mcp", "tools of MCP servers (rollout.environment)"),
     ("peft", "lora", "adapters (trainer.lora)"),
     ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks"),
     ("tensorboardX", "tensorboard", "TensorBoard files"),

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.pipeline.config import ConfigError
 from penstock.pipeline.tools.output import output
 from penstock.pipeline.tools.rollouts import archived, batches, by_token_values, of_tokens, readable
-from penstock.protocols.columns import ColumnTable
+from penstock.protocols.columns import ColumnTable, top_of
 from penstock.protocols.experience import Group
 from penstock.services.broker.samples import rows
 from penstock.services.data import need
@@ -32,9 +32,9 @@ TOKENS = {"token_ids": "int32", "loss_mask": "uint8", "logprobs": "float32", "ve
 def export(run: str | Path, file: Path, step: int | None = None) -> int:
     """Writes what `rollouts` yields, and each trajectory's tokens, to ``file``; returns the number of rows. Beside the
     fixed columns there is a float64 for each column of the experience that has a value for each trajectory, a list of
-    float32 for each that has one for each token, and ``metrics``, JSON of what agents have measured;
-    ``trainer_logprobs`` and ``advantages`` are null where the trainer has a disk of its own. Raises `ConfigError` where
-    there is no archive, or ``file`` cannot be written."""
+    float32 for each that has one for each token (of teachers none of `columns.top_columns`), and ``metrics``, JSON of
+    what agents have measured; ``trainer_logprobs`` and ``advantages`` are null where the trainer has a disk of its own.
+    Raises `ConfigError` where there is no archive, or ``file`` cannot be written."""
     need("pyarrow", "data", "--export")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -79,7 +79,7 @@ def _columns(run: Path, step: int | None, table: ColumnTable) -> dict[str, bool]
                         f"--export: {name} has a value for each token in some steps, and for each trajectory in "
                         "others; export a step alone, with --step"
                     )
-    return {name: name in table.by_token for name in table.names} | found
+    return {name: name in table.by_token for name in table.names if top_of(name) is None} | found
 
 
 def _rows(

@@ -42,7 +42,8 @@ class Score(BaseModel):
     purpose: Purpose
     number: int
     values: Values
-    """``[trajectories]`` or ``[tokens of all trajectories]``, of the column's dtype; empty with ``unusable``."""
+    """``[trajectories]``, ``[tokens of all trajectories]``, or of those that were sampled as many values as the column
+    has of each; of the column's dtype; empty with ``unusable``."""
     errors: list[str] = []
     """Why trajectories have no value (NaN)."""
     unusable: str = ""

@@ -89,8 +89,8 @@ def _record_samples(state: BrokerState, step: int, groups: list[m.TakenGroup]) -
         except (ExperienceError, WireError) as error:  # the trainer leaves it out too
             log.warning("a sample cannot be read", group=taken.number, error=str(error))
             continue
-        by_token = state.settings.columns.by_token
-        found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n not in by_token}))
+        flat = state.settings.columns.by_trajectory
+        found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n in flat}))
         kept += best_and_worst(found) if keep == "some" else found
     state.recorder.samples(step, kept)
 

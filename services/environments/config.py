@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from penstock.services.environments.tools_config import ToolsConfig, read_options
 from penstock.services.runtime.settings import Section
 from penstock.services.user_processes.worker import Program
 
-REGISTRY = {"tools": "penstock.services.environments.tools:Tools"}
+TOOLS = "tools"
+REGISTRY = {TOOLS: "penstock.services.environments.tools:Tools"}
 """Environments by name."""
 HANDLER = "penstock.services.environments.sessions:Sessions"
+TOOLS_HANDLER = "penstock.services.environments.tools:ToolSessions"
 
 
 class EnvironmentConfig(Section):
@@ -21,7 +24,7 @@ class EnvironmentConfig(Section):
     """A name (``tools``), or ``module:Class`` of your own, e.g. ``my_env:Guess``: one object for each trajectory, with
     ``step(answer)``, and ``reset(prompt)`` where it wants to see the prompt."""
     options: dict[str, Any] = {}
-    """What an object is made with, e.g. ``{digits: 2}``."""
+    """What an object is made with, e.g. ``{digits: 2}``. Those of ``tools`` are in docs/environments.md."""
     max_turns: int = Field(8, ge=1)
     """Turns that the policy has at most, e.g. ``4``; each may be `rollout.sampling.max_new_tokens` long."""
     timeout_s: float = Field(30.0, gt=0)
@@ -37,6 +40,25 @@ class EnvironmentConfig(Section):
             raise ValueError(f"{value!r} is neither module:Class nor one of {', '.join(sorted(REGISTRY))}")
         return value
 
+    @field_validator("options")
+    @classmethod
+    def _of_tools(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if info.data.get("environment") == TOOLS:
+            read_options(value)
+        return value
+
+    @model_validator(mode="after")
+    def _calls_end_before_their_step(self) -> EnvironmentConfig:
+        if tools := self.tools:
+            tools.check_deadlines(self.timeout_s)
+        return self
+
+    @property
+    def tools(self) -> ToolsConfig | None:
+        """The options of ``tools``; None of other environments."""
+        return read_options(self.options) if self.environment == TOOLS else None
+
     def program(self, key: str = "rollout.environment") -> Program:
         """For a worker; ``key`` is where it stands in the config."""
-        return Program(HANDLER, REGISTRY.get(self.environment, self.environment), key, self.timeout_s, self.options)
+        handler = TOOLS_HANDLER if self.environment == TOOLS else HANDLER
+        return Program(handler, REGISTRY.get(self.environment, self.environment), key, self.timeout_s, self.options)

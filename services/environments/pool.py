@@ -25,7 +25,7 @@ MOST_LOST = 20
 
 
 class EnvironmentPool:
-    """Sessions by number."""
+    """Sessions by number. Raises `ProgramError`, or `ConnectionError` where a server of tools does not start."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         program = config.program()

@@ -7,48 +7,48 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError, validate_call
-from pydantic.errors import PydanticUserError
+from pydantic import ValidationError
 
 from penstock.protocols.turn import Turn
-from penstock.services.runtime.plugins import load_plugin
+from penstock.services.environments.mcp_server import McpServer, ToolUnavailable, in_background
+from penstock.services.environments.sessions import Sessions
+from penstock.services.environments.toolbox import Remote, toolbox
 from penstock.services.turns.tool_calls import between_tags
 from penstock.services.user_processes.child import BLOCKED
 
 MOST_LEFT = 64
 """Threads of tools that hang, in one process."""
 _LEFT: set[threading.Thread] = set()
-LONGEST = 8_000
-"""Characters of a result that the policy reads."""
+
+
+class ToolSessions(Sessions):
+    """Sessions of `Tools`, whose tools are there before the first of them begins."""
+
+    def __init__(self, program: dict[str, Any]) -> None:
+        super().__init__(program)
+        try:
+            Tools(**program["options"])
+        except (ValueError, ConnectionError) as error:
+            kind = ConnectionError if isinstance(error, ConnectionError) else ValueError
+            raise kind(f"{program['key']}.options: {error}") from error
 
 
 class Tools:
     """Turns with calls are answered by their results, each a message of the role ``tool``; the first turn without one
     is the answer, and ends the task. It gives no reward: reward functions judge the last turn (``turns[-1]``).
 
-    ``functions``: plain or async functions of yours, ``module:function``. Their type hints and docstrings are what the
-    policy is told, by the tokenizer's chat template.
+    ``functions``: plain or async functions of yours, ``module:function``, or ready tools by name. Their type hints and
+    docstrings are what the policy is told, by the tokenizer's chat template. ``options``: see `ToolsConfig`.
     """
 
-    def __init__(self, functions: list[str]) -> None:
-        loaded = [load_plugin(name, "rollout.environment.options.functions") for name in functions]
-        self.tools = [_schema(function) for function in loaded]
-        called: dict[str, str] = {}
-        for schema, written in zip(self.tools, functions, strict=True):
-            name = schema["function"]["name"]
-            if name in called:
-                raise ValueError(
-                    f"functions: {called[name]} and {written} are both called {name!r}, and the policy could not say "
-                    "which it means; rename one"
-                )
-            called[name] = written
-        self._functions = {
-            schema["function"]["name"]: validate_call(function)
-            for schema, function in zip(self.tools, loaded, strict=True)
-        }
+    def __init__(self, functions: Sequence[str] = (), **options: Any) -> None:
+        self._box = toolbox(json.dumps({"functions": list(functions), **options}))
+        self.tools = self._box.schemas
+        self._own: dict[int, McpServer] = {}
+        """Servers of this trajectory alone, by their place in the config."""
 
     async def step(self, answer: str) -> Turn:
         """See docs/environments.md."""
@@ -56,31 +56,48 @@ class Tools:
         if not calls:
             return Turn(done=True)
         results = await asyncio.gather(*map(self._run, calls))
-        read = (result[:LONGEST].encode("utf-8", "replace").decode() for result in results)  # half of a pair, say
+        longest = self._box.config.longest
+        read = (result[:longest].encode("utf-8", "replace").decode() for result in results)  # half of a pair, say
         return Turn([{"role": "tool", "content": result} for result in read])
 
+    async def close(self) -> None:
+        """Ends what was this trajectory's alone."""
+        await asyncio.gather(*(asyncio.wrap_future(in_background(server.close())) for server in self._own.values()))
+
     async def _run(self, text: str) -> str:
-        """What the policy reads of one call; where it was wrong, what was."""
+        """What the policy reads of one call; where it was wrong, what was. Raises `ToolUnavailable`."""
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments") or {}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return 'error: a call is JSON, {"name": …, "arguments": {…}}'
-        function = self._functions.get(name) if isinstance(name, str) else None
-        if function is None:
-            return f"error: there is no function {name!r}; there are {', '.join(self._functions)}"
+        tool = self._box.tools.get(name) if isinstance(name, str) else None
+        if tool is None:
+            return f"error: there is no function {name!r}; there are {', '.join(self._box.tools)}"
         if not isinstance(arguments, dict):
             return f'error: {name}: arguments must be an object of names and values, like {{"name": 1}}'
+        if isinstance(tool, Remote):
+            return await asyncio.wrap_future(in_background(self._server(tool).call(tool.name, arguments)))
         try:
-            if inspect.iscoroutinefunction(function):
-                result = await function(**arguments)
+            if inspect.iscoroutinefunction(tool):
+                result = await tool(**arguments)
             else:
-                result = await _in_thread(function, arguments)
+                result = await _in_thread(tool, arguments)
             return result if isinstance(result, str) else json.dumps(result, default=str)
+        except ToolUnavailable:
+            raise
         except ValidationError as error:
             return f"error: {name}: {'; '.join(_wrong(part) for part in error.errors())}"
         except Exception as error:  # the user's own code; the policy may do better next time
             return f"error: {name} raised {type(error).__name__}: {error}"
+
+    def _server(self, tool: Remote) -> McpServer:
+        shared = self._box.servers[tool.server]
+        if shared.config.per == "worker":
+            return shared
+        if tool.server not in self._own:
+            self._own[tool.server] = McpServer(shared.config, f"mcp.{tool.server}")
+        return self._own[tool.server]
 
 
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -114,17 +131,6 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         if sum(each.is_alive() for each in _LEFT) > MOST_LEFT:
             os._exit(BLOCKED)
         raise
-
-
-def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """As chat templates want it."""
-    try:
-        parameters = TypeAdapter(cast(Any, function)).json_schema()
-    except (PydanticUserError, TypeError) as error:
-        raise ValueError(f"{function} cannot be described as a tool: {error}") from error
-    parameters.pop("title", None)
-    about = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": parameters}
-    return {"type": "function", "function": about}
 
 
 def _wrong(part: Any) -> str:

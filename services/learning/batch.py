@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import structlog
@@ -46,6 +46,9 @@ class TrainingBatch:
     greedy: np.ndarray | None = None
     """float32 ``[trajectories]``: the reward of its group's greedy answer, which itself is none of them; NaN where that
     has none; None where groups have no such answer."""
+    tops: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
+    """Of each teacher that says so, by its column, for each trajectory: which tokens it finds likeliest where each
+    token was sampled, and their log-probabilities, as `columns.top_columns` have them; NaN where it was not asked."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -69,6 +72,7 @@ class TrainingBatch:
             placed=None if self.placed is None else [self.placed[i] for i in kept],
             prompts=tuple(self.prompts[i] for i in kept) if self.prompts else (),
             greedy=None if self.greedy is None else self.greedy[kept],
+            tops={name: [parts[i] for i in kept] for name, parts in self.tops.items()},
         )
 
     @property
@@ -124,6 +128,7 @@ def open_batch(
         {name: _split(name, groups) for name in table.names if per[name] == "token"},
         len(batch.groups) - len(groups),
         prompts=tuple(group.prompt for _, group in groups for _ in group.trajectories),
+        tops={name: _tops(ids, logs, groups) for name, (ids, logs) in table.tops.items()},
     )
     step.values.setdefault(REWARD, np.full(len(trajectories), np.nan, np.float32))  # where nobody asks for one
     of_tokens = {table.by_name[name]: weight for name, weight in terms.items() if per[name] == "token"}
@@ -182,13 +187,15 @@ def _open_group(
     unasked = {column.name for column in table.columns if not column.asked(group.prompt.source)}
     if missing := [name for name in table.names if name not in taken.columns and name not in unasked]:
         raise ColumnError(f"group {taken.number} came without {', '.join(missing)}")
-    tokens, filled = sum(len(t.tokens) for t in group.trajectories), dict(taken.columns)
+    sizes = len(group.trajectories), sum(len(t.tokens) for t in group.trajectories), group.sampled
+    filled = dict(taken.columns)
     for name, column in table.by_name.items():
         if name not in unasked:
-            column.check(filled[name], len(group.trajectories), tokens)
+            column.check(filled[name], *sizes)
             continue
-        size = len(group.trajectories) if column.per == "trajectory" else tokens
-        filled[name] = np.full(size, np.nan, np.float32)
+        filled[name] = np.zeros(column.size(*sizes), column.dtype)
+        if filled[name].dtype.kind == "f":
+            filled[name][:] = np.nan
     return taken.model_copy(update={"columns": filled}), group
 
 
@@ -210,4 +217,13 @@ def _split(name: str, groups: list[tuple[TakenGroup, Group]]) -> list[np.ndarray
     for taken, group in groups:
         bounds = np.cumsum([len(t.tokens) for t in group.trajectories])
         parts += np.split(taken.columns[name], bounds[:-1])
+    return parts
+
+
+def _tops(ids: Column, logs: Column, groups: list[tuple[TakenGroup, Group]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    for taken, group in groups:
+        bounds = np.cumsum([t.sampled for t in group.trajectories])[:-1]
+        each = (np.split(taken.columns[c.name].reshape(-1, c.width), bounds) for c in (ids, logs))
+        parts += zip(*each, strict=True)
     return parts

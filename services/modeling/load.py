@@ -47,11 +47,13 @@ Head = Literal["language", "value"]
 
 
 def with_head(config: Any, head: Head) -> Any:
-    """transformers' class for models with that head; ``config`` is told of it."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    """transformers' class for models with that head; ``config`` is told of it. A model of words and pictures is whole:
+    its weights then have the names, and a checkpoint the layout, that engines know it by."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
     if head == "language":
-        return AutoModelForCausalLM
+        sees = config.get_text_config() is not config and type(config) in AutoModelForImageTextToText._model_mapping
+        return AutoModelForImageTextToText if sees else AutoModelForCausalLM
     config.num_labels = 1
     return AutoModelForTokenClassification
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.stages import Stage
+from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic, token_statistics
 
 LOGIT_BYTES = 256 << 20
@@ -32,31 +33,53 @@ def logprobs(model: Any, rows: Rows, temperature: float) -> torch.Tensor:
 def statistics(model: Any, rows: Rows, temperature: float, wanted: tuple[Statistic, ...]) -> torch.Tensor:
     """What is ``wanted`` of the distribution that each sampled token was chosen from, see `token_statistics`: float32
     ``[wanted, trajectories, longest - 1]``, 0 where ``rows.mask`` is False. Differentiable."""
-    if getattr(model, model.base_model_prefix, None) is None:
-        logits = model(**model_inputs(model, rows), use_cache=False).logits
-        logits = logits.flatten(0, 1)[rows.source]
-        table = None if rows.candidates is None else rows.candidates.table()
-        flat = token_statistics(logits, rows.target, temperature, table, wanted)
-    else:
 
-        def compute(hidden: torch.Tensor, places: Places) -> torch.Tensor:
-            return _chunked(model, hidden, places, temperature, wanted)
+    def compute(logits: torch.Tensor, places: Places) -> torch.Tensor:
+        return token_statistics(logits, places.target, temperature, places.table(), wanted, places.taught)
 
-        flat = of_places(model, rows, compute, len(wanted))
-    return torch.stack([rows.scatter(values.float()) for values in flat])
+    return torch.stack([rows.scatter(values.float()) for values in of_logits(model, rows, compute, len(wanted))])
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where tokens are predicted, which they are, and what the sampler chose them from."""
+    """Where tokens are predicted, which they are, what the sampler chose them from, and what teachers say of them."""
 
     target: torch.Tensor
-    candidates: Candidates | None
+    candidates: Candidates | None = None
+    taught: Taught | None = None
+
+    def table(self) -> torch.Tensor | None:
+        """Of what they were chosen from, where that was recorded: see `Candidates.table`."""
+        return None if self.candidates is None else self.candidates.table()
+
+    def chosen(self, tokens: torch.Tensor) -> Places:
+        """Those of ``tokens``, int64 numbers of them, in that order."""
+        candidates = None if self.candidates is None else self.candidates.chosen(tokens)
+        return Places(self.target[tokens], candidates, None if self.taught is None else self.taught.chosen(tokens))
+
+    def split(self, size: int) -> list[Places]:
+        """Those of ``size`` tokens each, in order; the last have what is left."""
+        targets = self.target.split(size)
+        others: list[Sequence[Any]] = [
+            [None] * len(targets) if each is None else each.split(size) for each in (self.candidates, self.taught)
+        ]
+        return [Places(*parts) for parts in zip(targets, *others, strict=True)]
 
 
-def of_places(
-    model: Any, rows: Rows, compute: Callable[[torch.Tensor, Places], torch.Tensor], which: int
-) -> torch.Tensor:
+Compute = Callable[[torch.Tensor, Places], torch.Tensor]
+"""Something of each of some tokens, ``[which, some]``, from numbers ``[some, …]`` where they are predicted."""
+
+
+def of_logits(model: Any, rows: Rows, compute: Compute, which: int) -> torch.Tensor:
+    """``[which, sampled tokens]``: what ``compute`` makes of the logits ``[some, vocabulary]`` where they are
+    predicted, a chunk at a time; as `of_places`."""
+    if getattr(model, model.base_model_prefix, None) is None:
+        logits = model(**model_inputs(model, rows), use_cache=False).logits.flatten(0, 1)
+        return compute(logits[rows.source], Places(rows.target, rows.candidates, rows.taught))
+    return of_places(model, rows, lambda hidden, places: _chunked(model, hidden, places, compute), which)
+
+
+def of_places(model: Any, rows: Rows, compute: Compute, which: int) -> torch.Tensor:
     """``[which, sampled tokens]``: what ``compute`` makes of the base model's hidden states ``[some, size]`` where they
     are predicted. Ranks that share a row's tokens compute some each, and all have the result of all. Of a stage that is
     not a pipeline's last: zeros."""
@@ -68,15 +91,14 @@ def of_places(
     hidden = base(**inputs, use_cache=False).last_hidden_state
     if stage and not stage.last:
         return stage.hand_on(hidden, which, len(rows.target))
-    hidden = hidden.flatten(0, 1)
+    hidden, places = hidden.flatten(0, 1), Places(rows.target, rows.candidates, rows.taught)
     if ulysses is None:
-        return compute(hidden[rows.source], Places(rows.target, rows.candidates))
+        return compute(hidden[rows.source], places)
     length = rows.tokens.shape[1]
     owners = ulysses.owners(rows.source, length)
     mine = owners[ulysses.rank]
-    candidates = None if rows.candidates is None else rows.candidates.chosen(mine)
-    found = compute(hidden[rows.source[mine] - ulysses.first(length)], Places(rows.target[mine], candidates))
-    parts = ulysses.gather(found, [len(places) for places in owners])
+    found = compute(hidden[rows.source[mine] - ulysses.first(length)], places.chosen(mine))
+    parts = ulysses.gather(found, [len(owned) for owned in owners])
     # Rows are in the ranks' order now: back to that of the tokens.
     return torch.cat(parts, -1)[:, torch.cat(owners).argsort()]
 
@@ -111,11 +133,17 @@ class _Known(BaseModelOutputWithPast):
 
 
 class _Given(nn.Module):
-    """In a base model's place: its hidden state is known."""
+    """In the place of a ``base`` model: its hidden state is known, and whatever else is read of it is its own."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, base: nn.Module, hidden: torch.Tensor) -> None:
         super().__init__()
-        self._hidden = hidden
+        self._base, self._hidden = (base,), hidden  # in a tuple, it is no part of this one
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._base[0], name)
 
     @property
     def decoder(self) -> _Given:
@@ -134,26 +162,20 @@ def _head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
         return model.get_output_embeddings()(hidden)
     prefix = model.base_model_prefix
     base = model._modules[prefix]
-    model._modules[prefix] = _Given(hidden[None])
+    model._modules[prefix] = _Given(base, hidden[None])
     try:
         return type(model).forward(model, input_ids=None, inputs_embeds=hidden[None]).logits[0]
     finally:
         model._modules[prefix] = base
 
 
-def _chunked(
-    model: Any, hidden: torch.Tensor, places: Places, temperature: float, wanted: tuple[Statistic, ...]
-) -> torch.Tensor:
-    vocabulary = model.config.get_text_config().vocab_size
-    size = max(1, LOGIT_BYTES // (4 * vocabulary))
+def _chunked(model: Any, hidden: torch.Tensor, places: Places, compute: Compute) -> torch.Tensor:
+    size = max(1, LOGIT_BYTES // (4 * model.config.get_text_config().vocab_size))
 
-    def chunk(part: torch.Tensor, targets: torch.Tensor, candidates: Candidates | None) -> torch.Tensor:
-        table = None if candidates is None else candidates.table()
-        return token_statistics(_head(model, part), targets, temperature, table, wanted)
+    def chunk(part: torch.Tensor, its: Places) -> torch.Tensor:
+        return compute(_head(model, part), its)
 
     if len(hidden) <= size:
-        return chunk(hidden, places.target, places.candidates)
-    targets = places.target.split(size)
-    candidates = [None] * len(targets) if places.candidates is None else places.candidates.split(size)
-    parts = zip(hidden.split(size), targets, candidates, strict=True)
+        return chunk(hidden, places)
+    parts = zip(hidden.split(size), places.split(size), strict=True)
     return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling.adapter_files import CONFIG, FILE
-from penstock.services.modeling.families import MIXTURES
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
 from penstock.services.modeling.parallel.stages import Stage
+from penstock.services.modeling.towers import towers
 from penstock.services.modeling.whole_weights import LENGTHS, A, B, merge
 from penstock.services.runtime.errors import SetupError
 
@@ -29,6 +30,9 @@ NAME = "default"
 """What peft calls the one adapter."""
 PREFIX = "base_model.model."
 """What peft's files put before a name."""
+
+EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""What peft takes for those of experts, wherever they are, in the families that it knows for mixtures."""
 
 Variant = Literal["lora", "rslora", "dora"]
 
@@ -53,6 +57,7 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
     config = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.targets) or _all_linear(model),
         use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora", task_type="CAUSAL_LM",
+        exclude_modules="|".join(rf"{re.escape(name)}(\..*)?" for name in towers(model)) or None,
         base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
     )  # fmt: skip
     try:
@@ -69,10 +74,25 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
             parameter.data = parameter.data.float()
 
 
-def _all_linear(model: Any) -> str | list[str]:
-    """But the head; of a mixture those of attention, since peft would adapt experts as well, and nobody could merge
-    them."""
-    return ["q_proj", "k_proj", "v_proj", "o_proj"] if model.config.model_type in MIXTURES else "all-linear"
+def _all_linear(model: Any) -> list[str]:
+    """Names of all that are linear layers, but the head; of a mixture those outside its feed-forward blocks, since peft
+    would adapt experts as well, and nobody could merge them."""
+    head, beside = model.get_output_embeddings(), {id(m) for tower in towers(model).values() for m in tower.modules()}
+    linear = {True: set[str](), False: set[str]()}
+    for name, module in model.named_modules():
+        if id(module) not in beside and name:
+            linear[type(module) is torch.nn.Linear and module is not head].add(name)
+    if not linear[True]:
+        raise SetupError(
+            f"trainer.lora: {model.config.model_type} has no linear layers that could be merged; train it whole "
+            "(trainer.lora: null), or take another model"
+        )
+    others = {name.rpartition(".")[2] for name in linear[False]}
+    found = {name: name.rpartition(".")[2] for name in linear[True]}
+    if "experts" in others:
+        found = {name: end for name, end in found.items() if end not in EXPERTS}
+    # peft goes by how a name ends.
+    return sorted({name if end in others or end.isdigit() else end for name, end in found.items()})
 
 
 def is_adapters(name: str) -> bool:

@@ -21,6 +21,7 @@ from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.candidates import Candidates
 from penstock.services.modeling.routing import OPEN, as_given
+from penstock.services.modeling.taught import Taught
 from penstock.services.runtime import health
 
 MASKED_ROW_TOKENS = 1024
@@ -54,6 +55,8 @@ class Rows:
     """Tokens, without padding; a shared prompt's count once."""
     pairs: int = 0
     """Of a token and one that it attends to, itself included."""
+    taught: Taught | None = None
+    """What teachers say of each sampled token, in `mask`'s order. None where nobody compares."""
 
     def scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` float32 ``[sampled tokens]``, in `mask`'s order, as ``[trajectories, longest - 1]``; 0 elsewhere."""

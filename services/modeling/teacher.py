@@ -1,4 +1,5 @@
-"""A teacher as a scorer: what a frozen model says of each token that the policy sampled."""
+"""A teacher as a scorer: what a frozen model says of each token that the policy sampled, and of what else could stand
+there."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from typing import Literal
 import numpy as np
 import torch
 
+from penstock.protocols.columns import top_columns
 from penstock.protocols.experience import Group
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import device_of, load_model, vocabulary_of
-from penstock.services.modeling.logprobs import logprobs, shares_prompts
-from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.logprobs import Places, logprobs, of_logits, shares_prompts
+from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
+from penstock.services.modeling.taught import over_top
+from penstock.services.modeling.token_statistics import token_statistics
 from penstock.services.runtime.errors import SetupError
 
 
@@ -21,26 +25,57 @@ class Teacher:
 
     ``path``: a causal model with the policy's own vocabulary. ``column`` is the column that it writes, ``temperature``
     that of `rollout.sampling`; ``tokens_per_batch`` bounds a forward pass, padding included; ``head_dtype`` as
-    `model.head_dtype`.
+    `model.head_dtype`. ``top_k``: it writes `columns.top_columns` of so many tokens too; None or 0: not.
     """
 
     def __init__(
         self, path: str, column: str = "teacher", device: str = "auto", dtype: str = "bfloat16",
         temperature: float = 1.0, tokens_per_batch: int = 8192, head_dtype: Literal["float32"] | None = None,
+        top_k: int | None = None,
     ) -> None:  # fmt: skip
         if head_dtype not in (None, "float32"):
             raise SetupError(f"scorers.options.head_dtype: {head_dtype!r}; set it to float32 or null")
         self._device = device_of(device, "scorers.options.device")
         self._model = load_model(path, dtype, self._device, "scorers.options.path").eval()
         compute_head_in(self._model, head_dtype)
-        self._column, self._temperature, self._budget = column, temperature, tokens_per_batch
+        self._column, self._temperature, self._budget, self._k = column, temperature, tokens_per_batch, top_k or 0
+        if self._k > vocabulary_of(self._model):
+            raise SetupError(
+                f"scorers.options.top_k={self._k}: {path} has {vocabulary_of(self._model)} tokens; take no more"
+            )
 
     @torch.inference_mode()
     def score_group(self, group: Group, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Log-probabilities, natural logarithm: float32 ``[tokens of all trajectories]``, 0 where nothing was
-        sampled."""
+        sampled. With `top_k` also `columns.top_columns`, flat."""
         group.check_ids(vocabulary_of(self._model))
         found, share = list(group.trajectories), shares_prompts(self._model)
         passes = plan_rows(found, [group.number] * len(found), self._budget, self._device, share)
-        rows = by_trajectory(found, passes, lambda part: logprobs(self._model, part, self._temperature))
-        return {self._column: np.concatenate(rows)}
+        tops: dict[int, np.ndarray] = {}
+
+        def compute(part: Rows) -> torch.Tensor:
+            if not self._k:
+                return logprobs(self._model, part, self._temperature)
+            stated = of_logits(self._model, part, self._stated, 2 * self._k + 2)
+            ends = part.mask.sum(1).cumsum(0).tolist()
+            for index, values in zip(part.index, np.split(stated[1:].T.cpu().numpy(), ends[:-1]), strict=True):
+                # What a trajectory begins with is predicted by nothing.
+                tops[index] = np.pad(values, ((int(found[index].loss_mask[0]), 0), (0, 0)))
+            return part.scatter(stated[0].float())
+
+        rows = {self._column: np.concatenate(by_trajectory(found, passes, compute))}
+        if not self._k:
+            return rows
+        every = np.concatenate([tops[index] for index in range(len(found))])
+        ids, logs = (column.name for column in top_columns(self._column, self._k, ""))
+        logs_16 = np.maximum(every[:, self._k :], np.finfo(np.float16).min).astype(np.float16)
+        return rows | {ids: every[:, : self._k].astype(np.int32).reshape(-1), logs: logs_16.reshape(-1)}
+
+    def _stated(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
+        """float64, which holds any id, ``[1 + k + k + 1, tokens]``: what is said of the sampled token, ids, and their
+        log-probabilities."""
+        said = token_statistics(logits, places.target, self._temperature, places.table())
+        logits = logits.float() / (self._temperature or 1.0)
+        ids = logits.topk(self._k).indices
+        logs = over_top(logits, logits.logsumexp(-1), ids)
+        return torch.cat([said.double(), ids.T.double(), logs.T.double()])

@@ -6,7 +6,9 @@ from typing import Literal
 
 import torch
 
-Statistic = Literal["log_prob", "entropy", "squares"]
+from penstock.services.modeling.taught import Taught
+
+Statistic = Literal["log_prob", "entropy", "squares", "divergence"]
 
 
 def token_statistics(
@@ -15,11 +17,13 @@ def token_statistics(
     temperature: float = 1.0,
     candidates: torch.Tensor | None = None,
     wanted: tuple[Statistic, ...] = ("log_prob",),
+    taught: Taught | None = None,
 ) -> torch.Tensor:
     """``[wanted, tokens]``, float32 or wider, differentiable: the log-probability of each of ``targets`` ``[tokens]``
     under ``logits`` ``[tokens, vocabulary]`` at ``temperature``, the distribution's entropy in nats, and the sum of its
     squared probabilities. ``candidates`` ``[tokens, most]``: what the sampler chose each token from, padded with -1;
-    the distribution then is over these, unless there are none."""
+    the distribution then is over these, unless there are none. Its divergence from ``taught`` is over the whole
+    vocabulary always, as a teacher's is."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
     every = _Distribution(logits)
@@ -30,6 +34,10 @@ def token_statistics(
         over_some = _Distribution(over.masked_fill(~some[:, None], 0.0))
     found = []
     for name in wanted:
+        if name == "divergence":
+            assert taught is not None, "it is from what teachers say"
+            found.append(taught.divergence(logits, every.of("log_prob")))
+            continue
         value = every.of(name)
         if over_some is not None and some is not None:
             value = torch.where(some, over_some.of(name), value)

@@ -312,7 +312,8 @@ def make_engine(
         from penstock.services.rollout.engines.nothing import NoEngine
 
         return NoEngine()
-    model_config = AutoConfig.from_pretrained(model_path).get_text_config()
+    whole = AutoConfig.from_pretrained(model_path)
+    model_config = whole.get_text_config()
     try:
         generation_config: Any = GenerationConfig.from_pretrained(model_path)
     except OSError:
@@ -321,7 +322,7 @@ def make_engine(
     if isinstance(engine, TorchEngineConfig):
         from penstock.services.rollout.engines.torch.engine import TorchEngine
 
-        return TorchEngine(engine, model_config, dtype, stop_ids, lambda ids: text.decode([ids])[0], head_dtype)
+        return TorchEngine(engine, whole, dtype, stop_ids, lambda ids: text.decode([ids])[0], head_dtype)
     if isinstance(engine, VllmEngineConfig):
         from penstock.services.rollout.engines.vllm.engine import VllmEngine
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import structlog
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from penstock.protocols.columns import Column, ColumnError, Per
+from penstock.protocols.columns import Column, ColumnError, Per, top_columns
 from penstock.services.runtime import health
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.errors import SetupError
@@ -43,7 +43,7 @@ class ScorerConfig(Section):
     scorer: str
     """``module:Class`` with a method ``score_group(group, columns)`` that returns a map from column to values
     (float32), e.g. ``my_module:Surprise``; or ``reward_model``, a model of transformers that grades answers, or
-    ``teacher``, one that says how likely each token is."""
+    ``teacher``, one that says how likely each token is (with `top_k` among its options, which others would be)."""
     columns: dict[str, Per] = Field(min_length=1)
     """The columns that it writes, and whether each has a value for every ``trajectory`` or for every ``token`` (of all
     trajectories, one after the other), e.g. ``{surprise: token}``."""
@@ -72,7 +72,29 @@ class ScorerConfig(Section):
         """The columns, as the scorer called ``kind`` writes them."""
         more: dict[str, Any] = {"reads": tuple(self.reads), "source": f"scorer {self.scorer}"}
         more["sources"] = tuple(self.sources)
-        return [Column(name=name, scorer=kind, per=per, **more) for name, per in self.columns.items()]
+        found = [Column(name=name, scorer=kind, per=per, **more) for name, per in self.columns.items()]
+        return found + self._tops(kind, more)
+
+    def _tops(self, kind: str, more: dict[str, Any]) -> list[Column]:
+        """Where its own column is not declared, the look before a run says so."""
+        there = self.top_k and self.teaches in self.columns
+        return list(top_columns(self.teaches, self.top_k, kind, **more)) if there else []
+
+    @property
+    def top_k(self) -> int:
+        """How many tokens a built-in teacher says the likeliest of; 0: none, as of any other scorer."""
+        return (self.options.get("top_k") or 0) if self.scorer == "teacher" else 0
+
+    @property
+    def teaches(self) -> str:
+        """The column of a built-in teacher."""
+        return str(self.options.get("column", "teacher"))
+
+    @model_validator(mode="after")
+    def _a_number_of_tokens(self) -> ScorerConfig:
+        if type(self.top_k) is not int or self.top_k < 0:
+            raise ValueError(f"options.top_k={self.top_k!r} is no number of tokens; set it to one, e.g. 64, or to null")
+        return self
 
 
 class CustomScorer:
@@ -126,9 +148,10 @@ class CustomScorer:
         if not isinstance(found, dict) or not found.keys() >= set(task.wanted):
             raise ColumnError(f"score_group returned {type(found).__name__} without {', '.join(task.wanted)}")
         trajectories = task.group.trajectories
-        values = {name: np.asarray(found[name], np.float32) for name in task.wanted}
+        values = {name: np.asarray(found[name], self._columns[name].dtype) for name in task.wanted}
+        tokens = sum(len(t.tokens) for t in trajectories)
         for name, array in values.items():
-            self._columns[name].check(array, len(trajectories), sum(len(t.tokens) for t in trajectories))
+            self._columns[name].check(array, len(trajectories), tokens, task.group.sampled)
         return values
 
 

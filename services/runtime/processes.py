@@ -24,20 +24,20 @@ def with_parent(number: int = signal.SIGTERM) -> Callable[[], None] | None:
     return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
-def die_with_parent() -> None:
-    """Called by a process of ours: it is killed when its parent has ended, also while it hangs."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Called by a process of ours: it gets the signal ``number`` when its parent has ended, also while it hangs."""
     parent = os.getppid()
-    ask = with_parent(signal.SIGKILL)
+    ask = with_parent(number)
     if ask:
         ask()
         if os.getppid() != parent:  # it ended just before
-            os._exit(1)
+            os.kill(os.getpid(), number)
         return
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(POLL_S)
-        os._exit(1)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
 

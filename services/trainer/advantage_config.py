@@ -285,9 +285,17 @@ class SelfDistillationAdvantage(Choice):
         return {"bound": self.bound, "group_share": self.group_share}
 
 
+class NoAdvantage(Choice):
+    """None: the policy learns from what stands beside the policy loss alone, such as `distill` or `imitate`. Needs no
+    group (`n: 1`), and no reward."""
+
+    compares = False
+    type: Literal["none"] = "none"
+
+
 BuiltInAdvantage = (
     GaeAdvantage | GroupAdvantage | LeaveOneOutAdvantage | ReMaxAdvantage | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage | OpoAdvantage | OptimalTokenBaselineAdvantage | GpgAdvantage
     | PassAtKAdvantage | MaxRlAdvantage | GdpoAdvantage | GigpoAdvantage | DistillationAdvantage
-    | SelfDistillationAdvantage
+    | SelfDistillationAdvantage | NoAdvantage
 )  # fmt: skip

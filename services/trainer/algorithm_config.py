@@ -122,6 +122,23 @@ class GivenLossConfig(Section):
         return self
 
 
+class DistillConfig(Section):
+    """The divergence of the policy from teachers, at each token over the tokens that a teacher finds likeliest there
+    and all others together (generalised knowledge distillation, Agarwal et al. 2023, arXiv:2306.13649)."""
+
+    teachers: dict[str, Annotated[float, Field(gt=0)]] = Field({"teacher": 1.0}, min_length=1)
+    """Columns of scorers ``teacher`` with the option `top_k`, each with its weight in the mean, e.g.
+    ``{maths: 0.5, law: 0.5}``; of those that are not asked for a prompt's source there is none."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """From teacher to policy (``forward_kl``: the policy says all that the teacher does), from policy to teacher
+    (``reverse_kl``: it says nothing that the teacher does not), or in between (``jsd``), e.g. ``jsd``."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Of ``jsd``: the teacher's share in what both are compared with, e.g. ``0.1``; near 0 it is this times
+    forward_kl, near 1 the rest times reverse_kl."""
+    coefficient: float = Field(1.0, gt=0)
+    """What a nat of it, by token, adds to the loss, e.g. ``0.1``."""
+
+
 class CustomFunction(Traits):
     """A function of your own. Its arguments and what it returns: docs/extending.md."""
 
@@ -182,6 +199,9 @@ class AlgorithmConfig(Section):
     """A term of the loss that makes good answers likelier, e.g. ``{coefficient: 0.1}``."""
     given: GivenLossConfig = GivenLossConfig()
     """What is learned from answers that are given (`rollout.given`), e.g. ``{coefficient: 0.1}``."""
+    distill: DistillConfig | None = None
+    """A term of the loss that draws the policy to teachers' whole distributions, e.g. ``{teachers: {teacher: 1.0}}``;
+    null: none. See docs/algorithms.md."""
     whiten: bool = False
     """Less their mean over all sampled tokens of the step, and divided by their deviation, are advantages of every
     kind, e.g. ``true``; `gae`, `gdpo` and the two of REINFORCE++ are by themselves."""
@@ -205,12 +225,22 @@ class AlgorithmConfig(Section):
         return expand(data) if isinstance(data, dict) and data.get("preset") in PRESETS else data
 
     @model_validator(mode="after")
+    def _something_is_learned(self) -> AlgorithmConfig:
+        beside = self.distill or self.imitate.coefficient or self.entropy_bonus or self.kl.coefficient
+        if self.advantage.type == "none" and not beside and self.loss.type != "custom":
+            raise ValueError(
+                "advantage=none: nothing is learned; give distill, e.g. {teachers: {teacher: 1.0}}, or imitate, or "
+                "take an advantage"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_are_read(self) -> AlgorithmConfig:
         """What changes the reward needs an advantage that reads it, and compares it with what is changed likewise."""
         kind = self.advantage.type
         taken = "constraints" if self.constraints else "kl.place=reward" if self.kl.in_reward else ""
         shares = [getattr(self.advantage, name, 1.0) for name in ("reward", "group_share")]
-        unread = kind == "gdpo" or not all(shares)
+        unread = kind in ("gdpo", "none") or not all(shares)
         if self.reward_shape.changes and unread:
             raise ValueError(f"reward_shape: advantage={kind} does not read the reward; leave it out")
         if taken and (unread or kind == "remax"):

@@ -36,6 +36,7 @@ from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.routing import Replay
+from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
 from penstock.services.runtime.errors import SetupError
@@ -145,13 +146,13 @@ class Learner(ModelLearner):
             token_values[LAGS] = lags
         plan = self.plan(trajectories, step.groups[chosen])
 
-        wanted: tuple[Statistic, ...] = ("log_prob", "entropy") if self.algorithm.wants_entropy else ("log_prob",)
+        tops = {name: [step.tops[name][i] for i in chosen] for name in self.algorithm.teachers}
 
         def parts() -> Iterator[Part]:
             for rows, _ in plan:
                 health.beat()
-                with self.keeping():
-                    log_prob, *entropy = forward_statistics(self.model, rows, self._temperature, wanted)
+                stated = self._stated(rows, trajectories, tops)
+                log_prob = stated.pop("log_prob")
                 index = torch.tensor(rows.index, device=self.device)
                 columns = {
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
@@ -164,14 +165,30 @@ class Learner(ModelLearner):
                 old = None if before is None else rows.column(before)
                 shown = torch.from_numpy(given[list(rows.index)]).to(self.device)[:, None] if totals.given else None
                 mask, shown = (rows.mask, None) if shown is None else (rows.mask & ~shown, rows.mask & shown)
-                more = entropy[0] if entropy else None
-                yield Part(log_prob, sampled_as, advantage, mask, columns, old, more, shown)
+                yield Part(log_prob, sampled_as, advantage, mask, columns, old, given=shown, **stated)
 
         def judged(rows: Rows, part: Part) -> None:
             if judgements:
                 judgements.note(chosen[list(rows.index)], part)
 
         return self._backward(plan, parts, totals, lags, judged, first or before is not None)
+
+    def _stated(
+        self, rows: Rows, trajectories: list[Trajectory], tops: dict[str, list[tuple[np.ndarray, np.ndarray]]]
+    ) -> dict[str, torch.Tensor]:
+        """What the algorithm wants to know of each token, by the names that a `Part` has for it. ``tops``: what each of
+        its teachers says of the ``trajectories`` that ``rows`` are of."""
+        wanted: list[Statistic] = ["log_prob"]
+        if self.algorithm.wants_entropy:
+            wanted.append("entropy")
+        if tops:
+            wanted.append("divergence")
+            said = [([of[i] for i in rows.index], self.algorithm.teachers[name]) for name, of in tops.items()]
+            members = [trajectories[i] for i in rows.index]
+            rows = replace(rows, taught=Taught.of(members, said, self.algorithm.compare, self.device))
+        with self.keeping():
+            found = forward_statistics(self.model, rows, self._temperature, tuple(wanted))
+        return dict(zip(wanted, found, strict=True))
 
     def _backward(
         self,

@@ -6,11 +6,11 @@ from typing import Any, Literal, get_args
 
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
-    "opo", "maxrl", "remax", "distillation", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo", "vespo",
-    "sft", "luffy",
+    "opo", "maxrl", "remax", "distillation", "gkd", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo",
+    "vespo", "sft", "luffy",
 ]  # fmt: skip
 
-SECTIONS = ("advantage", "loss", "correction", "imitate", "given")
+SECTIONS = ("advantage", "loss", "correction", "imitate", "distill", "given")
 """Choices with options; all else is one value."""
 PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": {"type": "gae"}},
@@ -33,6 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"type": "reinforce"},
         "correction": {"type": "truncated"},
     },
+    "gkd": {"advantage": {"type": "none"}, "loss": {"type": "reinforce"}, "distill": {"coefficient": 1.0}},
     "sdpo": {
         "advantage": {"type": "self_distillation"},
         "loss": {"type": "reinforce"},

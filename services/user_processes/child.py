@@ -208,7 +208,7 @@ def main() -> None:
     try:
         handler: Handler = load_plugin(program["handler"], "handler")(program)
     except (Exception, SystemExit) as error:
-        write_frame(replies, {"error": str(error)})
+        write_frame(replies, {"error": str(error), "passing": isinstance(error, ConnectionError)})
         return
     write_frame(replies, {"asynchronous": handler.is_async, "asks": handler.asks})
     if handler.is_async:

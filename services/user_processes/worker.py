@@ -100,21 +100,21 @@ class Worker:
 
     def loaded(self, patience_s: float) -> bool:
         """Whether its program is loaded, now or within ``patience_s``. Where that cannot be, or takes more than its
-        ``start_s``, the process is ended. Raises `ProgramError`."""
+        ``start_s``, the process is ended. Raises `ProgramError`, or `ConnectionError` where it may be loaded later."""
         if self._hello is None:
             hello = self._heard(patience_s)
             if hello is None:
                 return False
             if "error" in hello:
                 self.kill()
-                raise ProgramError(hello["error"])
+                raise (ConnectionError if hello["passing"] else ProgramError)(hello["error"])
             os.set_blocking(self._calls.fileno(), False)  # a worker that hangs must not hang this process
             self._hello = hello
         return True
 
     @property
     def asynchronous(self) -> bool:
-        """Its program is; waits until that is loaded. Raises `ProgramError`."""
+        """Its program is; waits until that is loaded. Raises as `loaded` does."""
         self.loaded(self._start_s)
         assert self._hello is not None
         return self._hello["asynchronous"]

@@ -96,7 +96,7 @@ class Run:
                 found["redis"] = process
         return found
 
-    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+    def wait_for_step(self, step: int, seconds: float = 240) -> None:
         """Until metrics.jsonl has ``step``."""
         deadline = time.monotonic() + seconds
         metrics = self.folder / "metrics.jsonl"

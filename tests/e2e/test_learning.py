@@ -100,17 +100,27 @@ def test_answers_are_kept_as_short_as_a_constraint_wants_them(tmp_path: Path) ->
     assert 0.5 * worth <= mean(row["multiplier/reward/length"] for row in last) <= 2 * worth
 
 
-def test_a_teacher_is_caught_up_with(tmp_path: Path) -> None:
-    for name in ("teacher", "policy"):
+def test_a_teacher_is_caught_up_with_and_sooner_by_its_whole_distribution(tmp_path: Path) -> None:
+    for name in ("teacher", "policy", "whole", "policy-of-few", "whole-of-few"):
         (tmp_path / name).mkdir()
     teacher = Run(tmp_path / "teacher", ["trainer.steps=100"])
     assert teacher.wait(500)["reward_last"] >= 0.9
-    path = f"reference.path={teacher.folder / 'checkpoints' / 'step-000100'}"
-    chosen = ["preset=distillation", "loss=null", "kl.coefficient=0"]
-    run = Run(tmp_path / "policy", [path, "trainer.steps=60", *(f"trainer.algorithm.{choice}" for choice in chosen)])
-    summary = run.wait(500)
-    check_promises(summary)
-    assert summary["reward_first"] <= 0.3 and summary["reward_last"] >= 0.85
+    path = teacher.folder / "checkpoints" / "step-000100"
+    told = f"{{scorer: teacher, columns: {{teacher: token}}, options: {{path: {path}, dtype: float32, top_k: 8}}}}"
+    found = []
+    for name, where, preset in (
+        ("policy", f"reference.path={path}", "distillation"), ("whole", f"scorers={{teacher: {told}}}", "gkd"),
+    ):  # fmt: skip
+        chosen = [f"trainer.algorithm.{choice}" for choice in (f"preset={preset}", "loss=null", "kl.coefficient=0")]
+        run = Run(tmp_path / name, [where, "trainer.steps=60", *chosen])
+        summary = run.wait(500)
+        check_promises(summary)
+        assert summary["reward_first"] <= 0.3 and summary["reward_last"] >= 0.85
+        few = ["rollout.sampling.n=1", "gate.groups_per_step=8", "gate.prefetch=8"]  # where a sampled token says little
+        again = Run(tmp_path / f"{name}-of-few", [where, "trainer.steps=60", *chosen, *few])
+        again.wait(500)
+        found.append(mean(row["reward"] for row in steps_of(again.folder)))
+    assert found[1] >= found[0] + 0.05
 
 
 def test_a_policy_that_can_read_a_good_answer_teaches_itself(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def until(found: Callable[[], Any], seconds: float, what: str) -> Any:
 
 def target_of(run: Run) -> str:
     path = run.folder.parent / "prometheus-run.json"
-    until(path.exists, 90, "the file that says where metrics are")
+    until(path.exists, 180, "the file that says where metrics are")
     (row,) = json.loads(path.read_text())
     assert row["labels"] == {"run": "run"}
     return str(row["targets"][0])
@@ -163,7 +163,7 @@ def test_prometheus_finds_the_run_answers_the_board_and_tells_of_a_rollout_that_
         def unanswered() -> list[str]:
             return [query for query in asked if not ask("query", query=query)["result"]]
 
-        until(lambda: not unanswered(), 90, "an answer to every query of the board")
+        until(lambda: not unanswered(), 180, "an answer to every query of the board")
         pid = run.actors()["rollout-1"].pid
         os.kill(pid, signal.SIGSTOP)
 

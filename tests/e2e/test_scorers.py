@@ -7,11 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.config import ConfigError, TinyModel, load
+from penstock.pipeline.models.tiny import build
 from penstock.pipeline.run.summary import steps_of
+from penstock.pipeline.tools.rollouts import rollouts
+from penstock.protocols.columns import top_columns
 from penstock.protocols.packed_groups import unpack_group
 from penstock.services.broker.archive import read
-from tests.e2e.runs import QUICKSTART, WHOLE, Run, check_promises
+from penstock.services.data import open_source
+from penstock.services.data.config import SortData
+from tests.e2e.runs import QUICKSTART, SHORT, WHOLE, Run, check_promises
 
 
 def scorer(folder: Path, **more: str) -> list[str]:
@@ -55,6 +60,28 @@ def test_a_scorer_of_the_tests_joins_a_run_is_killed_twice_and_its_column_arrive
         for row in rows
     )
     assert any("latency/surprise" in row for row in rows) and any("latency/reward/watched" in row for row in rows)
+
+
+def test_a_teacher_tells_its_whole_distribution_through_a_run(tmp_path: Path) -> None:
+    prompts = [prompt for _, prompt in zip(range(50), open_source(SortData()), strict=False)]
+    build(TinyModel.model_validate({"warm_start": {"steps": 2, "batch": 16}}), prompts, tmp_path / "wise", 1)
+    options = f"{{path: {tmp_path / 'wise'}, column: wise, device: cpu, dtype: float32, top_k: 4}}"
+    given = [
+        f"scorers={{wise: {{scorer: teacher, columns: {{wise: token}}, options: {options}}}}}",
+        "trainer.algorithm={preset: gkd, distill: {teachers: {wise: 1.0}}}", "prompts.eval=null", "trainer.steps=3",
+    ]  # fmt: skip
+    run = Run(tmp_path, [*SHORT, *given])
+    check_promises(run.wait())
+    for batch, _ in read(run.folder):
+        for taken in batch.groups:
+            group = unpack_group(taken.experience.data)
+            sizes = len(group.trajectories), sum(len(t.tokens) for t in group.trajectories), group.sampled
+            for column in top_columns("wise", 4, "wise"):
+                column.check(taken.columns[column.name], *sizes)
+    for row in steps_of(run.folder):
+        assert row["teacher_divergence"] > 0 and row["loss"] == pytest.approx(row["teacher_divergence"])
+    rows = list(rollouts(run.folder, 2))
+    assert len(rows) == 32 and not any(".top4" in name for name in rows[0]), "nobody reads them there"
 
 
 @pytest.mark.parametrize(

@@ -174,3 +174,8 @@ def pairs(text: str) -> dict[tuple[str, str], int]:
 def half(text: str) -> str:
     """Half of a surrogate pair."""
     return "\ud83d"
+
+
+def overlook(text: str) -> str:
+    """A tool whose name a server's tool may take."""
+    return text

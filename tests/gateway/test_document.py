@@ -68,7 +68,7 @@ def test_the_served_document_is_true(tokenizers: dict[bool, Path], model: Any, t
         return {operation.label: statuses(operation, session) for operation in operations}
 
     async def agent(url: str) -> dict[str, Counter[int]]:
-        async with httpx.AsyncClient(headers={"x-api-key": KEY}) as http:
+        async with httpx.AsyncClient(timeout=60, headers={"x-api-key": KEY}) as http:
             session = await opened(url, http)
         return await asyncio.to_thread(play, url, session["session"])
 

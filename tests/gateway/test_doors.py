@@ -83,7 +83,7 @@ def group(house: House, number: int = 0) -> Group:
 
 def test_openais_client(house: House) -> None:
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             for reward in (1.0, 0.0):
                 session = await opened(url, http)
                 assert session["task"]["text"] == "sort ba="
@@ -123,7 +123,7 @@ def test_openais_client(house: House) -> None:
 
 def test_openais_client_asks_for_several_and_again(house: House) -> None:
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
             several = {"messages": SAY, "n": 3}
             many = await http.post(f"{session['base_url']}/chat/completions", json=several)
@@ -161,7 +161,7 @@ def test_anthropics_client(house: House) -> None:
     say: list[Any] = [{"role": "user", "content": "ba="}]
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             for by_key in (False, True):
                 session = await opened(url, http)
                 base = url if by_key else session["base_url"].removesuffix("/v1")
@@ -208,7 +208,7 @@ def test_openais_responses(house: House, stateful: bool) -> None:
         assert plain.output_text and plain.id != last.id
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             for _ in range(2):
                 session = await opened(url, http)
                 async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
@@ -223,7 +223,7 @@ def test_openais_completions(house: House) -> None:
     """Text is gone on from where it begins with an answer: the answer's tokens are not made again."""
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             for _ in range(2):
                 session = await opened(url, http)
                 async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
@@ -248,7 +248,7 @@ def test_too_many_waiting_turns_are_told_to_ask_again(tokenizers: dict[bool, Pat
     house.desk.start(house.lease(0))
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
             ask = {"messages": SAY, "n": 3}
             busy = await http.post(f"{session['base_url']}/chat/completions", json=ask)
@@ -278,7 +278,7 @@ def test_who_does_not_say_what_it_wants_is_not_waited_for(house: House, monkeypa
         assert set(slow) == {b""}
         stuck = await said(url, headers + b"connection: close\r\ncontent-length: 20\r\n\r\n", b"{")
         assert stuck.startswith(b"HTTP/1.1 408") and b"too_slow" in stuck
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             await opened(url, http)
             await asyncio.sleep(1)
             await opened(url, http)  # between requests there is time
@@ -302,7 +302,7 @@ def test_what_an_agent_did_not_stay_to_hear_is_not_trained_on(house: House) -> N
             return late
 
         house.desk._policy._say = later
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
             asking = asyncio.ensure_future(http.post(f"{session['base_url']}/chat/completions", json={"messages": SAY}))
             await asyncio.sleep(0.5)
@@ -320,14 +320,14 @@ def test_agents_that_open_and_go_leave_nothing_behind(house: House) -> None:
     """Who is gone before it hears of its session has not had it."""
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             first, last = await opened(url, http), await opened(url, http)
             gone = [asyncio.ensure_future(http.post(f"{url}/v1/sessions", json={"wait_s": 30})) for _ in range(200)]
             await asyncio.sleep(1)
             for one in gone:
                 one.cancel()
             await asyncio.gather(*gone, return_exceptions=True)
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             for session in (first, last):
                 await http.post(f"{url}/v1/sessions/{session['session']}/abandon", json={})
             await asyncio.sleep(1)
@@ -343,7 +343,7 @@ async def _endless() -> AsyncIterator[bytes]:
 
 def test_bad_requests_cost_themselves(house: House, tmp_path: Path) -> None:
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient(headers={"authorization": "Bearer right"}) as http:
+        async with httpx.AsyncClient(timeout=60, headers={"authorization": "Bearer right"}) as http:
             session = await opened(url, http)
             base, own = session["base_url"], f"{url}/v1/sessions/{session['session']}"
             assert (await http.post(f"{url}/v1/sessions", json={"wait_s": 0}, headers={"authorization": "Bearer no"})
@@ -411,7 +411,7 @@ def test_sessions_are_listed_beside_a_gateway_that_is_silent_and_through_no_prox
 
     async def agent(url: str) -> None:
         (tmp_path / "gateways" / "gateway-0.json").write_text(json.dumps({"http": url}))
-        async with httpx.AsyncClient(headers={"x-api-key": "right"}, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, headers={"x-api-key": "right"}, trust_env=False) as http:
             session = await opened(url, http)
             await http.post(f"{session['base_url']}/chat/completions", json={"messages": SAY})
         told = await asyncio.to_thread(runner.invoke, cli.app, ["agents", str(tmp_path), "--json"])

@@ -74,7 +74,7 @@ def test_openais_client_asks_for_forms_and_is_told_whether_answers_fit(
     house.desk.start(house.lease(0))
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
         async with openai.AsyncOpenAI(base_url=session["base_url"], api_key="none") as client:
             told = await client.chat.completions.create(model="p", messages=SAY, response_format=form(POINT))  # type: ignore[call-overload]

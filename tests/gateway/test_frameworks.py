@@ -43,7 +43,7 @@ def played(house: House, play: Callable[[str], Awaitable[int]]) -> Group:
     house.desk.start(house.lease(0, new=2))
 
     async def agent(url: str) -> int:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
             turns = await play(session["base_url"])
             await http.post(f"{url}/v1/sessions/{session['session']}/finish", json={"reward": 1.0})

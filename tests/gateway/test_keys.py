@@ -63,7 +63,7 @@ def test_over_http_a_key_sees_its_own_sessions_and_takes_no_more_than_it_may(run
     assert "alice" in listed and "bob" in listed
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url) as http:
+        async with httpx.AsyncClient(timeout=60, base_url=url) as http:
 
             async def asked(key: dict[str, str], path: str, body: dict[str, Any]) -> httpx.Response:
                 return await http.post(path, json=body, headers=key)

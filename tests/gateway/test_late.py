@@ -39,7 +39,7 @@ def house(tokenizers: dict[bool, Path], model: Any) -> House:
 def test_who_asks_again_over_http_joins_the_turn_that_was_late(house: House) -> None:
     async def agent(url: str) -> None:
         slow = late(house)
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             path = f"{(await opened(url, http))['base_url']}/chat/completions"
             told = await http.post(path, json={"messages": SAY})
             assert told.status_code == 504 and told.json()["error"]["code"] == "turn_late"
@@ -54,7 +54,7 @@ def test_who_asks_again_over_http_joins_the_turn_that_was_late(house: House) -> 
 
 def test_openais_client_and_ours_ask_again_by_themselves(house: House) -> None:
     async def by_openai(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             base = (await opened(url, http))["base_url"]
         slow = late(house)
         asyncio.get_running_loop().call_later(0.6, slow.set)
@@ -83,7 +83,7 @@ def test_who_was_refused_and_asks_again_gets_an_answer_of_its_own(tokenizers: di
     house.desk.start(house.lease(0))
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             base = (await opened(url, http))["base_url"]
 
         async def turn(text: str) -> int:
@@ -175,7 +175,7 @@ def test_of_several_answers_none_is_trained_on_before_their_agent_has_had_all(
             answers.append(said(message, deadline_s))
             return answers[-1]
 
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
             path, several = f"{session['base_url']}/chat/completions", {"messages": SAY, "n": 4}
             house.desk._policy._say = all_but_one

@@ -82,7 +82,7 @@ def test_stops_that_are_none_or_too_many_are_refused_at_the_http_door(house: Hou
     }
 
     async def agent(url: str) -> list[int]:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             base = (await opened(url, http))["base_url"]
             return [(await http.post(f"{base}/{path}", json=body)).status_code for path, body in asks.items()]
 
@@ -105,7 +105,7 @@ def test_what_openais_schema_lets_be_null_may_be_null(house: House) -> None:
 
     async def agent(url: str) -> list[int]:
         found = []
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             base = (await opened(url, http))["base_url"]
             for path, body in asks:
                 answer = await http.post(f"{base}/{path}", json=body)
@@ -218,7 +218,7 @@ def test_a_gateway_has_so_many_connections_and_no_more(house: House, tmp_path: P
             for _, writer in lines[: most - open_lines]:
                 writer.close()
             await asyncio.sleep(0.1)
-            async with httpx.AsyncClient() as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 found.append((await http.get(f"{url}/v1/sessions")).status_code)
         await asyncio.to_thread(doors.close)
         await serving
@@ -239,7 +239,7 @@ def test_a_gateway_listens_at_addresses_of_both_kinds(house: House, tmp_path: Pa
     async def agent() -> None:
         doors.open(asyncio.get_running_loop())
         serving = asyncio.ensure_future(doors.serve())
-        async with AsyncAgentClient(tmp_path) as client, httpx.AsyncClient() as http:
+        async with AsyncAgentClient(tmp_path) as client, httpx.AsyncClient(timeout=60) as http:
             session = await client.session()
             said = await http.post(f"{session.base_url}/chat/completions", json={"messages": SAY})
             assert said.status_code == 200 and f"//{host}:" in session.base_url
@@ -261,7 +261,7 @@ def test_a_request_for_several_answers_is_made_tokens_of_once_and_what_cannot_fi
 
     async def agent(url: str) -> None:
         long = "a" * (33 * 64)
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             base = (await opened(url, http))["base_url"]
             encoded.clear()
             for path, said in (("chat/completions", {"messages": SAY}), ("completions", {"prompt": "a"})):

@@ -73,7 +73,7 @@ def test_a_special_token_among_the_stops_ends_an_answer(tokenizers: dict[bool, P
 
 def test_clients_are_told_what_ended_an_answer_and_not_with_it(house: House) -> None:
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
             base = session["base_url"]
             async with openai.AsyncOpenAI(base_url=base, api_key="none") as client:

@@ -124,7 +124,7 @@ async def asked_in_all_ways(client: httpx.AsyncClient, base: str) -> list[str]:
 
 def test_a_turn_is_called_by_the_id_of_its_answer_in_each_api(house: House) -> None:
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
             path = f"{url}/v1/sessions/{session['session']}"
             first = await http.post(f"{path}/reward", json={"reward": 1})
@@ -162,7 +162,7 @@ def test_what_cannot_be_a_turns_reward_is_refused_and_changes_nothing(house: Hou
     house.desk._settled_at = 0.0
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             session = await opened(url, http)
             path = f"{url}/v1/sessions/{session['session']}"
             await http.post(f"{session['base_url']}/chat/completions", json={"messages": SAY})

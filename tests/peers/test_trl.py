@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from penstock.services.learning.kl_penalty import kl_penalty
+from penstock.services.modeling.taught import Taught, Top
 from penstock.services.trainer.algorithms.agg_loss import agg_loss
+from penstock.services.trainer.algorithms.divergence import divergence
 from penstock.services.trainer.algorithms.losses.cispo import cispo
 from penstock.services.trainer.algorithms.losses.gspo import gspo
 from penstock.services.trainer.algorithms.losses.ppo_clip import ppo_clip
@@ -103,3 +106,22 @@ def test_a_loss_and_the_models_gradient_are_trls(name: str, seed: int, tmp_path:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(torch.autograd.grad(found, list(model.parameters())), gradient, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "beta", "theirs"), [("forward_kl", 0.5, 0), ("reverse_kl", 0.5, 1), ("jsd", 0.3, 0.3)]
+)
+def test_a_divergence_from_a_teacher_and_its_gradient_are_trls(kind: str, beta: float, theirs: float) -> None:
+    gkd = pytest.importorskip("trl.experimental.gkd", reason="this TRL has no GKDTrainer")
+    torch.manual_seed(0)
+    logits, scores = torch.randn(ROWS, LENGTH, 51, requires_grad=True), 2 * torch.randn(ROWS, LENGTH, 51)
+    wanted = gkd.GKDTrainer.generalized_jsd_loss(logits, scores, beta=theirs, temperature=0.7, reduction="sum")
+    policy = logits.flatten(0, 1) / 0.7
+    said = (scores.flatten(0, 1) / 0.7).log_softmax(-1)
+    ids = torch.arange(51, dtype=torch.int32).expand_as(said)
+    none_left = torch.full_like(said[:, :1], torch.finfo(torch.float16).min)
+    taught = Taught((Top(ids, torch.cat([said, none_left], -1), 1.0),), partial(divergence, kind=kind, beta=beta))
+    found = taught.divergence(policy, policy.logsumexp(-1)).sum()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    mine, its = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found, wanted))
+    torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)

@@ -20,6 +20,7 @@ MIXED = [
 APART = "reward.functions=[{function: exact_match, sources: [sums, hard]}, {function: length, sources: [words]}]"
 CUSTOM = "prompts.train={type: custom, function: 'mine:rows'}"
 TEACHER = "scorers={t: {scorer: teacher, columns: {t: token}, sources: [sums], options: {path: x, column: t}}}"
+TOP = TEACHER.replace("column: t}", "column: t, top_k: 4}")
 TAUGHT = "trainer.algorithm.advantage={type: distillation, teachers: {t: 1.0, reference: %s}}"
 GDPO = "trainer.algorithm.advantage={type: gdpo, components: {reward/exact_match: 1.0, reward/length: 1.0}}"
 
@@ -39,6 +40,7 @@ def config(*overrides: str) -> Config:
          "{function: length, weight: 0, sources: [sums, words]}]"],
         [APART, "scorers={x: {scorer: 'm:X', columns: {x: trajectory}, reads: [reward]}}"],
         [TEACHER, TAUGHT % "1.0"],
+        [TOP, "trainer.algorithm.distill={teachers: {t: 1.0}}"],
         ["reward.functions=[{function: exact_match, weight: 0}, {function: length, weight: 0}, "
          "{function: 'm:f', sources: [sums]}]", GDPO],
     ],
@@ -70,6 +72,8 @@ def test_what_every_prompt_has_may_be_asked(overrides: list[str]) -> None:
         ([APART, "scorers={x: {scorer: 'm:X', columns: {x: token}, reads: [reward/length]}}"],
          "scorers.x.reads: reward/length is not asked for the source 'sums'"),
         ([TEACHER, TAUGHT % "0.0"], "advantage.teachers: none of them is asked for the source 'words'"),
+        ([TOP, "trainer.algorithm={preset: gkd, loss: null, distill: {teachers: {t: 1.0}}}"],
+         "distill.teachers: none of them is asked for the source 'words'"),
         ([TEACHER.replace("sums", "sum")], "scorers.t.sources: no prompt is of a source 'sum'"),
     ],
 )  # fmt: skip

@@ -165,6 +165,24 @@ def in_place(old_log_prob, log_prob, advantages, mask, importance_weights=None):
 
 not_callable = 3
 '''
+SERVER = '''
+"""A server of the Model Context Protocol, of one tool."""
+import json, sys
+
+INFO = {"name": "a", "version": "1"}
+GIVES = {
+    "initialize": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": INFO},
+    "tools/list": {"tools": [{"name": "fetch", "inputSchema": {"type": "object"}}]},
+}
+for line in sys.stdin:
+    asked = json.loads(line)
+    told = {"error": {"code": -32601, "message": "no"}}
+    if asked["method"] in GIVES:
+        told = {"result": GIVES[asked["method"]]}
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **told}), flush=True)
+'''
+TOOLS = "rollout.environment={{environment: tools, options: {{{}}}}}"
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'mine:{}'}}"
 TEACHER = "scorers={{maths: {{scorer: teacher, columns: {{maths: token}}, options: {{{}}}}}}}"
 REWARD = "reward.functions=[{{function: '{}'}}]"
@@ -254,6 +272,19 @@ MISTAKES = [
       overrides=["rollout.environment={environment: 'mine:Angry'}"]),
     m("tools for plain text", "rollout.environment: tools has tools, which a chat template tells of", overrides=[
       "rollout.environment={environment: tools, options: {functions: ['mine:good']}}"]),
+    m("tools of a server that is not there", "environment.options: mcp.0 (http://127.0.0.1:1/mcp): it is not reached",
+      overrides=[TOOLS.format("mcp: [{url: 'http://127.0.0.1:1/mcp'}]")]),
+    m("a server's command that is not there", "options.mcp.0: there is no command 'uvxx' here; install it, or give its",
+      overrides=[TOOLS.format("mcp: [{command: uvxx mcp-server-fetch}]")]),
+    m("a tool that a server has not", "options: mcp.0.tools: ", "server.py has no 'fech'; did you mean 'fetch'?",
+      files={"server.py": SERVER},
+      overrides=[TOOLS.format(f"mcp: [{{command: {sys.executable} server.py, tools: [fech]}}]")]),
+    m("a secret in a config", "options: mcp.0.headers: Authorization: a secret is in the environment alone",
+      overrides=[TOOLS.format("mcp: [{url: 'http://a', headers: {Authorization: 'Bearer sk-1'}}]")]),
+    m("a ready tool that is not there", "options: functions: 'pythn' is neither module:function nor one of python",
+      overrides=[TOOLS.format("functions: [pythn]")]),
+    m("a program that outlasts its step", "environment: options.python.seconds=60 is not below timeout_s=30",
+      overrides=[TOOLS.format("functions: [python], python: {seconds: 60}")]),
     m("a band without room", "lower=3 exceeds upper=2: every token would be left out", overrides=[
       "trainer.algorithm.correction={type: icepop, lower: 3, upper: 2}", "trainer.algorithm.ratio=proximal"]),
     m("no environment to reward", "reward.functions: environment stands for what an environment or an agent gave",
@@ -345,6 +376,23 @@ MISTAKES = [
       overrides=[TEACHER.format("path: /nope/x, column: maths")]),
     m("a teacher that writes another column", "scorers.maths: it writes the column 'teacher' (options.column), and its",
       "columns are maths", overrides=[TEACHER.format("path: a/b")]),
+    m("a teacher of whole distributions that nobody writes", "trainer.algorithm.distill.teachers: no scorer writes a",
+      "column 'teacher'", overrides=["trainer.algorithm={preset: gkd}"]),
+    m("a teacher that says nothing of other tokens", "distill.teachers: maths says nothing of tokens that were not",
+      "set scorers.maths.options.top_k, e.g. to 64",
+      overrides=[TEACHER.format("path: a/b, column: maths"), "trainer.algorithm.distill={teachers: {maths: 1.0}}"]),
+    m("more likely tokens than a teacher has", "scorers.maths.options.top_k=64: ", "has 51 tokens; take no more",
+      files={"small/config.json": '{"model_type": "qwen3", "vocab_size": 51}', "small/model.safetensors": ""},
+      overrides=[TEACHER.format("path: small, column: maths, top_k: 64")]),
+    m("a number of tokens that is none", "scorers.maths: options.top_k='many' is no number of tokens; set it to one",
+      overrides=[TEACHER.format("path: a/b, column: maths, top_k: many")]),
+    m("what only distill may read", "reward.functions.0.columns: maths.top8_ids is read by trainer.algorithm.distill",
+      overrides=[TEACHER.format("path: a/b, column: maths, top_k: 8"),
+                 "reward.functions=[{function: exact_match, columns: [maths.top8_ids]}]"]),
+    m("nothing that is learned", "trainer.algorithm: advantage=none: nothing is learned; give distill",
+      overrides=["trainer.algorithm.advantage={type: none}"]),
+    m("a divergence that is another", "trainer.algorithm.distill.beta", "less than 1",
+      overrides=["trainer.algorithm.distill={divergence: jsd, beta: 1.0}"]),
     m("costs that nobody pays", "constraints: it is taken off the reward, and advantage=gdpo has no use for that",
       overrides=["trainer.algorithm.advantage={type: gdpo, components: {reward/exact_match: 1.0}}",
                  "trainer.algorithm.constraints=[{column: reward/exact_match, limit: 1}]"]),

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.services.reward.config import FunctionConfig
 from penstock.services.reward.functions.code_tests import code_tests
-from penstock.services.reward.sandbox.run import run
+from penstock.services.user_processes.sandbox.run import run
 
 ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 ADDS, FAILS = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return 0\n"

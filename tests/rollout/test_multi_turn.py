@@ -18,6 +18,7 @@ from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.modeling import attention  # noqa: F401 - registers ours
 from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig
+from penstock.services.rollout.engines.base import Completion, Request
 from penstock.services.rollout.group_maker import Made
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.service import Rollout
@@ -25,6 +26,7 @@ from penstock.services.rollout.single_turn import SingleTurn
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.turns.tokenizer import Tokenizer
 from penstock.services.weights.config import WeightsConfig
+from tests.environments import mcp_toy
 from tests.rollout.test_torch_engine import engine_for, make
 
 CHAT = (
@@ -243,3 +245,52 @@ def test_a_chat_goes_on_as_its_template_says_without_a_token_made_twice(folder: 
     assert cut_off == "<eos>" + closed, "an answer that was cut off is ended as the template does"
     assert closed.replace("<unk>", "").endswith("assistant") and "go on<eos>" in closed
     assert text._tokenizer.decode(text.observe("go on", False, ended)) == "go on"
+
+
+class Scripted:
+    """An engine that says what it is told to, a turn after the other."""
+
+    def __init__(self, text: Tokenizer, *turns: str) -> None:
+        self._text, self._turns, self._asked = text, turns, list[Request]()
+        self.read: list[str] = []
+
+    def submit(self, request: Request) -> None:
+        self.read.append(self._text.decode([request.tokens.tolist()])[0])
+        self._asked.append(request)
+
+    def step(self) -> list[Completion]:
+        asked, self._asked = self._asked, []
+        return [self._said(request, self._turns[len(self.read) - 1]) for request in asked]
+
+    def pending(self) -> int:
+        return len(self._asked)
+
+    def _said(self, request: Request, turn: str) -> Completion:
+        tokens = np.array(self._text._tokenize(turn), np.int32)
+        return Completion(request.number, 0, tokens, np.zeros(len(tokens), np.float32), np.zeros_like(tokens), "stop")
+
+
+def test_tools_of_a_server_and_python_are_told_of_called_and_read(tmp_path: Path, model: Any) -> None:
+    pytest.importorskip("mcp")
+    make_tokenizer({*map(chr, range(32, 127)), "\n"}).save_pretrained(tmp_path)
+    server = mcp_toy.Sessions()
+    options = {"functions": ["python"], "mcp": [{"url": server.url}], "longest": 9}
+    table = Table(tmp_path, model, None, environment="tools", options=options)
+    table.text._tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT.replace("<eos>", "")
+    )
+    python = '<tool_call>{"name": "python", "arguments": {"code": "6 * 7"}}</tool_call>'
+    table.engine = table.maker._engine = engine = Scripted(  # type: ignore[assignment]
+        table.text, python + '<tool_call>{"name": "look"}</tool_call>', "it is 42."
+    )
+    asks = Prompt(index=0, messages=[{"role": "user", "content": "what is it?"}])
+    try:
+        (found,) = table.play(lease(n=1, new=200).model_copy(update={"prompt": asks}))
+    finally:
+        table.maker.close()
+        server.shutdown(), server.server_close()
+    first, second = engine.read
+    assert first.startswith("python look <user>what is it?") and second.startswith(first + python)
+    assert second.endswith("<tool>42\n\n<tool>session-0\n<assistant>")
+    (told,) = group(found).trajectories
+    assert told.turns == (python + '<tool_call>{"name": "look"}</tool_call>', "it is 42.")

@@ -40,7 +40,9 @@ from tests.trainer.steps import Tokenizer, a_step
 
 COMMON = {
     "optimizer": {"lr": 1e-3}, "tokens_per_micro_batch": 60, "norms_every": 1,
-    "algorithm": {"correction": {"type": "truncated", "normalize": True}, "entropy_bonus": 0.01},
+    "algorithm": {
+        "correction": {"type": "truncated", "normalize": True}, "entropy_bonus": 0.01, "distill": {"divergence": "jsd"},
+    },
 }  # fmt: skip
 
 
@@ -113,7 +115,16 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         assert ("routing_other" in other) == (mixture and number > 0)
         if "routing_other" in other:  # a share of choices: where ranks compute a micro-batch for nothing it counts too
             assert abs(mine["routing_other"] - other["routing_other"]) <= 0.05
-        for key in ("loss", "grad_norm", "entropy", "mismatch_kl_k3", "is_weight_mean", "given_nll", *layers):
+        for key in (
+            "loss",
+            "grad_norm",
+            "entropy",
+            "teacher_divergence",
+            "mismatch_kl_k3",
+            "is_weight_mean",
+            "given_nll",
+            *layers,
+        ):
             if key in other:
                 assert abs(mine[key] - other[key]) <= 2e-5 * max(1, abs(other[key])), (key, mine[key], other[key])
         weights = whole_weights(cut)

@@ -50,7 +50,15 @@ def a_step(seed: int, routing: bool = False, given: int = 0) -> TrainingBatch:
         more = {name: np.concatenate([values, values[-4:]]) for name, values in more.items()}  # the longest of all
         trajectories[place] = replace(one, given=True, logprobs=np.zeros(len(more["tokens"]), np.float32), **more)
     rewards = random.random(12).astype(np.float32)
-    return TrainingBatch(trajectories, np.repeat(np.arange(3), 4), np.arange(12), {"reward": rewards}, {})
+    tops = {"teacher": [top_of_one(np.random.default_rng([seed, i]), t.sampled) for i, t in enumerate(trajectories)]}
+    return TrainingBatch(trajectories, np.repeat(np.arange(3), 4), np.arange(12), {"reward": rewards}, {}, tops=tops)
+
+
+def top_of_one(random: np.random.Generator, sampled: int, k: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """What a teacher may say of one trajectory: see `columns.top_columns`."""
+    ids = np.array([random.permutation(51)[:k] for _ in range(sampled)], np.int32).reshape(sampled, k)
+    drawn = random.normal(0.0, 2.0, (sampled, k + 1))
+    return ids, (drawn - np.log(np.exp(drawn).sum(-1, keepdims=True))).astype(np.float16)
 
 
 def gradient(learner: ModelLearner) -> list[torch.Tensor]:

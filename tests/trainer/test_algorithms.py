@@ -33,6 +33,8 @@ def algorithm(**chosen: Any) -> Algorithm:
     for key in ("advantage", "loss", "correction"):
         if key in chosen:
             chosen[key] = {"type": chosen[key], **NEEDS.get(chosen[key], {})}
+    if chosen.get("advantage") == {"type": "none"}:
+        chosen["imitate"] = {"coefficient": 1.0}
     return Algorithm(AlgorithmConfig.model_validate({"ratio": "proximal", **chosen}))
 
 

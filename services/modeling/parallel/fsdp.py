@@ -31,17 +31,18 @@ from penstock.services.modeling.parallel.stages import cut_stages, held_layers
 from penstock.services.modeling.parallel.tensor import cut_layers
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.token_statistics import Statistic
+from penstock.services.modeling.towers import decoder_of, towers
 from penstock.services.modeling.values import values
 from penstock.services.runtime.errors import SetupError
 
 
 def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
-    """Cuts ``model`` in place, as the shape of ``world`` says: each decoder layer a unit, what remains another. Each
-    unit is cast to ``dtype`` as it is gathered, for as long as it is computed with; gradients are summed in fp32. A
-    world of one that computes in fp32 has nothing to cut or cast. With ``offload`` what is cut lies on the host."""
+    """Cuts ``model`` in place, as the shape of ``world`` says: each decoder layer a unit, each tower, and what remains.
+    Each unit is cast to ``dtype`` as it is gathered, for as long as it is computed with; gradients are summed in fp32.
+    A world of one that computes in fp32 has nothing to cut or cast. With ``offload`` what is cut lies on the host."""
     if world.size == 1 and dtype != "bfloat16" and not offload:
         return
-    if getattr(model.base_model, "layers", None) is None:
+    if getattr(decoder_of(model), "layers", None) is None:
         raise SetupError(
             f"model.path: {model.config.model_type} has no list of layers to cut; use trainer.ranks=1 and "
             "model.dtype=float32"
@@ -59,7 +60,8 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
     meshes = dict.fromkeys(experts, world.expert_fsdp_mesh) if experts else {}
-    meshes |= dict.fromkeys([*held_layers(model), model], world.fsdp_mesh)
+    # A tower is never called, so it is never gathered.
+    meshes |= dict.fromkeys([*held_layers(model), *towers(model).values(), model], world.fsdp_mesh)
     for unit, mesh in meshes.items():
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
     for unit in meshes:

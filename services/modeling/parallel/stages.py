@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from penstock.services.modeling.families import STAGED
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.towers import decoder_of
 from penstock.services.runtime.errors import SetupError
 
 T = TypeVar("T")
@@ -182,7 +183,7 @@ def cut_stages(model: Any, world: World, dtype: torch.dtype) -> None:
 
 def held_layers(model: Any) -> list[nn.Module]:
     """The decoder layers that this rank's stage has: all of them, where there is one stage."""
-    return [layer for layer in model.base_model.layers if not isinstance(layer, _Elsewhere)]
+    return [layer for layer in decoder_of(model).layers if not isinstance(layer, _Elsewhere)]
 
 
 def ahead(items: Iterable[T], count: int) -> Iterator[T]:

@@ -27,6 +27,7 @@ from penstock.services.modeling.load import (
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.towers import freeze_towers, towers
 from penstock.services.modeling.weight_files import WeightFiles
 
 log = structlog.get_logger()
@@ -42,8 +43,8 @@ def load_trainable(
     """The causal language model at ``path``, a folder or a hub name, which the config's ``key`` gives, in fp32, cut
     over ``world``, on ``device``; computes in ``dtype``; with ``offload`` its parameters lie on the host. With a
     "value" ``head``: that model with one output a token instead, which begins at 0 where the files have none. With an
-    ``adapter`` that alone is to be trained: what is frozen takes no more bits than are computed with. Raises
-    `ModelError`."""
+    ``adapter`` that alone is to be trained: what is frozen takes no more bits than are computed with. Towers are frozen
+    (`modeling/towers.py`). Raises `ModelError`."""
     folder = folder_of(path, key)
     model = _empty(path, head, key)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
@@ -51,14 +52,14 @@ def load_trainable(
     with WeightFiles(folder) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and _buffers_are_known(model, files):
-            _adapt(model, adapter, path, dtype)
+            _prepare(model, adapter, path, dtype)
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
             _fill(model, files, f"{key}: {path}")
             return _begun(model, adapter)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), key, head)
-    _adapt(model, adapter, path, dtype)
+    _prepare(model, adapter, path, dtype)
     shard(model, world, dtype, offload)
     if offload:
         for module in model.modules():
@@ -68,7 +69,8 @@ def load_trainable(
     return _begun(model.to(device), adapter)
 
 
-def _adapt(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
+def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
+    freeze_towers(model)
     if adapter is not None:
         if dtype == "bfloat16":
             for parameter in model.parameters():  # and no buffer: rotations are computed in fp32
@@ -103,10 +105,13 @@ def _empty(path: str, head: Head, key: str) -> Any:
 
 
 def _buffers_are_known(model: Any, files: WeightFiles) -> bool:
-    """Each buffer is in the files, or is one that transformers computes from the config."""
+    """Each buffer is in the files, or is one that transformers computes from the config, or of a tower, where nothing
+    is computed."""
+    unused = {id(module) for tower in towers(model).values() for module in tower.modules()}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if f"{prefix}.{name}".lstrip(".") not in files and not _is_computed(module):
+            known = _is_computed(module) or (id(module) in unused and name in module._non_persistent_buffers_set)
+            if f"{prefix}.{name}".lstrip(".") not in files and not known:
                 log.warning("unknown buffer", name=f"{prefix}.{name}", shape=tuple(buffer.shape))
                 return False
     return True

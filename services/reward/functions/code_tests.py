@@ -7,7 +7,7 @@ import sys
 import textwrap
 from typing import Any, NamedTuple
 
-from penstock.services.reward.sandbox.run import OUTPUT_BYTES, run
+from penstock.services.user_processes.sandbox.run import OUTPUT_BYTES, run
 
 _FENCE = re.compile(r"(?:[\s*+-]*(?:\d+[.)]\s*)?|[^`]*(?=`{3,}(?:py|python3?)\s*$))(`{3,})([^`]*)", re.IGNORECASE)
 """Begins a block: of any kind at a line's start or a list's point, behind words where it is marked as Python."""

@@ -21,6 +21,7 @@ from penstock.services.trainer.algorithms.agg_loss import agg_loss
 from penstock.services.trainer.algorithms.corrections.rejection import rejection
 from penstock.services.trainer.algorithms.corrections.weights import SHARES, mean_terms, spread
 from penstock.services.trainer.algorithms.custom import CustomChoice, Place
+from penstock.services.trainer.algorithms.divergence import divergence
 from penstock.services.trainer.choice import Choice
 
 SUMMED = ("imitated_nll", "given_nll")
@@ -57,6 +58,8 @@ class Part:
     """Of each token's distribution, in nats; where the algorithm `wants_entropy`."""
     given: torch.Tensor | None = None
     """bool: tokens that were given, none of which is in `mask`; None where the step has none."""
+    divergence: torch.Tensor | None = None
+    """Of each token's distribution from the teachers', in nats; where the algorithm has any."""
 
     @property
     def policy(self) -> torch.Tensor:
@@ -69,7 +72,7 @@ class Algorithm:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
-        self._advantage = _resolve(config.advantage, "advantage")
+        self._advantage = None if config.advantage.type == "none" else _resolve(config.advantage, "advantage")
         self._own_advantage = isinstance(config.advantage, CustomFunction)
         self._loss = _resolve(config.loss, "loss")
         none = config.correction.type == "none"
@@ -79,6 +82,8 @@ class Algorithm:
         self.given = config.advantage.given
         self.wants_entropy = config.entropy_bonus > 0
         """Parts have their entropy, with its gradient."""
+        self.teachers = config.distill.teachers if config.distill else {}
+        """Parts have their divergence from these, with its gradient."""
         self.columns = [*config.loss.columns, *config.loss.given, *config.correction.columns]
         self._interpolates = config.ratio == "interpolated"
         if config.loss.reads_lags or self._interpolates:
@@ -151,6 +156,8 @@ class Algorithm:
         sessions: torch.Tensor | None,
     ) -> torch.Tensor:
         """What the advantage itself says; as `advantages`."""
+        if self._advantage is None:
+            return torch.zeros_like(mask)
         if self._config.advantage.by_token:
             alone = torch.arange(len(scores)) if sessions is None else sessions
             columns = {**columns, SCORES: scores, SESSIONS: alone}
@@ -168,6 +175,11 @@ class Algorithm:
         found = _function(self._config.loss.picks_by)
         generator = torch.Generator().manual_seed(seed)
         return found(old, log_prob, advantages, mask, generator, **self._config.loss.picking())
+
+    def compare(self, teacher: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
+        """The divergence that `trainer.algorithm.distill` names: see `divergence.divergence`."""
+        assert self._config.distill
+        return divergence(teacher, policy, self._config.distill.divergence, self._config.distill.beta)
 
     def weights(self, part: Part) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """The correction's importance weights of a part, not normalised; None where there is no correction."""
@@ -237,6 +249,9 @@ class Algorithm:
         if part.entropy is not None:
             losses = losses - config.entropy_bonus * part.entropy
             metrics["entropy"] = masked_mean(part.entropy.detach(), part.mask)
+        if part.divergence is not None and config.distill:
+            losses = losses + config.distill.coefficient * part.divergence
+            metrics["teacher_divergence"] = masked_mean(part.divergence.detach(), part.mask)
         loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, totals.tokens, totals.sequences)
         return loss, metrics
 

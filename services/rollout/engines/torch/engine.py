@@ -90,7 +90,7 @@ class TorchEngine:
         self.device = device_of(config.device, "rollout.engine.device")
         self._length = min(config.max_length, positions_of(model_config) or config.max_length)
         self._model = _make_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device, head_dtype)
-        self._vocabulary = model_config.vocab_size
+        self._vocabulary = model_config.get_text_config().vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._slots = _Slots.empty(self._capacity, self._length)
         self._active = 0

@@ -66,15 +66,16 @@ class HostedModel(TransformersModel):
         head_dtype: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, dtype, device, head_dtype)
-        kinds = set(getattr(config, "layer_types", None) or [FULL])
+        text = config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or [FULL])
         if not kinds <= {FULL, SLIDING}:
             raise UnfitError(f"layers of type {', '.join(sorted(kinds - {FULL, SLIDING}))}")
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
         self._window = window if window and window < length else None
         """Tokens that sliding layers look back on, where sequences may be longer."""
         self._by_kind = self._window is not None and SLIDING in kinds
         """The model has layers of both kinds, and takes a mask for each."""
-        self._vocabulary = config.vocab_size
+        self._vocabulary = text.vocab_size
         self._told = "logits_to_keep" in inspect.signature(self._spare[0].forward).parameters
         """The model can be told which logits are wanted."""
         self.cache = self._make_cache(slots, length, dtype)

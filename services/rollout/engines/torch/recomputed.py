@@ -19,7 +19,7 @@ class RecomputedModel(TransformersModel):
     ) -> None:  # fmt: skip
         super().__init__(config, dtype, device, head_dtype)
         self._tokens = torch.zeros((slots, length), dtype=torch.long, device=device)
-        self._vocabulary = config.vocab_size
+        self._vocabulary = config.get_text_config().vocab_size
 
     def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         """As `NativeModel.prefill`."""

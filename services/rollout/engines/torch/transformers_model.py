@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from penstock.services.modeling.head import compute_head_in
-from penstock.services.modeling.load import ModelError, attention_of
+from penstock.services.modeling.load import ModelError, attention_of, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
 
@@ -30,7 +29,7 @@ class TransformersModel:
         return self._recorders[self.weights is self._spare[1]]
 
     def _make(self, config: Any, dtype: torch.dtype, head_dtype: str | None) -> Any:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))
+        model = with_head(config, "language").from_config(config, dtype=dtype, attn_implementation=attention_of(config))
         compute_head_in(model, head_dtype)
         return model.to(self._device).eval()
 

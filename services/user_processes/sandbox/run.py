@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.services.reward.sandbox.child import NO_NAMESPACE
+from penstock.services.user_processes.sandbox.child import NO_NAMESPACE
 
 CHILD = Path(__file__).with_name("child.py")
 OUTPUT_BYTES = 1 << 20
@@ -37,6 +37,8 @@ class Outcome:
     """It ran to its end, tests included, without an exception or an early exit; without tests it may exit with 0."""
     output: str
     """What it printed, its first bytes."""
+    timed_out: bool = False
+    """It was ended, after the seconds that it had."""
 
 
 def run(
@@ -69,22 +71,24 @@ def run(
                 pass_fds=(theirs.fileno(),), env={"PATH": os.defpath, "HOME": folder} | ONE_THREAD,
                 start_new_session=True,
             )  # fmt: skip
+        timed_out, errors = False, b""
         try:
             _, errors = process.communicate(stdin.encode(), timeout=seconds)
         except subprocess.TimeoutExpired:
-            errors = b""
+            timed_out = True
         finally:
             _end(process)
         if process.returncode == NO_NAMESPACE:
             raise SandboxError(
                 f"this machine lets no process leave the network ({errors.decode(errors='replace')}): allow user "
-                "namespaces, or give the reward function the option network: true"
+                "namespaces, or set the option network: true of what runs the program"
             )
         said = b""
         with contextlib.suppress(OSError):  # nothing was said, or it was reset
             ours.setblocking(False)
             said = ours.recv(64)
-        return Outcome(said == word, os.pread(output.fileno(), output_bytes, 0).decode(errors="replace"))
+        printed = os.pread(output.fileno(), output_bytes, 0).decode(errors="replace")
+        return Outcome(said == word, printed, timed_out)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,251 @@
+"""Servers of the Model Context Protocol (modelcontextprotocol.io), whose tools the policy calls.
+
+    begin ──▶ up ──▶ calls, all at once
+              ▲ │
+     backoff ─┘ └─ it ended: what was under way fails, and what comes waits
+
+They live in an event loop of a thread of their own: what a user's function does in this process delays no call, and a
+worker that begins can wait for them before it has a loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
+
+from penstock.services.environments.tools_config import McpServerConfig, with_variables
+from penstock.services.runtime.install import install
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult, Tool
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+STABLE_S = 10.0
+"""A server that was up for so long and ends is started again at once."""
+MOST_PAGES = 100
+"""Of a list of tools."""
+INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
+"""Environment variables that each command is given."""
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+class ToolUnavailable(RuntimeError):
+    """A tool cannot be called, by no doing of the policy's: its trajectory has no reward."""
+
+
+def in_background(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begins it in the servers' loop."""
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="mcp", daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop)
+
+
+class McpServer:
+    """One server that is started here, or one session of one that is elsewhere. All methods are for `in_background`.
+
+    ``key``: the config's, for errors."""
+
+    def __init__(self, config: McpServerConfig, key: str) -> None:
+        self.config, self.where = config, f"{key} ({config.name})"
+        self._secrets: dict[str, str] = {}
+        """Values of environment variables that errors are not to tell, by name."""
+        self._client: Client | None = None
+        self._up = asyncio.Event()
+        self._over = asyncio.Event()
+        self._lost, self._ended = "it has not started yet", ""
+        """Why it is not there, empty where it is; why it ended, where that is known."""
+        self._first: asyncio.Future[tuple[list[Tool], str]] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._http: Any = None
+
+    async def begin(self) -> list[Tool]:
+        """Its tools, once it has started. Raises `ConnectionError` where it does not."""
+        self._open()
+        assert self._first
+        tools, why = await self._first
+        if why:
+            await self.close()
+            raise ConnectionError(f"{self.where}: {why}")
+        return tools
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What the policy reads: the result as text, or what went wrong behind ``error: ``. Begins the server where it
+        has not begun. Raises `ToolUnavailable` where it is not there within the call's ``timeout_s``."""
+        from mcp import MCPError
+
+        self._open()
+        try:
+            async with asyncio.timeout(self.config.timeout_s):
+                return _as_text(name, await self._called(name, arguments))
+        except TimeoutError:
+            if lost := self._why_lost():
+                waited = f"it was waited for {self.config.timeout_s:g} s"
+                raise ToolUnavailable(f"{self.where}: {lost}; {waited}") from None
+            return f"error: {name}: {self.config.name} did not answer within {self.config.timeout_s:g} s"
+        except MCPError as error:
+            if self._http and self._http.lost:
+                raise ToolUnavailable(f"{self.where}: {self._http.lost}") from None
+            if self._lost:
+                return f"error: {name}: {self.config.name} ended before it answered"
+            return f"error: {name}: {self._words(error)}"
+        except Exception as error:  # a result that breaks the protocol, say: the SDK raises what it likes
+            return f"error: {name}: {self._words(error)}"
+
+    async def close(self) -> None:
+        """Ends the server, or the session."""
+        if self._keeper:
+            self._keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._keeper
+
+    def _open(self) -> None:
+        if self._keeper is None:
+            self._first = asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.create_task(self._keep())
+
+    async def _called(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        from mcp import MCPError
+
+        for last in (False, True):
+            while self._client is None:
+                await self._up.wait()
+            client = self._client
+            try:
+                return await client.call_tool(name, arguments)
+            except MCPError as error:  # of a server that was started again: it has called nothing
+                if last or error.message != "Session terminated":
+                    raise
+                self._drop(client, "it was started again")
+        raise AssertionError
+
+    async def _keep(self) -> None:
+        """Has it started again whenever it ends."""
+        from penstock.services.environments.mcp_transport import FIRST_WAIT_S, LAST_WAIT_S
+
+        wait_s = FIRST_WAIT_S
+        while True:
+            began, self._ended = time.monotonic(), ""
+            try:
+                await self._once()
+            except Exception as error:  # whatever the SDK raises, mostly in groups
+                self._drop(self._client, self._words(error))
+            self._lost = self._ended
+            assert self._first
+            if not self._first.done():
+                self._first.set_result(([], self._lost))
+            if time.monotonic() - began > STABLE_S:
+                wait_s = FIRST_WAIT_S
+            await asyncio.sleep(wait_s)
+            log.warning("an MCP server is started again", server=self.where, reason=self._lost, after_s=wait_s)
+            wait_s = min(2 * wait_s, LAST_WAIT_S)
+
+    async def _once(self) -> None:
+        """From its start to its end."""
+        from mcp import Client, Implementation
+
+        self._over.clear()
+        limit = asyncio.timeout(self.config.start_s)
+        async with AsyncExitStack() as stack:
+            try:
+                async with limit:
+                    about = Implementation(name="penstock", version=version("penstock"))
+                    client = Client(self._transport(), client_info=about)
+                    await stack.enter_async_context(client)
+                    tools = await _listed(client)
+            except TimeoutError:
+                raise ValueError(f"it was not ready within {self.config.start_s:g} s") from None
+            self._client, self._lost = client, ""
+            self._up.set()
+            if self._http:
+                self._http.patience_s = self.config.timeout_s
+            assert self._first
+            if not self._first.done():
+                self._first.set_result((tools, ""))
+            await self._over.wait()
+
+    def _transport(self) -> Any:
+        from penstock.services.environments import mcp_transport
+
+        config = self.config
+        if config.command is None:
+            assert config.url
+            headers = {name: self._filled(text) for name, text in config.headers.items()}
+            self._http = mcp_transport.Http(headers, config.start_s)
+            return mcp_transport.http(self._filled(config.url), self._http)
+        command = [self._filled(word) for word in shlex.split(config.command)]
+        self._secrets.update({name: os.environ[name] for name in config.env if name in os.environ})
+        return mcp_transport.stdio(command, [*INHERITED, *config.env], lambda why: self._drop(self._client, why))
+
+    def _drop(self, client: Client | None, why: str) -> None:
+        """``client`` is of no use any more."""
+        if client is self._client:
+            self._client, self._ended = None, self._ended or why
+            self._lost = self._ended
+            self._up.clear()
+            self._over.set()
+
+    def _why_lost(self) -> str:
+        """Empty where it is there."""
+        return self._lost or (self._http.lost if self._http else "")
+
+    def _filled(self, text: str) -> str:
+        return with_variables(text, self._secrets.__setitem__)
+
+    def _words(self, error: BaseException) -> str:
+        """What went wrong, in one line and without secrets."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        words = " ".join(str(error).split()) or type(error).__name__
+        for name, value in self._secrets.items():
+            words = words.replace(value, f"${{{name}}}") if value else words
+        return words[:300]
+
+
+async def _listed(client: Client) -> list[Tool]:
+    tools: list[Tool] = []
+    cursor = None
+    for _ in range(MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return tools
+
+
+def _as_text(name: str, result: CallToolResult) -> str:
+    """The texts of a result; of what is none, what it is."""
+    parts: list[str] = []
+    for block in result.content:
+        held = getattr(block, "resource", block)
+        text = getattr(held, "text", None)
+        about = getattr(held, "uri", None) or getattr(held, "mime_type", None) or ""
+        parts.append(text if text is not None else f"[{block.type} {about}]")
+    text = "\n".join(parts)
+    return f"error: {name}: {text}" if result.is_error else text
+
+
+def check_sdk() -> None:
+    """Raises `ValueError` where the SDK is not installed, or is an old one."""
+    try:
+        from mcp import Client  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"the SDK of MCP (mcp>=2) cannot be imported: {error}; run: {install('mcp')}") from None
