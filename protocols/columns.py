@@ -75,6 +75,7 @@ METRICS = frozenset(
         "critic_value_mean", "critic_return_mean", "critic_explained_variance", "critic_clip_fraction",
         "critic_grad_norm", "critic_skipped", "critic_lr", "prompts_resting", "taught_rows", "taught_gain", "mfu",
         "trainer_tokens_per_s", "solved_all", "solved_none", "reward_shaped", "imitated_nll", "teacher_divergence",
+        "given_nll", "given_tokens", "reward_given",
     )
 )  # fmt: skip
 """Names in the row of a step, which no column and no metric of the user's own may have: columns stand there too."""
@@ -114,6 +115,8 @@ class Column(BaseModel):
     """Columns that its scorer is given with the group, and waits for."""
     evaluated: bool = False
     """Evaluation prompts have it too."""
+    trained: bool = True
+    """Training prompts have it; otherwise those of evaluations alone."""
     of_step: bool = False
     """A learner writes it once a step has taken the group, and the trainer waits for it; nobody waits for it before."""
     sources: tuple[str, ...] = ()
@@ -201,11 +204,17 @@ class ColumnTable(BaseModel):
         """Some are asked of some sources alone."""
         return any(column.sources for column in self.columns)
 
-    def judged(self, source: str) -> bool:
-        """A prompt of this source has something with a weight that its sums are made of; what has none is only read."""
+    @property
+    def trained_sums(self) -> tuple[WeightedSum, ...]:
+        """Those that training groups have."""
+        return tuple(total for total in self.sums if all(self.by_name[name].trained for name in total.terms))
+
+    def judged(self, source: str, evaluated: bool = False) -> bool:
+        """A prompt of this source, in training or ``evaluated``, has something with a weight that its sums are made of;
+        what has none is only read."""
         return not self.by_source or all(
             any(total.terms[name] or name in total.weighed for name in self.asked_terms(total, source))
-            for total in self.sums
+            for total in (self.sums if evaluated else self.trained_sums)
         )
 
     def asked_terms(self, total: WeightedSum, source: str) -> list[str]:
@@ -234,7 +243,7 @@ class ColumnTable(BaseModel):
     @property
     def scored(self) -> list[Column]:
         """What a group needs before a step may take it."""
-        return [column for column in self.columns if not column.of_step]
+        return [column for column in self.columns if column.trained and not column.of_step]
 
     @property
     def of_step(self) -> list[Column]:
@@ -244,7 +253,8 @@ class ColumnTable(BaseModel):
     @property
     def names(self) -> list[str]:
         """Every column that the trainer is given, sums included."""
-        return [*self.by_name, *(total.name for total in self.sums)]
+        own = (column.name for column in self.columns if column.trained)
+        return [*own, *(total.name for total in self.trained_sums)]
 
     @property
     def evaluated(self) -> list[Column]:

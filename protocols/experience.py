@@ -99,6 +99,9 @@ class Prompt(BaseModel):
     """Whatever the reward function compares with: text, numbers, lists and maps of them."""
     source: str = ""
     """Which of a mixture's sources it is from; empty: there is one."""
+    answer: str | list[dict[str, str]] | None = None
+    """The row's own answer, for `rollout.given`: text, or, of a chat, messages that go on from it, the last of which is
+    the assistant's. None: the row has none but its truth."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Prompt:
@@ -106,6 +109,8 @@ class Prompt(BaseModel):
             raise ValueError("a prompt has either text or messages")
         if self.messages is not None and not all({"role", "content"} <= message.keys() for message in self.messages):
             raise ValueError("every chat message has a role and a content")
+        if isinstance(self.answer, list) and not all({"role", "content"} <= said.keys() for said in self.answer):
+            raise ValueError("every message of an answer has a role and a content")
         return self
 
     def as_text(self) -> str:
@@ -156,7 +161,8 @@ class Trajectory:
     """One rollout of a prompt. All arrays are ``[tokens]``: the prompt's tokens, then the response's.
 
     ``loss_mask`` is 1 where the policy sampled; there ``logprobs`` holds the behaviour log-probability (natural
-    logarithm) and ``versions`` the version that sampled the token. Elsewhere they are 0 and `UNSAMPLED`.
+    logarithm) and ``versions`` the version that sampled the token. Elsewhere they are 0 and `UNSAMPLED`. Of one that
+    was ``given`` it is 1 where its answer is learned, ``logprobs`` are 0, and ``versions`` are that of its rollout.
     """
 
     tokens: np.ndarray
@@ -187,6 +193,8 @@ class Trajectory:
     """What kept an environment from going on: this trajectory has no reward."""
     greedy: bool = False
     """Sampled greedily, as its group's baseline: never trained on."""
+    given: bool = False
+    """Not sampled: it is the row's own answer."""
     session: int = ALONE
     """The place in the group of the agent's session that it is a branch of; `ALONE` where there is no agent."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -235,7 +243,7 @@ class Trajectory:
 
     @property
     def sampled(self) -> int:
-        """Number of tokens that the policy sampled."""
+        """Number of tokens that the policy sampled, or that it was given."""
         return int(self.loss_mask.sum())
 
 
@@ -256,7 +264,7 @@ class Group:
 
     @property
     def sampled(self) -> int:
-        """Number of tokens that the policy sampled, over all trajectories."""
+        """Number of tokens that the policy sampled, or was given, over all trajectories."""
         return sum(trajectory.sampled for trajectory in self.trajectories)
 
 
@@ -290,7 +298,9 @@ class GroupSummary(BaseModel):
     tokens: int
     """Of all trajectories together, prompts included."""
     sampled: int
-    """Tokens that the policy sampled."""
+    """Tokens that the policy sampled, or was given."""
+    given: int = 0
+    """Of these, the ones that it was given."""
     oldest: int
     """The lowest version among them; -1 where there are none."""
     newest: int
@@ -305,6 +315,7 @@ def summarize(group: Group) -> GroupSummary:
         trajectories=len(group.trajectories),
         tokens=sum(len(t.tokens) for t in group.trajectories),
         sampled=versions.size,
+        given=sum(t.sampled for t in group.trajectories if t.given),
         oldest=int(versions.min(initial=np.iinfo(np.int32).max)) if versions.size else UNSAMPLED,
         newest=int(versions.max(initial=UNSAMPLED)),
     )

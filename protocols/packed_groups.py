@@ -33,6 +33,7 @@ _LISTS: dict[str, Callable[[Any], bool]] = {
     "turns": lambda value: isinstance(value, list | tuple) and all(map(_is_text, value)),
     "failure": _is_text,
     "greedy": lambda value: isinstance(value, bool),
+    "given": lambda value: isinstance(value, bool),
     "session": lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= ALONE,
     "metrics": _are_numbers,
 }
@@ -61,7 +62,9 @@ def unpack_group(data: bytes | memoryview) -> Group:
     """The group of `pack_group`, every rule checked. Raises `ExperienceError` or `wire.WireError`."""
     fields = wire.unpack(data)
     if isinstance(fields, dict):
-        fields.setdefault("routing", routing.no_routing())  # archives of older code have none
+        fields.setdefault("routing", routing.no_routing())  # archives of older code have neither
+        if isinstance(fields.get("greedy"), list):
+            fields.setdefault("given", [False] * len(fields["greedy"]))
     expected = {"number", "prompt", "lengths", "rewards", "routing", *_LISTS, *_COLUMNS, *_CANDIDATES}
     if not isinstance(fields, dict) or fields.keys() != expected:
         raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")

@@ -14,7 +14,7 @@ TAUGHT_BY = "trainer.algorithm.distill.teachers"
 
 def columns_read(config: Any) -> dict[str, str]:
     """Every column that something reads, with the config key that says so."""
-    found = {REWARD: "trainer.algorithm.advantage"}
+    found = {} if config.rollout.all_given else {REWARD: "trainer.algorithm.advantage"}
     algorithm = config.trainer.algorithm
     for choice in ("advantage", "loss", "correction"):
         for name in getattr(getattr(algorithm, choice), "columns", ()):

@@ -12,6 +12,7 @@ from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.config.columns import check_columns, columns_read
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
+from penstock.pipeline.config.given import check_given, given_by_preset
 from penstock.pipeline.config.head import check_head
 from penstock.pipeline.config.reference import check_reference
 from penstock.pipeline.config.sources import check_sources
@@ -289,7 +290,7 @@ class Config(Section):
             return data
         if rollout.get("environment") or gateway.get("count"):
             data = {**data, "reward": {"functions": [{"function": ENVIRONMENT}], **reward}}
-        return data
+        return given_by_preset(data)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -337,11 +338,7 @@ class Config(Section):
                 "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
                 f"other than 1 (it is {sampling.temperature:g}); set candidates=true, or leave top_p and top_k out"
             )
-        if sampling.n < algorithm.advantage.least_n:
-            raise ValueError(
-                f"rollout.sampling.n must be at least 2: advantage={algorithm.advantage.type} compares the "
-                "trajectories of a group"
-            )
+        check_given(self)
         weighs = algorithm.correction.type not in ("none", "custom") and algorithm.loss.has_ratio
         if weighs and algorithm.ratio == "behaviour":
             raise ValueError(

@@ -76,7 +76,7 @@ def unknown_names(config: Any, places: Mapping[str, Iterable[str]]) -> Iterator[
 
 
 def _check_judged(table: ColumnTable, key: str, source: str) -> None:
-    if source == OTHER or table.judged(source):
+    if source == OTHER or table.judged(source, key != "prompts.train"):
         return
     raise ValueError(
         f"{key}: no reward is made for {_said([source])}: every reward function with a weight is asked for other "

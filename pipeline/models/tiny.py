@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from penstock.pipeline.config import TinyModel
-from penstock.pipeline.models.answers import answer_of
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError
+from penstock.services.data.answers import answer_of
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = string.ascii_lowercase + string.digits + " =+-*/?.,:()"

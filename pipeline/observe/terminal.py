@@ -113,10 +113,10 @@ class View:
 
     def _line(self, state: dict[str, Any], phase: str, restarts: int) -> str:
         metrics, queues = state["metrics"], state["queues"]
-        reward = f"{metrics['reward']:.3f}" if metrics else "-"
+        name, learned = _learned(metrics)
         lag = f"{metrics['lag_mean']:.2f}" if metrics else "-"
         return (
-            f"{phase}: step {state['step']}/{state['steps']}  reward {reward}  lag {lag} (bound {state['max_lag']})  "
+            f"{phase}: step {state['step']}/{state['steps']}  {name} {learned}  lag {lag} (bound {state['max_lag']})  "
             f"queues leased={queues['leased']} unscored={queues['unscored']} ready={queues['ready']}  "
             f"{_tokens_per_s(state):,.0f} tok/s  restarts {restarts}"
             + "".join(f"  {words}" for words in _failing(state))
@@ -129,8 +129,9 @@ class View:
         self._progress.update(self._task, description=phase, completed=state["step"], total=state["steps"])
         metrics, queues = state["metrics"], state["queues"]
         facts = Table.grid(padding=(0, 3))
+        name, learned = _learned(metrics)
         shown: dict[str, Any] = {
-            "reward": f"{metrics['reward']:.3f}  {_spark(self._rewards)}" if metrics else "-",
+            name: f"{learned}  {_spark(self._rewards)}" if metrics else learned,
             "lag": f"mean {metrics['lag_mean']:.2f}, max {metrics['lag_max']:.0f} of {state['max_lag']}"
             if metrics
             else "-",
@@ -168,6 +169,16 @@ class View:
 def _failing(state: dict[str, Any]) -> list[str]:
     """``reward my_module:judge: 12 of 40 calls failed: 12 timed out``"""
     return [f"{said['source']}: {said['words']}" for said in state["rewards"].values() if said["failed"]]
+
+
+def _learned(metrics: dict[str, Any]) -> tuple[str, str]:
+    """What the last step says of how far the policy is, and how much of it: where it was only given answers, how
+    unlikely they still were."""
+    if not metrics:
+        return "reward", "-"
+    given = "given_nll" in metrics and not math.isfinite(metrics["reward"])
+    name = "given_nll" if given else "reward"
+    return name, f"{metrics[name]:.3f}"
 
 
 def _tokens_per_s(state: dict[str, Any]) -> float:

@@ -154,15 +154,16 @@ def _stem(group: Group, number: int) -> tuple[int, int] | None:
 def _tokens(
     trajectory: Trajectory, begin: int, step: int, columns: dict[str, np.ndarray], texts: Texts
 ) -> dict[str, Any]:
-    sampled = trajectory.loss_mask[begin:].astype(bool)
+    learned = trajectory.loss_mask[begin:].astype(bool)
+    sampled = learned & (not trajectory.given)
     found: dict[str, Any] = {
         "tokens": texts.of(trajectory.tokens[begin:]),
-        "mask": sampled.astype(int).tolist(),
+        "mask": learned.astype(int).tolist(),
         "logprob": _rounded(trajectory.logprobs[begin:], sampled),
         "lag": np.where(sampled, step - trajectory.versions[begin:], -1).tolist(),
     }
     if columns:
-        found["by_token"] = {name: _rounded(values[begin:], sampled) for name, values in columns.items()}
+        found["by_token"] = {name: _rounded(values[begin:], learned) for name, values in columns.items()}
     return found
 
 

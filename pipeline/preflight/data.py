@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.pipeline.config import Config, TinyModel
-from penstock.pipeline.models.answers import answer_of
+from penstock.pipeline.preflight import given
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
+from penstock.services.data.answers import answer_of
 from penstock.services.data.config import CustomData, DataConfig
 from penstock.services.data.mixture import Mixture
 from penstock.services.modeling.lengths import longest_sequence
@@ -24,6 +25,7 @@ def look(config: Config, report: Report) -> None:
     rows = _look_at(config.prompts.train, "prompts.train", False, report)
     report.row = next(iter(rows), None)
     report.trained = {prompt.source for prompt in rows}
+    given.look_at_rows(config, rows, report)
     if config.prompts.eval_size:
         for name, source in config.prompts.eval.items():
             # Sources that only rows name are known once all that are asked were read.
@@ -84,15 +86,17 @@ def _usable(prompts: Sequence[Prompt], begin: int = 0, rows: int = ROWS) -> tupl
 
 
 def check_length(config: Config, sizes: list[int], report: Report, model_length: int) -> None:
-    """Whether prompts of so many tokens leave room for an answer."""
-    engine, new = config.rollout.engine, config.rollout.sampling.max_new_tokens
+    """Whether prompts of so many tokens leave room for an answer, of one token where none is sampled."""
+    engine, sampling = config.rollout.engine, config.rollout.sampling
+    new = 1 if config.rollout.all_given else sampling.max_new_tokens
+    answer = "an answer of a token" if config.rollout.all_given else f"rollout.sampling.max_new_tokens={new}"
     length = longest_sequence(engine, model_length) or model_length
     long = [size for size in sizes if size + new > length]
     key = f"rollout.engine{'.options' if isinstance(engine, PluginEngineConfig) else ''}.max_length"
     where = key if length < model_length else "the model's own length"
     words = (
         f"{len(long)} of the first {len(sizes)} prompts are too long: up to {max(sizes)} tokens, and with "
-        f"rollout.sampling.max_new_tokens={new} {where}={length} has room for {length - new}"
+        f"{answer} {where}={length} has room for {length - new}"
     )
     if len(long) == len(sizes):
         report.problems.append(f"prompts.train: {words}")

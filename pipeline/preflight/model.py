@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.pipeline.config import Config, PretrainedModel
+from penstock.pipeline.preflight import given
 from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
 from penstock.services.data import DataError, open_source
@@ -166,7 +167,7 @@ def _encode(config: Config, report: Report) -> None:
         )
     if report.row is None:
         return
-    sizes, source = [], open_source(config.prompts.train)
+    sizes, source, rows = [], open_source(config.prompts.train), []
     for index in range(min(ROWS, len(source))):
         try:
             prompt = source[index]
@@ -174,6 +175,7 @@ def _encode(config: Config, report: Report) -> None:
             continue  # told of already
         try:
             sizes.append(len(tokenizer.encode(prompt)))
+            rows.append(prompt)
         except Exception as error:  # a template may raise anything
             raise SetupError(
                 f"prompts.train: the tokenizer of {config.model.path} cannot encode row {index}: "
@@ -183,3 +185,4 @@ def _encode(config: Config, report: Report) -> None:
         f"model.path: {config.model.path}; the first {len(sizes)} prompts are {min(sizes)} to {max(sizes)} tokens"
     )
     check_length(config, sizes, report, positions_of(model) or 1 << 30)
+    given.look_at_tokens(config, rows, tokenizer, positions_of(model), report)

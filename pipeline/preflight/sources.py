@@ -51,7 +51,7 @@ def _look_at_rows(
     """Sources that only rows name."""
     for key, found in seen.items():
         for source in sorted(found) if OTHER in places[key] else []:
-            if not config.columns.judged(source):
+            if not config.columns.judged(source, key != "prompts.train"):
                 report.problems.append(
                     f"{key}: no reward is made for rows of the source {source!r}, of which there is one among the "
                     "first; name it in reward.functions.N.sources, or ask a function with a weight for all "

@@ -12,7 +12,7 @@ from penstock.pipeline.resources.model_shape import shape_of, tiny_shape
 from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib, trainer_parts
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
-from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig
+from penstock.services.rollout.config import NoEngineConfig, PluginEngineConfig, TorchEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.trainer.config import TrainerConfig
 
@@ -121,7 +121,7 @@ def _undealt(kind: str, learner: LearnerConfig, shape: Shape) -> list[str]:
 
 def _plan_rollouts(config: Config, shape: Shape, weights: float, found: Plan) -> None:
     engine, room = config.rollout.engine, config.run.gpu_gib
-    if isinstance(engine, PluginEngineConfig):
+    if isinstance(engine, PluginEngineConfig | NoEngineConfig):
         return
     if engine.max_length > shape.max_length:
         found.problems.append(
@@ -226,7 +226,7 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
             "take fewer trainer.tokens_per_micro_batch, gradient_checkpointing or offload"
         )
     engine = config.rollout.engine
-    if isinstance(engine, PluginEngineConfig):
+    if isinstance(engine, PluginEngineConfig | NoEngineConfig):
         return
     beside = OVERHEAD_GIB + references * (reference_gib(config) or 0.0)
     others = "the reference and the trainer's context" if references else "the trainer's context"

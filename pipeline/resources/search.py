@@ -124,6 +124,8 @@ def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load
 def unsearched(config: Config, device: Device) -> str | None:
     """Why there is no layout of this config whatever the number of GPUs."""
     engine = config.rollout.engine
+    if config.rollout.all_given:
+        return "rollout.given.answers: every answer is given, so that no GPU is needed but the trainer's"
     if isinstance(engine, VllmEngineConfig):
         by_hand = "or lay the run out by hand (run.placement=as_given)"
         for name in ("data_parallel_size", "pipeline_parallel_size"):

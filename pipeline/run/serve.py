@@ -221,6 +221,7 @@ def _broker_settings(config: Config, context: ActorContext) -> BrokerSettings:
         columns=config.columns,
         learners=registry.learners(config),
         agents=config.gateway.count > 0,
+        without_engine=config.rollout.without_engine,
         trackers=config.run.trackers,
         tracker_samples=config.run.tracker_samples,
         prometheus=config.run.prometheus,

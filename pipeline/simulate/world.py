@@ -24,7 +24,7 @@ from penstock.services.broker.rules.gate import Gate
 from penstock.services.broker.rules.groups import GroupTracker
 from penstock.services.broker.rules.journal import Volatile
 from penstock.services.broker.rules.leases import Lease
-from penstock.services.rollout.config import PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import NoEngineConfig, PluginEngineConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.errors import SetupError
 
@@ -121,7 +121,7 @@ class World:
         counts = {kind: registry.actors(config)[kind].count(config) for kind in self._columns}
         self._scorers = {kind: Scorer(self.clock, counts[kind]) for kind in self._columns if kind != REWARD}
         self._critic = Critic(self.clock, costs, self._turn) if config.with_critic else None
-        slots = 256 if isinstance(engine, PluginEngineConfig) else engine.max_sequences
+        slots = 256 if isinstance(engine, PluginEngineConfig | NoEngineConfig) else engine.max_sequences
         if config.run.deterministic:  # each group is decoded alone
             slots = self._n
         if isinstance(engine, VllmEngineConfig):

@@ -43,6 +43,8 @@ def costs_of(
     fixed = like(run, warn) if run is not None else known.of_file(file) if file is not None else None
 
     def of(config: Config) -> Costs:
+        if config.rollout.all_given:
+            raise ConfigError("rollout.given.answers: every answer is given, so that there are no rollouts to simulate")
         found = fixed or _on_gpus(config, gpus or "", length, prompt)
         return known.checked("--cost", found.model_dump() | changed)
 

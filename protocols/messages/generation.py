@@ -39,6 +39,8 @@ class Lease(Message):
     seed: int
     prompt: Prompt
     sampling: Sampling
+    version: int = -1
+    """What its holder serves, as far as the broker knows: answers that are given count to it."""
     source: str = ""
     """What the prompt counts to: its own source, or else the evaluation set that it is from."""
     records: Records = {}

@@ -133,6 +133,11 @@ class PromptsConfig(Section):
     null: every prompt is asked in every epoch. Groups whose rewards are all equal, when they come, are another matter:
     `replay.filter`."""
 
+    @property
+    def evaluates(self) -> bool:
+        """There is something to evaluate on."""
+        return bool(self.eval and self.eval_size)
+
     @field_validator("eval", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:

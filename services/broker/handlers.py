@@ -187,7 +187,8 @@ class Handlers:
         source = source_in(finished.experience) if state.settings.columns.by_source else ""
         if lease:
             source = source or state.held_out.name_of(lease.draw)
-        if not state.settings.columns.judged(source):  # a resumed run may ask others than when it was leased
+        # A resumed run may ask others than when it was leased.
+        if not state.settings.columns.judged(source, finished.purpose == "eval"):
             self._unusable(finished.purpose, number, scoring.unjudged(source))
         elif lease:
             if state.progress.phase.startswith("evaluating"):
@@ -197,7 +198,9 @@ class Handlers:
         elif state.groups.finish(number, said.oldest, said.trajectories, said.tokens, source):
             state.payloads.begin(key, finished.experience.tobytes())
             state.progress.totals["finished"] += 1
-            state.progress.totals["generated_tokens"] += said.sampled
+            state.progress.totals["generated_tokens"] += said.sampled - said.given
+            if not state.groups.replay.entries[number].needs:  # nobody scores it, so that it is sound as it is
+                state.groups.keep()
             state.traces.finished(number, member.name, said)
         else:
             state.progress.totals["late_answers"] += 1

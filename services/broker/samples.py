@@ -25,9 +25,10 @@ LETTERS = 4096
 
 def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
     """One row for each trajectory of ``group``, which ``step`` was trained on. ``columns``: those with a value for each
-    trajectory, the reward among them; NaN is written as null."""
+    trajectory, the reward among them where one was asked for; NaN is written as null. What was given has finished as
+    ``given``, and no version's."""
     for sample, trajectory in enumerate(group.trajectories):
-        versions = trajectory.versions[trajectory.versions >= 0]
+        versions = trajectory.versions[(trajectory.versions >= 0) & (not trajectory.given)]
         row = {
             "step": step,
             "group": group.number,
@@ -36,7 +37,7 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
             "response": trajectory.text,
             "truth": _plain(group.prompt.truth),
             "tokens": trajectory.sampled,
-            "finish": trajectory.finish,
+            "finish": "given" if trajectory.given else trajectory.finish,
             "version_min": int(versions.min()) if versions.size else None,
             "version_max": int(versions.max()) if versions.size else None,
         }
@@ -45,7 +46,9 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
         if trajectory.session != ALONE:
             row |= {"session": trajectory.session}
             row |= {f"agent/{name}": value for name, value in trajectory.metrics.items()}
-        yield row | {name: _number(values[sample]) for name, values in columns.items()}
+        row |= {name: _number(values[sample]) for name, values in columns.items()}
+        row.setdefault(REWARD, None)
+        yield row
 
 
 def _number(value: Any) -> float | None:
@@ -96,10 +99,10 @@ def _answers(
         if trajectory.greedy:
             continue
         numbers = [float(values[sample]) for values in parts.values()]
-        oldest = int(trajectory.versions[trajectory.versions >= 0].min(initial=step))
+        oldest = step if trajectory.given else int(trajectory.versions[trajectory.versions >= 0].min(initial=step))
+        finish = "given" if trajectory.given else trajectory.finish
         yield (
-            step, group.number, prompt, _cut(trajectory.text), *numbers, trajectory.finish, trajectory.sampled,
-            step - oldest,
+            step, group.number, prompt, _cut(trajectory.text), *numbers, finish, trajectory.sampled, step - oldest,
         )  # fmt: skip
 
 

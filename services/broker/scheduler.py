@@ -99,7 +99,7 @@ class Scheduler:
         try:
             drawn = state.prompts.draw(lease.draw) if purpose == "train" else state.held_out.draw(lease.draw)
             source = drawn.source or (state.held_out.name_of(lease.draw) if purpose == "eval" else "")
-            if not state.settings.columns.judged(source):
+            if not state.settings.columns.judged(source, purpose == "eval"):
                 raise DataError(unjudged(source))
             prompt = _sendable(drawn)
         except (DataError, wire.WireError) as error:
@@ -113,6 +113,7 @@ class Scheduler:
             seed=state.settings.seed if purpose == "train" else 0,
             prompt=prompt,
             sampling=state.sampling(purpose, lease.draw),
+            version=rollout.version,
             source=source,
             records=state.kept_of(purpose, lease),
         )

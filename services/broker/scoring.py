@@ -81,7 +81,7 @@ def complete(state: BrokerState) -> None:
             reason = f"{entry.trajectories} answers were made, and more are asked for now"
             state.groups.without_failure(number, reason, "too_old")
     for number, entry in list(state.groups.replay.entries.items()):
-        for total in state.settings.columns.sums:
+        for total in state.settings.columns.trained_sums:
             here = number in state.groups.replay.entries and not total.terms.keys() & entry.needs
             if here and not state.payloads.has(("train", number), total.name):
                 _add_sum(state, "train", number, total, [])
@@ -91,7 +91,7 @@ def complete(state: BrokerState) -> None:
 def _add_sum(state: BrokerState, purpose: Purpose, number: int, total: WeightedSum, errors: Sequence[str]) -> None:
     """All its terms are there now, of those that the group's source is asked for."""
     key, source = (purpose, number), replay_of(state, purpose).entries[number].source
-    if not state.settings.columns.judged(source):  # of a run that is resumed, and asks others now
+    if not state.settings.columns.judged(source, purpose == "eval"):  # of a run that is resumed, and asks others now
         state.drop_any(purpose, number, unjudged(source), "prompt")
         return
     terms = _by_trajectory(state, key, state.settings.columns.asked_terms(total, source))

@@ -180,6 +180,7 @@ class Broker:
             self._expire(now)
         if progress.stop_reason and progress.phase not in ("stopping", "done"):
             self._enter("stopping")
+        state.serve_newest()
         self._advance()
         self._watch_for_stalls(now)
         if progress.phase in ("stopping", "done"):

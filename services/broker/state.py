@@ -91,6 +91,8 @@ class BrokerSettings:
     """Kinds of actors that train on every step; the trainer, which publishes, is one of them."""
     agents: bool = False
     """Groups are made by agents, through gateways; rollouts answer their turns."""
+    without_engine: bool = False
+    """Rollouts have no model: each serves whatever is newest, and is sent nothing."""
     deterministic: bool = False
     keys: BrokerKeys | None = None
     """Needed where ``broker.bind`` is not on the loopback."""
@@ -216,7 +218,8 @@ class BrokerState:
         self.versions = Versions(self.store)
         self.members = Members(self.store)
         self.meanwhile.knows = lambda identity: self.members.get(identity) is not None
-        self.scorers = list(dict.fromkeys(column.scorer for column in columns))
+        evaluated = (column for column in settings.columns.evaluated if not column.of_step)
+        self.scorers = list(dict.fromkeys(column.scorer for column in (*columns, *evaluated)))
         """Kinds of actors that write columns."""
         self.receivers_changed = False
         """The trainer is to be told, with this turn, who is here and serves what."""
@@ -377,8 +380,15 @@ class BrokerState:
         for trainer in self.members.of_kind("trainer"):
             self.router.send(trainer.identity, message)
 
+    def serve_newest(self) -> None:
+        """Rollouts without an engine are never behind: what they give is no version's."""
+        if self.settings.without_engine:
+            newest = self.versions.latest
+            for rollout in self.members.of_kind("rollout"):
+                rollout.version, rollout.digest = newest, self.versions.digests.get(newest, "")
+
     def receivers(self) -> m.Receivers:
-        """What each live rollout serves."""
-        every = self.members.of_kind("rollout")
+        """What each live rollout serves that versions are sent to."""
+        every = [] if self.settings.without_engine else self.members.of_kind("rollout")
         serves = {r.identity: (r.version, r.digest) if self.serves_current(r) else (-1, "") for r in every}
         return m.Receivers(serves=serves)

@@ -46,6 +46,10 @@ class HubData(Section):
     """Column of the prompt, e.g. ``question``: text, or a list of chat messages."""
     truth_key: str | None = None
     """Column that the reward compares with, e.g. ``answer``; null: the whole row."""
+    answer_key: str | None = None
+    """Column of the row's own answer, for `rollout.given`, e.g. ``solution``: text, or a list of chat messages that go
+    on from the prompt. The same as `prompt_key`: that column has whole conversations, of which the assistant's last
+    message is the answer. null: none but the truth."""
     chat: bool = True
     """Render a text prompt as one user message through the tokenizer's chat template, where it has one."""
     system: str | None = None

@@ -33,14 +33,15 @@ class HubSource(PromptSource):
         places = _places(config.split, len(rows), key) if config.files else range(len(rows))
         if not places:
             raise DataError(f"{key}.split: {config.split!r} has none of the {len(rows)} rows of {_what(config)}")
-        for option in ("prompt_key", "truth_key"):
+        for option in ("prompt_key", "truth_key", "answer_key"):
             column = getattr(config, option)
             if column and column not in rows.column_names:
                 there = ", ".join(rows.column_names)
                 raise DataError(f"{key}.{option}: no column {column!r} in {_what(config)}; it has {there}")
         if not isinstance(rows, JsonRows | CsvRows):
             if config.truth_key:  # what else there is, pictures say, need not be decoded
-                rows = rows.select_columns(list(dict.fromkeys((config.prompt_key, config.truth_key))))
+                read = (config.prompt_key, config.truth_key, config.answer_key)
+                rows = rows.select_columns(list(dict.fromkeys(filter(None, read))))
             _check_dates(rows, config, key)
         self._rows, self._places = rows, places[: config.limit]
 
@@ -53,25 +54,50 @@ class HubSource(PromptSource):
         truth = row[self._config.truth_key] if self._config.truth_key else row
         if truth is None:
             raise DataError(f"row {index}: {self._config.truth_key!r} is missing or null, so no reward can judge it")
-        return make_prompt(index, row[self._config.prompt_key], truth, self._config.chat, self._config.system)
+        content, key = row[self._config.prompt_key], self._config.answer_key
+        answer = row[key] if key else None
+        if key == self._config.prompt_key:
+            content, answer = _parted(index, content)
+        elif key and answer is None:
+            raise DataError(f"row {index}: {key!r} is missing or null, so there is no answer to give (answer_key)")
+        return make_prompt(index, content, truth, self._config.chat, self._config.system, answer)
 
 
-def make_prompt(index: int, content: Any, truth: Any, chat: bool, system: str | None) -> Prompt:
-    """A prompt from text or from a list of chat messages. Raises `DataError` for anything else."""
+def make_prompt(index: int, content: Any, truth: Any, chat: bool, system: str | None, answer: Any = None) -> Prompt:
+    """A prompt from text or from a list of chat messages, and so its own ``answer``, where it has one. Raises
+    `DataError` for anything else."""
+    if isinstance(answer, list):
+        answer = [_without_nulls(message) for message in answer]
+    if answer is not None and not isinstance(answer, str | list):
+        raise DataError(f"row {index}: the answer is neither text nor a list of messages: {str(answer)[:80]!r}")
     if isinstance(content, str):
         if not content:
             raise DataError(f"row {index}: the prompt is empty")
         if not chat and not system:
-            return Prompt(index=index, text=content, truth=truth)
+            return _prompt(index, answer, text=content, truth=truth)
         content = [{"role": "user", "content": content}]
     if not isinstance(content, list) or not content:
         raise DataError(f"row {index}: the prompt is neither text nor a list of messages: {str(content)[:80]!r}")
     content = [_without_nulls(message) for message in content]
     messages = [{"role": "system", "content": system}, *content] if system else content
+    return _prompt(index, answer, messages=messages, truth=truth)
+
+
+def _prompt(index: int, answer: str | list[Any] | None, **said: Any) -> Prompt:
     try:
-        return Prompt(index=index, messages=messages, truth=truth)
+        return Prompt(index=index, answer=answer, **said)
     except ValueError as error:
-        raise DataError(f"row {index}: {_unlike_chat(messages, error)}") from None
+        every = [*(said.get("messages") or ()), *(answer if isinstance(answer, list) else ())]
+        raise DataError(f"row {index}: {_unlike_chat(every, error)}") from None
+
+
+def _parted(index: int, talk: Any) -> tuple[list[Any], list[Any]]:
+    """A conversation as what is asked and the assistant's last message. Raises `DataError` where there is none."""
+    said = [isinstance(message, dict) and message.get("role") == "assistant" for message in talk or ()]
+    if not isinstance(talk, list) or not any(said):
+        raise DataError(f"row {index}: no conversation in which the assistant says something: {str(talk)[:80]!r}")
+    last = len(said) - 1 - said[::-1].index(True)
+    return talk[:last], [talk[last]]
 
 
 def _without_nulls(message: Any) -> Any:

@@ -13,11 +13,12 @@ from penstock.services.data.source import PromptSource
 
 
 def line(row: Mapping[str, Any] | Prompt) -> str:
-    """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, as JSON. Raises
-    `KeyError` where it has no prompt, and `TypeError` for what JSON has not."""
+    """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth`` and ``answer``,
+    as JSON. Raises `KeyError` where it has no prompt, and `TypeError` for what JSON has not."""
     if isinstance(row, Prompt):
         return json.dumps(row.model_dump()) + "\n"
-    return json.dumps({"prompt": row["prompt"], "truth": row.get("truth")}) + "\n"
+    own = {"answer": row["answer"]} if row.get("answer") is not None else {}
+    return json.dumps({"prompt": row["prompt"], "truth": row.get("truth"), **own}) + "\n"
 
 
 class Written(PromptSource):
@@ -33,5 +34,5 @@ class Written(PromptSource):
         """See `PromptSource`."""
         row = json.loads(self._lines[index])
         if "prompt" in row:
-            return make_prompt(index, row["prompt"], row["truth"], chat=True, system=None)
+            return make_prompt(index, row["prompt"], row["truth"], chat=True, system=None, answer=row.get("answer"))
         return Prompt.model_validate(row)

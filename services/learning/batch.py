@@ -56,8 +56,29 @@ class TrainingBatch:
         return tuple(p.source for p in self.prompts) if any(p.source for p in self.prompts) else ()
 
     @property
+    def given(self) -> np.ndarray:
+        """bool ``[trajectories]``: those that are their row's own answer."""
+        return np.array([trajectory.given for trajectory in self.trajectories], bool)
+
+    def only(self, kept: np.ndarray) -> TrainingBatch:
+        """Of these trajectories, by their places, ascending."""
+        return replace(
+            self,
+            trajectories=[self.trajectories[i] for i in kept],
+            groups=self.groups[kept],
+            sessions=np.unique(self.sessions[kept], return_inverse=True)[1],
+            values={name: column[kept] for name, column in self.values.items()},
+            token_values={name: [parts[i] for i in kept] for name, parts in self.token_values.items()},
+            placed=None if self.placed is None else [self.placed[i] for i in kept],
+            prompts=tuple(self.prompts[i] for i in kept) if self.prompts else (),
+            greedy=None if self.greedy is None else self.greedy[kept],
+            tops={name: [parts[i] for i in kept] for name, parts in self.tops.items()},
+        )
+
+    @property
     def rewards(self) -> np.ndarray:
-        """float32 ``[trajectories]``; NaN where the reward failed: such a one has no part in its group's advantage."""
+        """float32 ``[trajectories]``; NaN where the reward failed, or none was asked for: such a one has no part in its
+        group's advantage."""
         return self.values[REWARD]
 
     @property
@@ -109,6 +130,7 @@ def open_batch(
         prompts=tuple(group.prompt for _, group in groups for _ in group.trajectories),
         tops={name: _tops(ids, logs, groups) for name, (ids, logs) in table.tops.items()},
     )
+    step.values.setdefault(REWARD, np.full(len(trajectories), np.nan, np.float32))  # where nobody asks for one
     of_tokens = {table.by_name[name]: weight for name, weight in terms.items() if per[name] == "token"}
     step = _without_greedy(_with_placed(step, of_tokens))
     lags = step.lags(batch.step)
@@ -139,26 +161,16 @@ def _without_greedy(step: TrainingBatch) -> TrainingBatch:
     kept = np.flatnonzero(~is_greedy)
     found = dict(zip(step.groups[is_greedy].tolist(), step.rewards[is_greedy].tolist(), strict=True))
     greedy = np.array([found.get(number, np.nan) for number in step.groups[kept].tolist()], np.float32)
-    values = {name: column[kept] for name, column in step.values.items()}
-    values[REWARD] = np.where(np.isnan(greedy), np.float32(np.nan), values[REWARD])
-    return replace(
-        step,
-        trajectories=[step.trajectories[i] for i in kept],
-        groups=step.groups[kept],
-        sessions=np.unique(step.sessions[kept], return_inverse=True)[1],
-        values=values,
-        token_values={name: [parts[i] for i in kept] for name, parts in step.token_values.items()},
-        placed=None if step.placed is None else [step.placed[i] for i in kept],
-        prompts=tuple(step.prompts[i] for i in kept),
-        greedy=greedy,
-        tops={name: [parts[i] for i in kept] for name, parts in step.tops.items()},
-    )
+    others = step.only(kept)
+    rewards = np.where(np.isnan(greedy), np.float32(np.nan), others.rewards)
+    return replace(others, values=others.values | {REWARD: rewards}, greedy=greedy)
 
 
 def _written(batch: Batch, table: ColumnTable) -> ColumnTable:
-    """Without the columns of steps that no group of ``batch`` has yet."""
+    """Without the columns of evaluations alone, and those of steps that no group of ``batch`` has yet."""
     there = {name for taken in batch.groups for name in taken.columns}
-    return ColumnTable(columns=tuple(c for c in table.columns if not c.of_step or c.name in there), sums=table.sums)
+    own = (column for column in table.columns if column.trained and (not column.of_step or column.name in there))
+    return ColumnTable(columns=tuple(own), sums=table.trained_sums)
 
 
 def _open_group(

@@ -18,6 +18,7 @@ def _columns(config: Any) -> list[Column]:
             nullable=True,
             reads=tuple(f.columns),
             evaluated=True,
+            trained=not config.rollout.all_given,
             sources=tuple(f.sources),
             source=f"reward {f.function}",
         )
@@ -39,10 +40,16 @@ def _reward(config: Any) -> list[WeightedSum]:
     ]
 
 
+def _count(config: Any) -> int:
+    """None where nobody would ask them: what is given needs no reward."""
+    return config.reward.count if config.prompts.evaluates or not config.rollout.all_given else 0
+
+
 SPEC = ActorSpec(
     kind="reward",
     make="penstock.services.reward.service:make",
-    count=lambda config: config.reward.count,
+    count=_count,
+    unneeded="every answer is given (rollout.given.answers), and nothing is evaluated (prompts.eval)",
     columns=_columns,
     sums=_reward,
 )

@@ -139,7 +139,31 @@ class PluginEngineConfig(Section):
         return found if isinstance(found, int) else None
 
 
-EngineConfig = Annotated[TorchEngineConfig | VllmEngineConfig | PluginEngineConfig, Field(discriminator="type")]
+class NoEngineConfig(Section):
+    """No engine, for runs in which every answer is given (`rollout.given`) and nothing is evaluated: rollouts load no
+    model, and the trainer sends them no weights."""
+
+    type: Literal["none"] = "none"
+    max_length: int = Field(2048, ge=2)
+    """Longest prompt and answer together, in tokens; a row with more is dropped."""
+
+
+EngineConfig = Annotated[
+    TorchEngineConfig | VllmEngineConfig | PluginEngineConfig | NoEngineConfig, Field(discriminator="type")
+]
+
+
+class GivenConfig(Section):
+    """Answers that the policy is given: of each group so many are the row's own, and are learned as they are, by
+    `trainer.algorithm.given`. All of a group: supervised fine-tuning; some: demonstrations beside the policy's own
+    answers (LUFFY, Yan et al. 2025, arXiv:2504.14945). A row's own answer is in the column that the data source's
+    `answer_key` names, or else its truth, where that is text. See docs/data.md."""
+
+    answers: int = Field(0, ge=0)
+    """So many of a group's `rollout.sampling.n` answers are the row's own, e.g. ``1``; 0: all are sampled."""
+    turns: Literal["all", "last"] = "all"
+    """Of a conversation ``all`` messages of the assistant's are learned, those in the prompt too; or the ``last``
+    alone, e.g. where a prompt shows examples."""
 
 
 class SamplingConfig(Section):
@@ -190,6 +214,8 @@ class RolloutConfig(Section):
     """The inference engine that generates. See docs/engines.md."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn, and how many trajectories of each prompt."""
+    given: GivenConfig = GivenConfig()
+    """Answers of each prompt that are its row's own, and not sampled, e.g. ``{answers: 1}``."""
     environment: EnvironmentConfig | None = None
     """What answers the policy in a task of several turns, e.g. ``{environment: "my_env:Guess"}``; null: every prompt
     is answered once. See docs/environments.md."""
@@ -198,3 +224,13 @@ class RolloutConfig(Section):
     groups_in_flight: int = Field(0, ge=0)
     """Groups that one rollout holds at most, e.g. ``64``; 0: as many as fit the engine, and half as many again in its
     queue."""
+
+    @property
+    def all_given(self) -> bool:
+        """Nothing is sampled for training."""
+        return 0 < self.sampling.n <= self.given.answers
+
+    @property
+    def without_engine(self) -> bool:
+        """Rollouts have no model: they serve every version, and are sent none."""
+        return isinstance(self.engine, NoEngineConfig)

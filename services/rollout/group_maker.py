@@ -15,8 +15,9 @@ Made = tuple[Lease, Group | str]
 class GroupMaker(Protocol):
     """Called from the rollout's one thread."""
 
-    def start(self, lease: Lease) -> None:
-        """Begins a group. Whatever it raises is the prompt's fault, and costs this group alone."""
+    def start(self, lease: Lease) -> Made | None:
+        """Begins a group. Returns it where nothing of it is sampled. Whatever it raises is the prompt's fault, and
+        costs this group alone."""
 
     def has(self, lease: Lease) -> bool:
         """The group is being made."""

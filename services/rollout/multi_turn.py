@@ -101,11 +101,12 @@ class MultiTurn:
         self._sessions = self._requests = 0
         self._failed = 0
 
-    def start(self, lease: Lease) -> None:
+    def start(self, lease: Lease) -> Made | None:
         """See `GroupMaker.start`."""
         work = self._work[handle_of(lease)] = _Work(lease, self._text.encode(lease.prompt))
         for place in range(lease.sampling.trajectories):
             self._begin(_Session(work, place, 0, []))
+        return None
 
     def has(self, lease: Lease) -> bool:
         """See `GroupMaker.has`."""

@@ -27,7 +27,7 @@ from penstock.services.modeling import determinism
 from penstock.services.modeling.lengths import longest_sequence, positions_of
 from penstock.services.modeling.load import load_config
 from penstock.services.modeling.whole_weights import AdapterBase
-from penstock.services.rollout.config import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from penstock.services.rollout.config import NoEngineConfig, RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from penstock.services.rollout.engines.base import (
     Completion,
     DrainingEngine,
@@ -81,18 +81,18 @@ class Rollout:
         whole. ``turn``, which has come: at the device, which is the trainer's too. ``head_dtype``: of the logits; None:
         ``dtype``."""
         torch.set_num_threads(context.threads)
-        if deterministic:
+        if deterministic and not config.without_engine:
             determinism.pin(context.folder, "rollout", context.threads)
             engine = config.engine.model_copy(update={"max_sequences": config.sampling.n})  # a group at a time
             config = config.model_copy(update={"engine": engine})
         self.actor = Actor("rollout", context)
         self._text = Tokenizer(model_path, template)
         base = AdapterBase(model_path, dtype)
-        if adapter_rank:
+        if adapter_rank and not config.without_engine:
             base.check([])  # now, before anybody waits for a version
         self.engine = make_engine(config, model_path, dtype, self._text, turn is not None, adapter_rank, head_dtype)
         self._guest = _as_guest(turn, self.engine) if turn else None
-        self._receiver = self._make_receiver(weights, context, base)
+        self._receiver = None if config.without_engine else self._make_receiver(weights, context, base)
         self._maker, self._turns = self._make_maker(config, model_path), TurnServer(self.engine, self._text)
         self._config, self._group_size = config, group_size
         self._outbox = Outbox(self.actor, self._limit)
@@ -102,9 +102,9 @@ class Rollout:
 
     def _make_maker(self, config: RolloutConfig, model_path: str) -> GroupMaker:
         """What makes groups of leases."""
-        if config.environment is None:
-            return SingleTurn(self.engine, self._text)
         max_length = longest_sequence(config.engine, positions_of(load_config(model_path)))
+        if config.environment is None:
+            return SingleTurn(self.engine, self._text, config.given, max_length)
         return MultiTurn(self.engine, self._text, config.environment, max_length, self.actor.mailbox.post)
 
     def _make_receiver(self, weights: WeightsConfig, context: ActorContext, base: AdapterBase) -> Receiver | WorkerDesk:
@@ -139,7 +139,8 @@ class Rollout:
                         self._take(result)
             self._update_gauges()
         self._outbox.drain(lambda: self._read_inbox(wait=True))
-        self._receiver.close()
+        if self._receiver:
+            self._receiver.close()
         self.actor.leave(reason)
         return reason
 
@@ -180,9 +181,10 @@ class Rollout:
             self._outbox.dismiss()  # leased to us again while we still hold it: one answer will do
             return
         try:
-            self._maker.start(lease)
+            made = self._maker.start(lease)
         except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
-            self._finish((lease, f"{type(error).__name__}: {error}"))
+            made = lease, f"{type(error).__name__}: {error}"
+        self._finish(made)
 
     def _serve(self, asked: Generate) -> None:
         """One turn of an agent's session."""
@@ -306,6 +308,10 @@ def make_engine(
     from transformers import AutoConfig, GenerationConfig
 
     engine = config.engine
+    if isinstance(engine, NoEngineConfig):
+        from penstock.services.rollout.engines.nothing import NoEngine
+
+        return NoEngine()
     whole = AutoConfig.from_pretrained(model_path)
     model_config = whole.get_text_config()
     try:

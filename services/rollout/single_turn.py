@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.protocols.experience import Group
+from penstock.protocols.experience import Group, Trajectory
 from penstock.protocols.messages import Lease
+from penstock.services.rollout.config import GivenConfig
 from penstock.services.rollout.engines.base import Completion, Engine, Refusal, Request
 from penstock.services.rollout.group_maker import Made, handle_of
+from penstock.services.turns.given import given_trajectory
 from penstock.services.turns.joining import join
 from penstock.services.turns.streams import stream_of
 from penstock.services.turns.tokenizer import Tokenizer
@@ -24,6 +26,8 @@ class _Work:
 
     lease: Lease
     tokens: np.ndarray
+    given: list[Trajectory]
+    """The last of those that are no greedy one: the first are sampled as they would be without them."""
     completions: dict[int, Completion] = field(default_factory=dict)
     """By place in the group; a greedy one is the last."""
 
@@ -31,21 +35,39 @@ class _Work:
 class SingleTurn:
     """See `group_maker.GroupMaker`."""
 
-    def __init__(self, engine: Engine, text: Tokenizer) -> None:
+    def __init__(
+        self, engine: Engine, text: Tokenizer, given: GivenConfig | None = None, max_length: int | None = None
+    ) -> None:
+        """``given``: which answers of training groups are their rows' own, of ``max_length`` tokens with their prompts
+        (None: there is no bound)."""
         self._engine, self._text = engine, text
+        self._given, self._max_length = given or GivenConfig(), max_length
         self._work: dict[int, _Work] = {}
         """By what the engine calls them."""
 
-    def start(self, lease: Lease) -> None:
+    def start(self, lease: Lease) -> Made | None:
         """See `GroupMaker.start`."""
-        tokens, sampling = self._text.encode(lease.prompt), lease.sampling
-        work, handle = _Work(lease, tokens), handle_of(lease)
-        own = sampling.model_copy(update={"greedy_baseline": False})
+        given, sampling = self._given_to(lease), lease.sampling
+        sampled = sampling.n - len(given)
+        if not sampled:
+            return lease, Group(lease.number, lease.prompt, given)
+        tokens = self._text.encode(lease.prompt)
+        work, handle = _Work(lease, tokens, given), handle_of(lease)
+        own = sampling.model_copy(update={"greedy_baseline": False, "n": sampled})
         self._engine.submit(Request(handle, lease.seed, tokens, own, stream_of(lease)))
         self._work[handle] = work
         if sampling.greedy_baseline:
             self._engine.submit(Request(handle + BASELINE, lease.seed, tokens, sampling.one(greedy=True)))
             self._work[handle + BASELINE] = work
+        return None
+
+    def _given_to(self, lease: Lease) -> list[Trajectory]:
+        """All the same: each is as much of the group as another answer."""
+        if lease.purpose == "eval" or not self._given.answers:
+            return []
+        counted = lease.sampling.candidates
+        one = given_trajectory(self._text, lease.prompt, self._given.turns, lease.version, self._max_length, counted)
+        return [one] * self._given.answers
 
     def has(self, lease: Lease) -> bool:
         """See `GroupMaker.has`."""
@@ -64,19 +86,21 @@ class SingleTurn:
             return lease, result.reason
         place = result.sample if result.number == handle else lease.sampling.n
         work.completions[place] = result
-        if len(work.completions) < lease.sampling.trajectories:
+        if len(work.completions) + len(work.given) < lease.sampling.trajectories:
             return None
         self._forget(handle)
-        completions = [work.completions[place] for place in range(lease.sampling.trajectories)]
+        places = sorted(work.completions)
+        completions = [work.completions[place] for place in places]
         try:
             texts = self._text.decode([c.tokens.tolist() for c in completions])
             trajectories = [
                 join([work.tokens, c], text, c.finish, greedy=place == lease.sampling.n)
-                for place, (c, text) in enumerate(zip(completions, texts, strict=True))
+                for place, c, text in zip(places, completions, texts, strict=True)
             ]
         except Exception as error:  # an engine's numbers that break a trajectory's rules, say
             return lease, f"{type(error).__name__}: {error}"
-        return lease, Group(lease.number, lease.prompt, trajectories)
+        end = lease.sampling.n - len(work.given)
+        return lease, Group(lease.number, lease.prompt, [*trajectories[:end], *work.given, *trajectories[end:]])
 
     def heard(self, event: object) -> Made | None:
         """See `GroupMaker.heard`."""

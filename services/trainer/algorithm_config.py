@@ -95,6 +95,33 @@ class ImitationConfig(Section):
     """An answer is good from this reward on, e.g. ``0.5``."""
 
 
+class GivenLossConfig(Section):
+    """What is learned from answers that are given (`rollout.given`), beside the loss of those that the policy has
+    sampled; of a group that is given whole, all that is learned."""
+
+    coefficient: float = Field(1.0, ge=0)
+    """What this loss counts beside the policy's, e.g. ``0.1``."""
+    shape: Literal["nll", "luffy"] = "nll"
+    """Of each of their tokens, whose probability is π: ``nll``, −log π, of which the mean over all given tokens is
+    added: supervised fine-tuning, and beside RL what CHORD does (Zhang et al. 2025, arXiv:2508.11408);
+    ``luffy``, −A · π / (π + γ), where A is the answer's advantage in its group, divided as the losses of sampled tokens
+    are (the policy shaping of LUFFY, Yan et al. 2025, arXiv:2504.14945): it pulls at unlikely tokens more than a ratio
+    would, and at likely ones less."""
+    gamma: float = Field(0.1, gt=0)
+    """γ of ``luffy``, e.g. ``0.2``: the smaller, the sooner a token counts as learned."""
+    compared: bool = False
+    """Given answers have a part in their group's advantage, e.g. ``true``: a good one lowers what the others of its
+    group are worth. ``luffy`` needs it."""
+
+    @model_validator(mode="after")
+    def _has_an_advantage(self) -> GivenLossConfig:
+        if self.shape == "luffy" and not self.compared:
+            raise ValueError(
+                "shape=luffy weighs by the answer's advantage in its group; set compared=true, or shape=nll"
+            )
+        return self
+
+
 class DistillConfig(Section):
     """The divergence of the policy from teachers, at each token over the tokens that a teacher finds likeliest there
     and all others together (generalised knowledge distillation, Agarwal et al. 2023, arXiv:2306.13649)."""
@@ -170,6 +197,8 @@ class AlgorithmConfig(Section):
     group's (overlong filtering: DAPO, Yu et al. 2025, arXiv:2503.14476). ``learn``: it is like any other."""
     imitate: ImitationConfig = ImitationConfig()
     """A term of the loss that makes good answers likelier, e.g. ``{coefficient: 0.1}``."""
+    given: GivenLossConfig = GivenLossConfig()
+    """What is learned from answers that are given (`rollout.given`), e.g. ``{coefficient: 0.1}``."""
     distill: DistillConfig | None = None
     """A term of the loss that draws the policy to teachers' whole distributions, e.g. ``{teachers: {teacher: 1.0}}``;
     null: none. See docs/algorithms.md."""
@@ -223,6 +252,12 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"{taken or below}: it lowers the reward, and advantage=maxrl divides by a group's mean reward, which "
                 "must not be negative"
+            )
+        if self.given.compared and (self.advantage.by_token or self.advantage.given or self.kl.in_reward):
+            why = "kl.place=reward" if self.kl.in_reward else f"advantage={kind}"
+            raise ValueError(
+                f"given.compared: {why} reads what the policy said of each token, and of a given answer it said "
+                "nothing; set it to false, or take an advantage of whole answers, e.g. grpo"
             )
         tokens = [rule.kind for rule in self.reject if rule.kind.startswith("token")]
         if tokens and self.loss.type == "geo_mean":

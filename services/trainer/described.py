@@ -8,10 +8,29 @@ from penstock.protocols.columns import REFERENCE, REWARD
 from penstock.protocols.experience import mean_by_session
 from penstock.services.learning.batch import TrainingBatch
 
+OF_ANY = (
+    "reward", "reward_std", "reward_missing", "groups_without_variance", "tokens", "tokens_lagging", "lag_mean",
+    "lag_max", "groups_unreadable",
+)  # fmt: skip
+"""What a step is asked for, whatever it has learned from."""
+
 
 def describe(step: TrainingBatch, version: int, compares: bool) -> dict[str, float]:
     """Of a step that ``version`` learns from. ``compares``: its advantage learns nothing from groups whose rewards are
-    all equal, so that these are counted."""
+    all equal, so that these are counted. All but the count of tokens is of what was sampled alone."""
+    given = step.given
+    if not given.any():
+        return _sampled(step, version, compares)
+    found = _sampled(step.only(np.flatnonzero(~given)), version, compares and not given.all())
+    if given.all():  # nothing is known of the policy's own answers
+        found = {name: found[name] for name in OF_ANY}
+    tokens = sum(trajectory.sampled for trajectory in step.trajectories if trajectory.given)
+    found |= {"tokens": found["tokens"] + tokens, "given_tokens": float(tokens)}
+    rewards = step.rewards[given & step.rewarded]
+    return found | ({"reward_given": float(rewards.mean())} if rewards.size else {})
+
+
+def _sampled(step: TrainingBatch, version: int, compares: bool) -> dict[str, float]:
     lags = step.lags(version)
     lengths = np.array([t.sampled for t in step.trajectories])
     rewards = mean_by_session(step.rewards, step.sessions)

@@ -40,7 +40,7 @@ from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic
 from penstock.services.runtime import health
 from penstock.services.runtime.errors import SetupError
-from penstock.services.trainer.algorithms.compose import Algorithm, Part, Totals
+from penstock.services.trainer.algorithms.compose import SUMMED, Algorithm, Part, Totals
 from penstock.services.trainer.by_lag import ByLag
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.described import describe
@@ -131,15 +131,15 @@ class Learner(ModelLearner):
         behaviour = [t.logprobs for t in trajectories]
         token_values = {name: [values[i] for i in chosen] for name, values in step.token_values.items()}
         values = {name: torch.from_numpy(step.values[name][chosen]).to(self.device) for name in step.values}
-        sampled = [t.sampled for t in trajectories]
-        good = 0.0
+        given, sizes = step.given[chosen], np.array([t.sampled for t in trajectories], np.int64)
+        sampled, good = np.where(given, 0, sizes), 0.0
         if GOOD in self.algorithm.columns:
             is_good = (step.rewards[chosen] >= self._config.algorithm.imitate.above).astype(np.float32)
             values[GOOD], good = torch.from_numpy(is_good).to(self.device), float(is_good @ sampled)
-        totals = Totals(float(sum(sampled)), float(sum(count > 0 for count in sampled)), good)
-        if not totals.tokens:
+        totals = Totals(float(sampled.sum()), float((sampled > 0).sum()), good, float(sizes[given].sum()))
+        if not totals.tokens and not totals.given:
             return 0.0, {}
-        if self._config.algorithm.picks_tokens:
+        if self._config.algorithm.picks_tokens and totals.tokens:
             token_values |= self._picked(step, chosen, advantages, before)
         lags = [self._lags(trajectory) for trajectory in trajectories]
         if LAGS in self.algorithm.columns:
@@ -163,7 +163,9 @@ class Learner(ModelLearner):
                     log_prob = log_prob + sampled_as
                 advantage = advantages[chosen[list(rows.index)], 1 : log_prob.shape[1] + 1].to(self.device)
                 old = None if before is None else rows.column(before)
-                yield Part(log_prob, sampled_as, advantage, rows.mask, columns, old, **stated)
+                shown = torch.from_numpy(given[list(rows.index)]).to(self.device)[:, None] if totals.given else None
+                mask, shown = (rows.mask, None) if shown is None else (rows.mask & ~shown, rows.mask & shown)
+                yield Part(log_prob, sampled_as, advantage, mask, columns, old, given=shown, **stated)
 
         def judged(rows: Rows, part: Part) -> None:
             if judgements:
@@ -197,8 +199,9 @@ class Learner(ModelLearner):
         judged: Callable[[Rows, Part], None],
         compared: bool,
     ) -> tuple[float, dict[str, float]]:
-        counts = [count for _, count in plan]
-        mean_weight = self._mean_weight(parts(), counts) if self.algorithm.needs_first_pass else 1.0
+        counts, compared = [count for _, count in plan], compared and totals.tokens > 0
+        first_pass = self.algorithm.needs_first_pass and totals.tokens > 0
+        mean_weight = self._mean_weight(parts(), counts) if first_pass else 1.0
         total: float = 0.0
         sums: dict[str, float] = {}
         oldest = max((int(each.max(initial=0)) for each in lags), default=0)
@@ -214,11 +217,12 @@ class Learner(ModelLearner):
                 age = rows.column(lags)
                 mismatch.add(part.policy, part.behaviour, part.mask, age == 0)
                 by_lag.add(part.policy, part.behaviour, age, part.mask, self.algorithm.clipped(part))
-            if part.entropy is None:  # an estimate, from the sampled tokens alone
-                found["entropy"] = -part.log_prob.detach().sum() / part.mask.sum().clamp(min=1)
+            if part.entropy is None and totals.tokens:  # an estimate, from the sampled tokens alone
+                found["entropy"] = -(part.log_prob.detach() * part.mask).sum() / part.mask.sum().clamp(min=1)
             for name, mean in found.items():  # what does not count may be NaN
-                sums[name] = sums.get(name, 0.0) + (_share(rows, totals) * float(mean) if counts_once else 0.0)
-        for _ in range(1 + self.algorithm.needs_first_pass):
+                share = 1.0 if name in SUMMED else _share(part, totals)
+                sums[name] = sums.get(name, 0.0) + (share * float(mean) if counts_once else 0.0)
+        for _ in range(1 + first_pass):
             self.flops.forward()
         self.flops.backward()
         (total,) = self.world.sum([total])
@@ -247,14 +251,17 @@ class Learner(ModelLearner):
         return self.world.of_last_stage(found[0, : size - 1].float().cpu().numpy()).tolist()
 
     def _learned(self, step: TrainingBatch) -> np.ndarray:
-        """bool ``[trajectories]``: those that the policy learns from."""
-        if self._config.algorithm.truncated == "learn":
-            return step.rewarded
-        return step.rewarded & np.array([t.finish != "length" for t in step.trajectories], bool)
+        """bool ``[trajectories]``: those that the policy learns from, given ones whatever their reward, unless they are
+        weighed by it."""
+        learned = step.rewarded
+        if self._config.algorithm.truncated == "mask":
+            learned = learned & np.array([t.finish != "length" for t in step.trajectories], bool)
+        return learned if self._config.algorithm.given.shape == "luffy" else learned | step.given
 
     def _advantages(self, step: TrainingBatch) -> tuple[torch.Tensor, dict[str, float]]:
         """float32 ``[trajectories, longest]`` on the host, by token, 0 of trajectories without a reward; metrics."""
-        rewarded = np.flatnonzero(step.rewarded)
+        compared = step.rewarded if self._config.algorithm.given.compared else step.rewarded & ~step.given
+        rewarded = np.flatnonzero(compared)
         if not rewarded.size:  # every call of a reward function failed: nothing is learned, and nobody dies
             return torch.zeros((len(step.trajectories), max((len(t.tokens) for t in step.trajectories), default=0))), {}
         rewards = token_rewards(step, rewarded, self._config.algorithm.penalties, self.state)
@@ -278,8 +285,8 @@ class Learner(ModelLearner):
         if self._config.algorithm.weighs_policy:
             policy_columns, taught = self._policy_columns(step, rewarded, mask, columns[SAMPLED])
             columns, metrics = columns | policy_columns, metrics | taught
-        found = torch.zeros((len(step.trajectories), mask.shape[1]))
-        found[rewarded] = self.algorithm.advantages(
+        found = torch.zeros((len(step.trajectories), max(len(t.tokens) for t in step.trajectories)))
+        found[rewarded, : mask.shape[1]] = self.algorithm.advantages(
             rewards.scores, mask, groups, columns, rewards.tokens, sessions
         ).float()
         return found, metrics
@@ -328,7 +335,8 @@ class Learner(ModelLearner):
         """`PICKED` and `UNDECIDED`, as far as the algorithm wants them, float32 ``[tokens]`` for each ``chosen``
         trajectory: 1 for tokens that are told from the others, out of all of them."""
         update = replace(step, trajectories=[step.trajectories[i] for i in chosen], groups=step.groups[chosen])
-        masks, share = [t.loss_mask for t in update.trajectories], self.algorithm.entropy_share
+        masks = [t.loss_mask * (not t.given) for t in update.trajectories]  # given ones were nobody's choice
+        share = self.algorithm.entropy_share
         wanted: tuple[Statistic, ...] = ("log_prob", "entropy") if share < 1 else ("log_prob",)
         stated = self.evaluate(update, lambda rows: forward_statistics(self.model, rows, self._temperature, wanted))
         now, *entropies = ([of[which] for of in stated] for which in range(len(wanted)))
@@ -355,7 +363,8 @@ class Learner(ModelLearner):
 
     def _lags(self, trajectory: Trajectory) -> np.ndarray:
         """float32 ``[tokens]``: how many versions ago each was sampled, 0 where it was not."""
-        return np.where(trajectory.loss_mask == 1, self.version - trajectory.versions, 0).astype(np.float32)
+        sampled = (trajectory.loss_mask == 1) & (not trajectory.given)
+        return np.where(sampled, self.version - trajectory.versions, 0).astype(np.float32)
 
     @torch.no_grad()
     def _mean_weight(self, parts: Iterator[Part], counts: list[float]) -> float:
@@ -376,5 +385,5 @@ def _column(step: TrainingBatch, name: str, rows: np.ndarray, by_token: bool = T
     return torch.from_numpy(step.values[name][rows])
 
 
-def _share(rows: Rows, totals: Totals) -> float:
-    return float(rows.mask.sum()) / totals.tokens
+def _share(part: Part, totals: Totals) -> float:
+    return float(part.mask.sum()) / totals.tokens

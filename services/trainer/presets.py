@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 PresetName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg",
     "opo", "maxrl", "remax", "distillation", "gkd", "sdpo", "gigpo", "lite_ppo", "luspo", "m2po", "topr", "vapo",
-    "vespo",
+    "vespo", "sft", "luffy",
 ]  # fmt: skip
 
-SECTIONS = ("advantage", "loss", "correction", "imitate", "distill")
+SECTIONS = ("advantage", "loss", "correction", "imitate", "distill", "given")
 """Choices with options; all else is one value."""
 PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": {"type": "gae"}},
@@ -51,6 +51,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token-mean",
     },
     "vespo": {"loss": {"type": "vespo"}},
+    "sft": {"given": {"shape": "nll", "compared": False}},
+    "luffy": {
+        "advantage": {"type": "grpo", "std": False},
+        "given": {"shape": "luffy", "compared": True},
+        "aggregation": "token-mean",
+    },
 }
 """What each leaves as it is by default is not named."""
 assert set(PRESETS) == set(get_args(PresetName))

@@ -261,7 +261,10 @@ def make(context: ActorContext, config: Any, kind: str) -> Trainer | WorkerRank:
     """The actor, for a run's whole config; of the ranks beside rank 0, what does as that orders."""
     settings = TrainerSettings(
         trainer=config.trainer,
-        weights=config.weights,
+        # Versions that nobody is sent need no canary.
+        weights=config.weights.model_copy(update={"canary_tokens": 0})
+        if config.rollout.without_engine
+        else config.weights,
         model_path=context.model_path,
         dtype=config.model.dtype,
         head_dtype=config.model.head_dtype,

@@ -48,9 +48,10 @@ def join(
     turns: tuple[str, ...] = (),
     failure: str = "",
     greedy: bool = False,
+    given: bool = False,
 ) -> Trajectory:
     """A trajectory of ``parts``, one behind the other: int32 arrays of tokens that were not sampled, and what the
-    policy said."""
+    policy said, or was ``given`` to say."""
     sampled = [None if isinstance(part, np.ndarray | Again) else part for part in parts]
     tokens = [_tokens(part) for part in parts]
     candidates = any(said is not None and said.candidate_counts.size for said in sampled)
@@ -75,6 +76,7 @@ def join(
         turns=turns,
         failure=failure,
         greedy=greedy,
+        given=given,
         routing=_routing(parts),
     )
 

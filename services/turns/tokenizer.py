@@ -14,6 +14,8 @@ from penstock.services.modeling.load import load_tokenizer
 
 Message = Mapping[str, Any]
 """Of a chat: ``role`` and ``content``, and for some templates more."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Where templates look for what the assistant has thought before it spoke."""
 _ANSWER, _ARGUMENT = "penstock answers", "penstock calls"
 """Stand for an answer, and for what a tool is called with, to see what a template puts behind one."""
 
@@ -71,6 +73,49 @@ class Tokenizer:
         )  # fmt: skip
         return np.array(ids, np.int32)
 
+    def answer_to_text(self, text: str, answer: str) -> np.ndarray:
+        """int32 ``[tokens]`` of an ``answer`` as one samples it behind a ``text`` that stands at the beginning: as the
+        tokenizer has both together, where that begins as the text alone does, and with its end of sequence. Raises
+        `TextError` where it has none."""
+        before, whole = (self._tokenizer(part)["input_ids"] for part in (text, text + answer))
+        goes_on = whole[: len(before)] == before
+        return self._ended(whole[len(before) :] if goes_on else self._tokenize(answer))
+
+    def answer_to_chat(self, before: Sequence[Message], answer: Message) -> np.ndarray:
+        """int32 ``[tokens]`` of an ``answer`` to a chat as one samples it behind `encode_chat`: what the template makes
+        of it, up to the token that ends it. Where the template begins it otherwise than where it asks for it, or leaves
+        thoughts out, it is the answer as it is written, with the template's end. Raises `TextError` where thoughts in a
+        field of their own would be lost, or nothing ends an answer."""
+        written = answer["content"]
+        if not self.has_template:
+            return self.answer_to_text(_contents(before), written)
+        begun, whole = self._render(before, True), self._render([*before, answer], False)
+        told = whole.removeprefix(begun) if whole.startswith(begun) else ""
+        if not _says(told, written):
+            tag = re.match(r"\s*(<[^<>\s]+>)\s*", written)  # one that the template has opened already
+            opened = tag and begun.rstrip().endswith(tag[1])
+            asked = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
+            told = written[tag.end() if tag and opened else 0 :] + self._render(asked, False).partition(_ANSWER)[2]
+        if lost := next((name for name in THOUGHTS if answer.get(name) and not _says(told, answer[name])), None):
+            raise TextError(f"the chat template leaves out the answer's {lost}; write it into its content")
+        ids, before_ids = self._tokenize(begun + told.rstrip()), self._tokenize(begun)
+        goes_on = ids[: len(before_ids)] == before_ids
+        return self._ended(ids[len(before_ids) :] if goes_on else self._tokenize(told.rstrip()))
+
+    def _ended(self, ids: list[int]) -> np.ndarray:
+        """With the end of sequence, unless a special token ends them."""
+        if not ids or ids[-1] not in self._special:
+            if self._tokenizer.eos_token_id is None:
+                raise TextError("nothing ends an answer: neither the chat template nor an end of sequence")
+            ids = [*ids, self._tokenizer.eos_token_id]
+        return np.array(ids, np.int32)
+
+    def _render(self, messages: Sequence[Message], asks: bool) -> str:
+        """A chat as text, up to its end, or up to where the next answer begins."""
+        return self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=asks, tokenize=False, **self._template
+        )
+
     def observe(
         self, observation: str | Sequence[Message], chat: bool, ended_with: int, answer: Message | None = None
     ) -> np.ndarray:
@@ -127,8 +172,7 @@ class Tokenizer:
 
     def _told(self, answer: Message, messages: Sequence[Message]) -> str:
         """A chat with an ``answer``, and ``messages`` behind it, up to where the next one begins."""
-        around = [{"role": "user", "content": "?"}, answer, *messages]
-        return self._tokenizer.apply_chat_template(around, add_generation_prompt=True, tokenize=False, **self._template)
+        return self._render([{"role": "user", "content": "?"}, answer, *messages], True)
 
     @cached_property
     def _special(self) -> dict[int, str]:
@@ -224,6 +268,11 @@ def _letters() -> dict[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes a second to import
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def _says(told: str, written: str) -> bool:
+    """All of ``written`` is there, whatever a template does to the space around it."""
+    return "".join(written.split()) in "".join(told.split())
 
 
 def _contents(messages: Sequence[Message]) -> str:

@@ -224,3 +224,19 @@ def test_whatever_a_source_raises_is_an_error_of_the_row() -> None:
     for ask in (lambda: rows[1], lambda: rows[:], lambda: list(rows)):
         with pytest.raises(DataError, match="row 1: KeyError: 'question'"):
             ask()
+
+
+def test_a_rows_own_answer_is_its_columns_or_the_last_message_of_its_conversation(tmp_path: Path) -> None:
+    say = [{"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "2"), ("user", "+1="))]
+    last, other = {"role": "assistant", "content": "3"}, {"role": "user", "content": "thanks"}
+    text = lines({"prompt": "1+1=", "own": "2, since"}, {"prompt": "1+2="})
+    rows = in_json(tmp_path, text, answer_key="own", truth_key="prompt", chat=False)
+    assert (rows[0].text, rows[0].answer, rows[0].truth) == ("1+1=", "2, since", "1+1=")
+    with pytest.raises(DataError, match="row 1: 'own' is missing or null, so there is no answer to give"):
+        rows[1]
+    every = [[*say, last, other], say[:1], [*say, {**last, "reasoning_content": "two and one", "name": None}]]
+    talks = in_json(tmp_path, lines(*({"talk": talk} for talk in every)), prompt_key="talk", answer_key="talk")
+    assert (talks[0].messages, talks[0].answer) == (say, [last])
+    assert talks[2].answer == [{**last, "reasoning_content": "two and one"}]
+    with pytest.raises(DataError, match="row 1: no conversation in which the assistant says something"):
+        talks[1]

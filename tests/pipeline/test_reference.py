@@ -153,7 +153,7 @@ def test_the_command_describes_a_key() -> None:
         ("reward.functions.0.timeout_s", "number, above 0"),
         ("rollout.engine.max_sequences", "with rollout.engine.type=vllm"),
         ("rollout.engine.max_sequences", "with rollout.engine.type=torch"),
-        ("rollout.engine.type", "section whose type is torch, vllm or plugin"),
+        ("rollout.engine.type", "section whose type is torch, vllm, plugin or none"),
         ("rollout.engine.vllm.enforce_eager", "map of names to values"),
         ("trainer.algorithm.loss", "type: ppo_clip"),
         ("gate", "penstock run FILE gate.max_lag=2"),

@@ -93,7 +93,7 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         # From the same weights, the gradient of every parameter.
         for learner in (cut, plain):
             learner.optimizer.zero_grad(set_to_none=True)
-        step = a_step(number, routing=mixture and number > 0)
+        step = a_step(number, routing=mixture and number > 0, given=3 * (number == 2))
         found = [learner.accumulate(step) for learner in (cut, plain)]
         assert abs(found[0][0] - found[1][0]) <= 1e-5 * abs(found[1][0]), found
         sum_partial(cut.model, cut.parameters, world)
@@ -115,7 +115,16 @@ def check(folder: Path, given: dict[str, Any], kind: str) -> None:
         assert ("routing_other" in other) == (mixture and number > 0)
         if "routing_other" in other:  # a share of choices: where ranks compute a micro-batch for nothing it counts too
             assert abs(mine["routing_other"] - other["routing_other"]) <= 0.05
-        for key in ("loss", "grad_norm", "entropy", "teacher_divergence", "mismatch_kl_k3", "is_weight_mean", *layers):
+        for key in (
+            "loss",
+            "grad_norm",
+            "entropy",
+            "teacher_divergence",
+            "mismatch_kl_k3",
+            "is_weight_mean",
+            "given_nll",
+            *layers,
+        ):
             if key in other:
                 assert abs(mine[key] - other[key]) <= 2e-5 * max(1, abs(other[key])), (key, mine[key], other[key])
         weights = whole_weights(cut)

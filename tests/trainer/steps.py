@@ -36,12 +36,19 @@ def routed(trajectories: Sequence[Trajectory], seed: int = 0) -> list[Trajectory
     return found
 
 
-def a_step(seed: int, routing: bool = False) -> TrainingBatch:
+def a_step(seed: int, routing: bool = False, given: int = 0) -> TrainingBatch:
+    """Of three groups of four answers. ``given``: every so many-th is, as rollouts give one: without a log-probability;
+    0: none is."""
     random = np.random.default_rng(seed)
     groups = [make_group(random, number) for number in range(3)]
     trajectories = [t for group in groups for t in group.trajectories]
     if routing:
         trajectories = routed(trajectories, seed)
+    for place in range(given - 1, len(trajectories), given) if given else ():
+        one = trajectories[place]
+        more = {name: getattr(one, name) for name in ("tokens", "loss_mask", "versions", "routing")}
+        more = {name: np.concatenate([values, values[-4:]]) for name, values in more.items()}  # the longest of all
+        trajectories[place] = replace(one, given=True, logprobs=np.zeros(len(more["tokens"]), np.float32), **more)
     rewards = random.random(12).astype(np.float32)
     tops = {"teacher": [top_of_one(np.random.default_rng([seed, i]), t.sampled) for i, t in enumerate(trajectories)]}
     return TrainingBatch(trajectories, np.repeat(np.arange(3), 4), np.arange(12), {"reward": rewards}, {}, tops=tops)

@@ -6,10 +6,10 @@ const PART = 400;
 const COLOURINGS = {
   logprob: ["the engine's log-probability", null, (member, i) => member.logprob[i]],
   trainer: ["the trainer's", "trainer_logprobs", (member, i, values) => values[i]],
-  mismatch: ["trainer less engine", "trainer_logprobs", (member, i, values) => (values[i] == null ? null : values[i] - member.logprob[i])],
+  mismatch: ["trainer less engine", "trainer_logprobs", (member, i, values) => (values[i] == null || member.logprob[i] == null ? null : values[i] - member.logprob[i])],
   advantage: ["advantage", "advantages", (member, i, values) => values[i]],
   reference: ["the reference's", "reference", (member, i, values) => values[i]],
-  surprise: ["engine less reference", "reference", (member, i, values) => (values[i] == null ? null : member.logprob[i] - values[i])],
+  surprise: ["engine less reference", "reference", (member, i, values) => (values[i] == null || member.logprob[i] == null ? null : member.logprob[i] - values[i])],
   lag: ["age, in versions", null, (member, i) => member.lag[i]],
   none: ["nothing", undefined, () => null],
 };

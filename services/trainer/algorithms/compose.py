@@ -24,6 +24,8 @@ from penstock.services.trainer.algorithms.custom import CustomChoice, Place
 from penstock.services.trainer.algorithms.divergence import divergence
 from penstock.services.trainer.choice import Choice
 
+SUMMED = ("imitated_nll", "given_nll")
+"""Metrics of which each part has its share, not a mean."""
 WEIGHT = "is_weight_"
 """What the names of a correction's metrics begin with."""
 
@@ -36,6 +38,8 @@ class Totals:
     sequences: float
     good: float = 0.0
     """Tokens of trajectories that are imitated."""
+    given: float = 0.0
+    """Tokens that were given; `tokens` and `sequences` count what was sampled alone."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Part:
     """Of the policy that the step began with; None where that is the present one."""
     entropy: torch.Tensor | None = None
     """Of each token's distribution, in nats; where the algorithm `wants_entropy`."""
+    given: torch.Tensor | None = None
+    """bool: tokens that were given, none of which is in `mask`; None where the step has none."""
     divergence: torch.Tensor | None = None
     """Of each token's distribution from the teachers', in nats; where the algorithm has any."""
 
@@ -190,7 +196,35 @@ class Algorithm:
     def loss(
         self, part: Part, totals: Totals, mean_weight: float = 1.0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The part's share of the step's loss; all parts' shares add up to it. Metrics are means over the part."""
+        """The part's share of the step's loss; all parts' shares add up to it. Metrics are means over the part, but for
+        `SUMMED`."""
+        loss: torch.Tensor = part.log_prob.new_zeros(())
+        metrics: dict[str, torch.Tensor] = {}
+        if totals.tokens and (part.given is None or part.mask.any()):
+            loss, metrics = self._sampled_loss(part, totals, mean_weight)
+        if self._imitates:
+            good = _unlikely(part.log_prob, part.mask * part.columns[GOOD], totals.good)
+            loss, metrics["imitated_nll"] = loss + self._config.imitate.coefficient * good, good.detach()
+        if part.given is not None:
+            nll = _unlikely(part.log_prob, part.given, totals.given)
+            loss, metrics["given_nll"] = loss + self._given_loss(part, nll, totals), nll.detach()
+        return loss, metrics
+
+    def _given_loss(self, part: Part, nll: torch.Tensor, totals: Totals) -> torch.Tensor:
+        """Of given tokens; ``nll`` is their negative log-likelihood, as far as the part has it."""
+        config, how = self._config, self._config.given
+        if how.shape == "nll":
+            return how.coefficient * nll
+        assert part.given is not None
+        probability = part.log_prob.exp()
+        losses = -part.advantages * probability / (probability + how.gamma)
+        divided = config.aggregated, config.length_scale, max(totals.tokens, 1.0), max(totals.sequences, 1.0)
+        return how.coefficient * agg_loss(losses, part.given, *divided)
+
+    def _sampled_loss(
+        self, part: Part, totals: Totals, mean_weight: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Of what the policy has sampled; as `loss`."""
         config = self._config
         weights, metrics = self.weights(part)
         if getattr(config.correction, "level", "token") == "sequence":
@@ -219,10 +253,6 @@ class Algorithm:
             losses = losses + config.distill.coefficient * part.divergence
             metrics["teacher_divergence"] = masked_mean(part.divergence.detach(), part.mask)
         loss = agg_loss(losses, part.mask, config.aggregated, config.length_scale, totals.tokens, totals.sequences)
-        if self._imitates:
-            unlikely = -(part.log_prob * part.mask * part.columns[GOOD]).sum() / max(totals.good, 1.0)
-            loss = loss + config.imitate.coefficient * unlikely
-            metrics["imitated_nll"] = unlikely.detach() * totals.tokens / part.mask.sum().clamp(min=1)
         return loss, metrics
 
     def finished(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -244,6 +274,11 @@ class Algorithm:
             raise UserCodeError(
                 f"trainer.algorithm.loss.function: {own.function}: its gradient cannot be computed: {error}"
             ) from error
+
+
+def _unlikely(log_prob: torch.Tensor, mask: torch.Tensor, tokens: float) -> torch.Tensor:
+    """A part's share of the mean of −log π over so many ``tokens`` of the step, those of the ``mask`` in the part."""
+    return -(log_prob * mask).sum() / max(tokens, 1.0)
 
 
 def _over_rows(share: torch.Tensor, part: Part, totals: Totals) -> torch.Tensor:

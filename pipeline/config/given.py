@@ -1,0 +1,118 @@
+"""Whether the answers that are given have a use, and nothing is asked for that only sampled ones have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.services.broker.config import NoFilter
+from penstock.services.trainer.algorithm_config import AlgorithmConfig, GivenLossConfig
+
+PRESET = "sft"
+
+
+def given_by_preset(data: dict[str, Any]) -> dict[str, Any]:
+    """``data`` of a whole config: preset `PRESET` gives every answer, and one to each prompt, where nothing else is
+    said."""
+    trainer, rollout = data.get("trainer"), data.get("rollout") or {}
+    algorithm = trainer.get("algorithm") if isinstance(trainer, dict) else None
+    if not isinstance(algorithm, dict) or algorithm.get("preset") != PRESET or not isinstance(rollout, dict):
+        return data
+    sampling, given = rollout.get("sampling") or {}, rollout.get("given") or {}
+    if not isinstance(sampling, dict) or not isinstance(given, dict):
+        return data
+    sampling = {"n": 1, **sampling}
+    given = {"answers": sampling["n"], **given}
+    return {**data, "rollout": {**rollout, "sampling": sampling, "given": given}}
+
+
+def check_given(config: Any) -> None:
+    """Raises `ValueError` where answers are given that nobody could give or learn from, or none are and some must be;
+    and where too few are left to compare."""
+    answers, n = config.rollout.given.answers, config.rollout.sampling.n
+    algorithm = config.trainer.algorithm
+    if answers > n:
+        raise ValueError(
+            f"rollout.given.answers={answers} is more than rollout.sampling.n={n}, of which they are a part; set it to "
+            f"{n} or fewer, or take more answers a group"
+        )
+    if config.rollout.without_engine:
+        _check_engine(config, n - answers)
+    if not answers and algorithm.given != GivenLossConfig():
+        raise ValueError(
+            "trainer.algorithm.given: no answers are given that it could learn from; set rollout.given.answers, e.g. "
+            "to 1, or leave it out"
+        )
+    for words in _unfit(config) if answers else ():
+        raise ValueError(f"rollout.given.answers={answers}: {words}")
+    if answers == n:
+        for key, why in _unread(config):
+            raise ValueError(
+                f"{key}: {why}, and rollout.given.answers={answers} is all of rollout.sampling.n={n}: nothing is "
+                "sampled for training; leave it out, or give fewer answers"
+            )
+        return
+    if algorithm.preset == PRESET:
+        raise ValueError(
+            f"rollout.given.answers={answers}: preset={PRESET} learns from given answers alone; set it to "
+            f"rollout.sampling.n={n}, or leave the preset out"
+        )
+    least = algorithm.advantage.least_n
+    if (n if algorithm.given.compared else n - answers) < least:
+        beside = f" beside the {answers} that are given (rollout.given.answers)" * bool(answers)
+        raise ValueError(
+            f"rollout.sampling.n must be at least {least}{beside}: advantage={algorithm.advantage.type} compares the "
+            "trajectories of a group"
+        )
+
+
+def _check_engine(config: Any, sampled: int) -> None:
+    """Of rollouts without one, where so many answers of a group are ``sampled``."""
+    key, n = "rollout.engine.type", config.rollout.sampling.n
+    if sampled:
+        raise ValueError(
+            f"{key}: none samples nothing, and {sampled} of rollout.sampling.n={n} answers are to be sampled; take "
+            f"another, e.g. torch, or set rollout.given.answers={n}"
+        )
+    if config.prompts.evaluates:
+        raise ValueError(
+            f"{key}: none has nobody who could answer prompts.eval; take another, e.g. torch, or leave prompts.eval "
+            "out, and evaluate checkpoints by penstock eval"
+        )
+    if config.run.colocated:
+        raise ValueError(
+            f"{key}: none has no engine that could sleep (run.placement=colocated); set run.placement=as_given"
+        )
+
+
+def _unfit(config: Any) -> Iterator[str]:
+    """What has no place for answers that are given."""
+    if config.gateway.count:
+        yield "agents make their groups themselves, and take no row's answer; leave it out, or gateway.count"
+    if config.rollout.environment is not None:
+        yield "an environment answers what the policy says, and has nothing to say to a row's answer; leave one out"
+    if config.rollout.sampling.routing_replay:
+        yield "no engine has routed what it was not asked for; set rollout.sampling.routing_replay=false"
+    if config.with_critic:
+        yield "a critic would learn the values of what nobody sampled; take an advantage without one, e.g. grpo"
+    if config.trainer.algorithm.advantage.type == "self_distillation":
+        yield "advantage=self_distillation shows good answers that the policy has found itself; take another advantage"
+
+
+def _unread(config: Any) -> Iterator[tuple[str, str]]:
+    """By key, what is there for sampled answers alone, or cannot be where there are none."""
+    algorithm, plain = config.trainer.algorithm, AlgorithmConfig()
+    if algorithm.preset not in (None, PRESET):
+        yield "trainer.algorithm.preset", f"{algorithm.preset} learns from what the policy says"
+    if not algorithm.given.coefficient:
+        yield "trainer.algorithm.given.coefficient", "with 0 nothing at all is learned"
+    if algorithm.given.compared:
+        yield "trainer.algorithm.given.compared", "there is nothing to compare with"
+    own = ("advantage", "loss", "correction", "reject", "ratio", "kl", "entropy_bonus", "entropy_share", "imitate")
+    for name in (*own, "distill", "constraints", "reward_shape", "whiten", "advantage_bound"):
+        if getattr(algorithm, name) != getattr(plain, name):
+            yield f"trainer.algorithm.{name}", "it is of what the policy says"
+    if config.replay.filter != NoFilter():
+        yield "replay.filter", "there are no rewards to choose groups by"
+    if config.prompts.curriculum:
+        yield "prompts.curriculum", "there are no rewards to choose prompts by"

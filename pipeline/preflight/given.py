@@ -1,0 +1,59 @@
+"""Answers that are given: whether the rows have them, and the tokenizer can tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.pipeline.config import Config
+from penstock.pipeline.preflight.report import Report
+from penstock.protocols.experience import Prompt
+from penstock.services.data.answers import own_answer
+from penstock.services.data.json_rows import kind_of
+from penstock.services.modeling.lengths import longest_sequence
+from penstock.services.turns.tokenizer import Tokenizer
+
+
+def look_at_rows(config: Config, rows: Sequence[Prompt], report: Report) -> None:
+    """Adds to ``report`` where the first ``rows`` have no answers."""
+    if config.rollout.given.answers and rows:
+        _add([_lacks(prompt) for prompt in rows], report)
+
+
+def look_at_tokens(
+    config: Config, rows: Sequence[Prompt], tokenizer: Tokenizer, positions: int | None, report: Report
+) -> None:
+    """Adds to ``report`` where the answers that the first ``rows`` have cannot be made tokens of, for a model with so
+    many ``positions`` (None: any number)."""
+    from penstock.services.turns.given import given_trajectory
+
+    room, why = longest_sequence(config.rollout.engine, positions), []
+    for prompt in rows if config.rollout.given.answers else ():
+        if _lacks(prompt):
+            continue  # told of already
+        try:
+            given_trajectory(tokenizer, prompt, config.rollout.given.turns, 0, room)
+            why.append("")
+        except Exception as error:  # a template may raise anything
+            why.append(f"row {prompt.index}: {error}")
+    _add(why, report)
+
+
+def _lacks(prompt: Prompt) -> str:
+    """Why a row has no answer; empty: it has one."""
+    answer = own_answer(prompt)
+    if answer and isinstance(answer, str | list):
+        return ""
+    found = kind_of(answer) if answer else "nothing"
+    return f"row {prompt.index}: its answer is {found}, not text or messages: prompts.train.answer_key names its column"
+
+
+def _add(why: list[str], report: Report) -> None:
+    """``why`` not, of each row; empty where its answer can be given."""
+    lacking = [words for words in why if words]
+    if lacking:
+        which = "none" if len(lacking) == len(why) else f"{len(lacking)}"
+        words = f"rollout.given.answers: of the first {len(why)} rows of prompts.train {which} can"
+        if len(lacking) == len(why):
+            report.problems.append(f"{words} give an answer; {lacking[0]}")
+        else:
+            report.notes.append(f"{words}not give an answer, and will be dropped; {lacking[0]}")

@@ -1,0 +1,93 @@
+"""A row's own answer as a trajectory: nothing of it is sampled, and its tokens are learned as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.protocols.experience import Prompt, Trajectory, no_candidates
+from penstock.protocols.routing import no_routing
+from penstock.services.data.answers import own_answer
+from penstock.services.data.json_rows import kind_of
+from penstock.services.turns.joining import Part, join
+from penstock.services.turns.tokenizer import Message, TextError, Tokenizer
+
+Turns = Literal["all", "last"]
+"""Which of the assistant's messages are learned."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """Tokens that nobody sampled, with what `joining.Sampled` has of each: no log-probability, and their rollout's
+    version."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    candidate_counts: np.ndarray
+    candidate_ids: np.ndarray = field(default_factory=no_candidates)
+    routing: np.ndarray = field(default_factory=no_routing)
+
+
+def given_trajectory(
+    text: Tokenizer, prompt: Prompt, turns: Turns, version: int, max_length: int | None, counted: bool = False
+) -> Trajectory:
+    """The row's own answer behind its prompt, as a rollout that serves ``version`` would have sampled it. ``turns``
+    ``all``: what the assistant has said in the prompt is learned too, each time behind what had been said before it,
+    thoughts included, which templates leave out of what they tell of earlier turns. ``counted``: others of the group
+    say how many candidates each token had. Raises `TextError` where the row has no answer, or one that has no room in
+    ``max_length`` tokens (None: there is no bound)."""
+    asked, talk = _parts(prompt, turns)
+    parts: list[Part] = [text.encode(asked)]
+    said: list[np.ndarray] = []
+
+    def say(tokens: np.ndarray) -> None:
+        said.append(tokens)
+        counts = np.zeros(len(tokens) if counted else 0, np.int32)
+        parts.append(Said(tokens, np.zeros(len(tokens)), np.full(len(tokens), version), counts))
+
+    if asked.messages is None:
+        say(text.answer_to_text(asked.as_text(), talk[0]["content"]))
+    else:
+        heard: list[Message] = []
+        for place, message in enumerate(talk):
+            if message["role"] != "assistant":
+                heard.append(message)
+                continue
+            if said:
+                parts.append(text.observe(heard, True, int(said[-1][-1]), {}))
+                heard = []
+            say(text.answer_to_chat([*asked.messages, *talk[:place]], message))
+    words = text.decode([tokens.tolist() for tokens in said])
+    made = join(parts, "\n\n".join(words), "stop", turns=tuple(words) if words[1:] else (), given=True)
+    size = len(made.tokens)
+    if max_length is not None and size > max_length:
+        raise TextError(f"prompt and answer of the row have {size} tokens, and there is room for {max_length}")
+    return made
+
+
+def _parts(prompt: Prompt, turns: Turns) -> tuple[Prompt, Sequence[dict[str, Any]]]:
+    """What is asked, and what is said from there on, which ends with the assistant's last message."""
+    answer = own_answer(prompt)
+    if not answer or not isinstance(answer, str | list):
+        what = kind_of(answer) if answer else "nothing"
+        raise TextError(
+            f"the row has no answer to give: its answer is {what}, not text or messages; name the column that has it "
+            "(prompts.train.answer_key)"
+        )
+    said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if said[-1]["role"] != "assistant":
+        raise TextError(f"the row's answer ends with what the {said[-1]['role']} says, not the assistant")
+    if prompt.messages is None:
+        if isinstance(answer, list):
+            raise TextError("the row's prompt is text and its answer messages; both must be one or the other")
+        return prompt, said
+    talk = [*prompt.messages, *said]
+    spoken = [place for place, message in enumerate(talk) if message["role"] == "assistant"]
+    first = spoken[0] if turns == "all" else spoken[-1]
+    if not first:
+        raise TextError("the row's conversation begins with the assistant, who was asked nothing")
+    return prompt.model_copy(update={"messages": talk[:first]}), talk[first:]

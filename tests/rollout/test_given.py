@@ -1,0 +1,169 @@
+"""A row's own answer is what a rollout would have sampled, had the policy said it: behind the same prompt, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.protocols.experience import Group, Prompt, Sampling, summarize
+from penstock.protocols.messages import Lease
+from penstock.protocols.packed_groups import pack_group, unpack_group
+from penstock.services.rollout.config import GivenConfig
+from penstock.services.rollout.engines.nothing import NoEngine
+from penstock.services.rollout.single_turn import SingleTurn
+from penstock.services.turns.given import given_trajectory
+from penstock.services.turns.tokenizer import TextError, Tokenizer
+from tests.rollout.test_stop_texts import bytewise
+
+MARKS = ["<|im_start|>", "<|im_end|>", "<eos>"]
+PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content | trim }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+QWEN3 = """{% for m in messages %}{% set said = m.content.split('</think>')[-1].lstrip() %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last %}<think>
+{{ m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content else '' }}
+</think>
+
+{% endif %}{{ said }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+R1 = """{% for m in messages %}{% if m.role == 'assistant' %}[A]{{ m.content.split('</think>')[-1] }}<eos>
+{%- else %}[U]{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[A]<think>
+{% endif %}"""
+NO_END = """{% for m in messages %}{{ m.role }}: {{ m.content }}
+
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+ASKED = [{"role": "user", "content": "2+2?"}]
+TALK = [*ASKED, {"role": "assistant", "content": "<think>two</think>4"}, {"role": "user", "content": "+1?"}]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tokenizer]:
+    def made(template: str | None, **told: Any) -> Tokenizer:
+        folder = tmp_path_factory.mktemp("tokenizer")
+        backend = bytewise()
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.add_special_tokens(MARKS)
+        plain = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+        plain.chat_template = template
+        plain.save_pretrained(folder)
+        return Tokenizer(str(folder), told)
+
+    return made
+
+
+def shown(text: Tokenizer, prompt: Prompt, turns: Any = "all") -> list[tuple[bool, str]]:
+    """The trajectory's stretches of text, each with whether it is learned."""
+    made = given_trajectory(text, prompt, turns, 3, 512)
+    assert made.given and made.finish == "stop" and not made.logprobs.any()
+    assert set(made.versions[made.loss_mask == 1]) == {3}
+    ends = [*(np.flatnonzero(np.diff(made.loss_mask.astype(int))) + 1), len(made.tokens)]
+    stretches = [made.tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    every = [text.plain.decode(part, skip_special_tokens=False) for part in stretches]
+    return [(bool(made.loss_mask[begin]), part) for begin, part in zip([0, *ends], every, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("template", "told", "answer", "learned"),
+    [
+        (PLAIN, {}, " 4 ", "4<|im_end|>"),
+        (None, {}, " 4", " 4<eos>"),
+        (NO_END, {}, "4", "4<eos>"),
+        # Its own thoughts, as the template tells them of the last turn; none, as it says that; none asked for.
+        (QWEN3, {}, "<think>two</think>4", "<think>\ntwo\n</think>\n\n4<|im_end|>"),
+        (QWEN3, {}, "4", "<think>\n\n</think>\n\n4<|im_end|>"),
+        (QWEN3, {"enable_thinking": False}, "4", "4<|im_end|>"),
+        # What the template leaves out of an answer is learned all the same, behind the tag that it has opened itself.
+        (R1, {}, "<think>\ntwo</think>4", "two</think>4<eos>"),
+        (R1, {}, "two</think>4", "two</think>4<eos>"),
+    ],
+)
+def test_the_prompt_is_the_beginning_and_the_answer_is_learned_with_its_end(
+    make: Callable[..., Tokenizer], template: str | None, told: dict[str, Any], answer: str, learned: str
+) -> None:
+    text, prompt = make(template, **told), Prompt(index=0, messages=ASKED, answer=answer)
+    asked = text.plain.decode(text.encode(prompt), skip_special_tokens=False)
+    assert shown(text, prompt) == [(False, asked), (True, learned)]
+    assert given_trajectory(text, prompt, "last", 0, None).turns == ()
+
+
+def test_of_a_conversation_every_turn_is_learned_behind_what_was_said_before_or_the_last_alone(
+    make: Callable[..., Tokenizer],
+) -> None:
+    text = make(QWEN3)
+    prompt = Prompt(index=0, messages=TALK, answer=[{"role": "assistant", "content": "5"}])
+    first, between = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n", "\n<|im_start|>user\n+1?<|im_end|>\n"
+    asks = "<|im_start|>assistant\n"
+    assert shown(text, prompt) == [
+        (False, first), (True, "<think>\ntwo\n</think>\n\n4<|im_end|>"), (False, between + asks),
+        (True, "<think>\n\n</think>\n\n5<|im_end|>"),
+    ]  # fmt: skip
+    # The last alone: the earlier turn is as the template tells of it, which leaves its thoughts out.
+    assert shown(text, prompt, "last") == [
+        (False, first + "4<|im_end|>" + between + asks), (True, "<think>\n\n</think>\n\n5<|im_end|>"),
+    ]  # fmt: skip
+    assert len(given_trajectory(text, prompt, "all", 0, None).turns) == 2
+
+
+@for_all(
+    asked=st.text(min_size=1), answer=st.text(min_size=1), template=st.sampled_from([None, PLAIN, QWEN3, R1, NO_END])
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_asked_and_answered_its_prompt_is_that_of_sampled_answers(
+    make: Callable[..., Tokenizer], asked: str, answer: str, template: str | None
+) -> None:
+    text = KEPT.get(template) or KEPT.setdefault(template, make(template))
+    prompt = Prompt(index=0, messages=[{"role": "user", "content": asked}], answer=answer)
+    made, tokens = given_trajectory(text, prompt, "all", 0, None), text.encode(prompt)
+    assert np.array_equal(made.tokens[: len(tokens)], tokens) and not made.loss_mask[: len(tokens)].any()
+    assert made.loss_mask[len(tokens) :].all() and made.tokens[-1] in text.stop_ids(None) | text.special_ids(MARKS)
+
+
+KEPT: dict[Any, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"text": "2+2="}, "no answer to give: its answer is nothing.*answer_key"),
+        ({"text": "2+2=", "truth": 4}, "its answer is a number, not text"),
+        ({"text": "2+2=", "answer": "4" * 600}, "have 605 tokens, and there is room for 512"),
+        ({"text": "2+2=", "answer": [{"role": "assistant", "content": "4"}]}, "prompt is text and its answer messages"),
+        ({"messages": ASKED, "answer": ASKED}, "ends with what the user says"),
+        ({"messages": TALK[1:], "answer": "5"}, "begins with the assistant"),
+        (
+            {"messages": ASKED, "answer": [{"role": "assistant", "content": "4", "reasoning_content": "two"}]},
+            "leaves out the answer's reasoning_content; write it into its content",
+        ),
+    ],
+)
+def test_a_row_without_an_answer_that_could_be_given_costs_itself(
+    make: Callable[..., Tokenizer], more: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(TextError, match=why):
+        given_trajectory(make(PLAIN), Prompt(index=0, **more), "all", 0, 512)
+
+
+def test_a_group_that_is_given_whole_asks_no_engine_and_crosses_the_wire(make: Callable[..., Tokenizer]) -> None:
+    maker = SingleTurn(NoEngine(), make(None), GivenConfig(answers=2), 64)
+    prompt = Prompt(index=0, text="2+2=", truth="4")
+    lease = Lease(purpose="train", number=7, attempt=1, seed=0, prompt=prompt, sampling=Sampling(n=2), version=5)
+    _, group = maker.start(lease) or (None, "")
+    assert isinstance(group, Group) and not maker.has(lease)
+    said = summarize(group)
+    assert (said.oldest, said.newest, said.sampled, said.given) == (5, 5, 4, 4)
+    back = unpack_group(pack_group(group))
+    assert [t.given for t in back.trajectories] == [True, True] and back.trajectories[0].text == "4"
