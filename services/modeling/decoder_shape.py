@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.protocols.versions import DTYPE_BYTES, Dtype
-from penstock.services.modeling.families import MIXTURES, PLAIN, TIED
+from penstock.services.modeling.families import MIXTURES, PLAIN, TIED, keeps_state
 from penstock.services.modeling.lengths import stretched
 from penstock.services.modeling.parallel.stage_layers import stage_layers
 
@@ -153,7 +153,7 @@ def described_by(name: str, data: Mapping[str, Any]) -> Shape | None:
     layers that keep a state, a mixture that is not counted."""
     if "hidden_size" not in data and isinstance(text := data.get("text_config"), Mapping):
         data = {**text} | {key: data[key] for key in ("tie_word_embeddings",) if key in data}
-    if any(not kind.endswith("attention") or kind.startswith("linear") for kind in data.get("layer_types") or ()):
+    if keeps_state(data.get("layer_types") or ()):
         return None
     experts = any("experts" in key for key in data)
     plain = data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1

@@ -1,4 +1,9 @@
-"""What families of models are known for. Imports nothing."""
+"""What families of models are known for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 PLAIN = {"llama", "qwen2", "qwen3", "qwen3_moe"}
 """Families that take positions, and a mask or `attention.Segments` of ours, where no layer has a window; and whose
@@ -11,3 +16,15 @@ OUR_ATTENTION = "penstock"
 """By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
 MIXTURES = {"qwen3_moe"}
 """Mixtures of experts whose files have the names of `experts`."""
+
+
+def keeps_state(kinds: Iterable[str]) -> bool:
+    """Some of a model's layers, by their ``kinds`` in transformers' config, keep a state instead of keys and values:
+    linear attention, Mamba, short convolutions."""
+    return any(kind.startswith(("linear", "mamba", "conv", "recurrent", "hybrid")) for kind in kinds)
+
+
+def is_recurrent(text_config: Any) -> bool:
+    """`keeps_state`, of the layers of a model with transformers' config."""
+    kinds = [kind for name in ("layer_types", "layers_block_type") for kind in getattr(text_config, name, None) or ()]
+    return keeps_state(kinds) or hasattr(text_config, "mamba_d_state")  # Falcon-H1's, in every layer

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.services.modeling.dropout import without_dropout
+from penstock.services.modeling.families import is_recurrent
 from penstock.services.modeling.load import load_config
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.lora import Adapter
@@ -18,14 +19,14 @@ from penstock.services.modeling.packing import plan_rows
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.towers import towers
-from penstock.services.rollout.engines.torch.engine import _make_model
+from penstock.services.rollout.engines.torch.fitting import fitting_model
 from penstock.services.rollout.engines.torch.hosted import HostedModel
+from penstock.services.rollout.engines.torch.hybrid import HybridModel
 from penstock.services.rollout.engines.torch.native import NativeModel
 from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
-from penstock.services.rollout.engines.vllm.arguments import is_recurrent
 from penstock.services.runtime.errors import SetupError
+from tests import families
 from tests.conftest import make_group
-from tests.trainer import families
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ SAID = {
     )
 }
 """Of each family: whether it takes ranks and 16 bits, whether it takes an adapter, and how the torch engine runs it."""
-KINDS = {"own": NativeModel, "hosted": HostedModel, "recomputed": RecomputedModel}
+KINDS = {"own": NativeModel, "hosted": HostedModel, "hybrid": HybridModel, "recomputed": RecomputedModel}
 
 
 def test_the_page_has_every_family_that_is_tried_here() -> None:
@@ -55,7 +56,7 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path) -> None:
         assert (parameter.grad is None) == name.startswith(tuple(f"{tower}." for tower in towers(learned))), name
 
     config = load_config(str(tmp_path))
-    made: Any = _make_model(config, 4, 32, torch.float32, CPU, None)
+    made: Any = fitting_model(config, 4, 32, torch.float32, CPU, None)
     assert type(made) is KINDS[engine]
     if isinstance(made, HostedModel | RecomputedModel):
         made.prepare({name: parameter.detach() for name, parameter in learned.named_parameters()})

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 
 from penstock.protocols.experience import Finish, no_candidates
@@ -20,15 +19,11 @@ from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.resting import Resting, forget, remember
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Refusal, Request, RequestError, refuse_unfit
-from penstock.services.rollout.engines.torch import native
-from penstock.services.rollout.engines.torch.hosted import HostedModel, UnfitError
-from penstock.services.rollout.engines.torch.recomputed import RecomputedModel
+from penstock.services.rollout.engines.torch.fitting import fitting_model
 from penstock.services.rollout.engines.torch.routing_table import RoutingTable
 from penstock.services.rollout.engines.torch.sampling import sample, stream_key, uniforms
 from penstock.services.rollout.engines.torch.stops import Stops
 from penstock.services.weights.receiver.loader import MappedVersion
-
-log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -72,7 +67,7 @@ class _Slots:
 
 
 class TorchEngine:
-    """`base.Engine` over `native.NativeModel`, `hosted.HostedModel` or `recomputed.RecomputedModel`.
+    """`base.Engine` over whatever `fitting.fitting_model` gives.
 
     ``stop_ids`` end a sequence; ``decode`` turns token ids into text, for requests with stop texts; ``head_dtype`` is
     that of the logits, None: the model's.
@@ -89,7 +84,7 @@ class TorchEngine:
         self._config = config
         self.device = device_of(config.device, "rollout.engine.device")
         self._length = min(config.max_length, positions_of(model_config) or config.max_length)
-        self._model = _make_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device, head_dtype)
+        self._model = fitting_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device, head_dtype)
         self._vocabulary = model_config.get_text_config().vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._slots = _Slots.empty(self._capacity, self._length)
@@ -381,18 +376,3 @@ class TorchEngine:
             if self._routing and self._routed:
                 self._routing.move(movers, holes)
         self._active = remaining
-
-
-def _make_model(
-    config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device, head_dtype: str | None
-) -> native.NativeModel | HostedModel | RecomputedModel:
-    """The fastest way that is right for the model of ``config``."""
-    if native.supports(config):
-        return native.NativeModel(config, slots, length, dtype, device, head_dtype)
-    try:
-        return HostedModel(config, slots, length, dtype, device, head_dtype)
-    except UnfitError as error:
-        reason = str(error)
-    # Not in the handler: the error's traceback keeps the hosted model and its cache in memory.
-    log.warning("every token runs its whole sequence, which is slow", model=config.model_type, reason=reason)
-    return RecomputedModel(config, slots, length, dtype, device, head_dtype)

@@ -20,7 +20,7 @@ class UnfitError(Exception):
     """The model keeps something else than keys and values of one shape, or takes them in another way."""
 
 
-class _SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):
     """One layer of a `SlotCache` as transformers sees it, for one decoding step."""
 
     is_sliding = False
@@ -66,14 +66,12 @@ class HostedModel(TransformersModel):
         head_dtype: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, dtype, device, head_dtype)
-        text = config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or [FULL])
-        if not kinds <= {FULL, SLIDING}:
-            raise UnfitError(f"layers of type {', '.join(sorted(kinds - {FULL, SLIDING}))}")
+        self._text = text = config.get_text_config()
+        self._check_kinds()
         window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
         self._window = window if window and window < length else None
         """Tokens that sliding layers look back on, where sequences may be longer."""
-        self._by_kind = self._window is not None and SLIDING in kinds
+        self._by_kind = self._window is not None and SLIDING in (getattr(text, "layer_types", None) or ())
         """The model has layers of both kinds, and takes a mask for each."""
         self._vocabulary = text.vocab_size
         self._told = "logits_to_keep" in inspect.signature(self._spare[0].forward).parameters
@@ -90,7 +88,7 @@ class HostedModel(TransformersModel):
     def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         """As `NativeModel.prefill`."""
         # Where the model cannot be told which logits are wanted, those of few rows at a time.
-        rows = len(tokens) if self._told else logit_rows(self._vocabulary, tokens.shape[1])
+        rows = len(tokens) if self._told else self._rows_at_once(tokens.shape[1])
         parts = zip(tokens.split(rows), lengths.split(rows), range(0, len(tokens), rows), strict=True)
         return torch.cat([self._prefill(part, sizes, slots[at : at + rows]) for part, sizes, at in parts])
 
@@ -115,12 +113,11 @@ class HostedModel(TransformersModel):
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
         """As `NativeModel.decode`."""
-        layers = [_SlotLayer(self.cache, index, positions, span) for index in range(len(self.cache.keys))]
         out = self.weights(
             input_ids=tokens[:, None],
             attention_mask=self._mask(positions, span),
             position_ids=positions[:, None],
-            past_key_values=Cache(layers=layers),
+            past_key_values=Cache(layers=self._layers(positions, span)),
             use_cache=True,
         )
         return out.logits[:, -1].float()
@@ -133,6 +130,13 @@ class HostedModel(TransformersModel):
     def cached(self) -> list[torch.Tensor]:
         """As `NativeModel.cached`."""
         return self.cache.tensors
+
+    def _rows_at_once(self, length: int) -> int:
+        return logit_rows(self._vocabulary, length)
+
+    def _layers(self, positions: torch.Tensor, span: int) -> list[Any]:
+        """What each layer keeps, for one decoding step."""
+        return [SlotLayer(self.cache, index, positions, span) for index in range(len(self.cache.keys))]
 
     def _mask(self, positions: torch.Tensor, span: int) -> Any:
         """What each row may attend to: ``[rows, 1, 1, span]``, 0 or the lowest number; one for each kind of layer where
@@ -152,6 +156,11 @@ class HostedModel(TransformersModel):
 
     # --- the trial ---------------------------------------------------------------------------------------------------
 
+    def _check_kinds(self) -> None:
+        kinds = set(getattr(self._text, "layer_types", None) or [FULL])
+        if not kinds <= {FULL, SLIDING}:
+            raise UnfitError(f"layers of type {', '.join(sorted(kinds - {FULL, SLIDING}))}")
+
     @torch.inference_mode()
     def _make_cache(self, slots: int, length: int, dtype: torch.dtype) -> SlotCache:
         """Slots of the shape that the model's own cache has."""
@@ -169,11 +178,12 @@ class HostedModel(TransformersModel):
 
     @torch.inference_mode()
     def _try(self, length: int, dtype: torch.dtype) -> None:
-        """Two sequences of different length, longer than the window if there is one: a token decoded over the slots has
-        the logits that it has in the whole sequence."""
+        """Two sequences of different length, longer than the window if there is one: tokens decoded over the slots have
+        the logits that they have in the whole sequence."""
         model = self.weights = self._spare[0]
         longest = min(length, (self._window or 0) + 6)
-        lengths = torch.tensor([longest - 1, 2], device=self._device)
+        again = longest >= 5  # the second token follows from what the first has left
+        lengths = torch.tensor([longest - 1 - again, 2], device=self._device)
         if len(self.cache.keys[0]) < 2 or longest < 4:
             lengths = lengths[:1]
         generator = torch.Generator().manual_seed(0)
@@ -184,16 +194,16 @@ class HostedModel(TransformersModel):
         rows = torch.arange(len(lengths), device=self._device)
         try:
             self.prefill(tokens[:, :-1], lengths, [rows[i : i + 1] for i in range(len(rows))])
-            found = self.decode(tokens[rows, lengths], lengths, longest)
+            found = [self.decode(tokens[rows, lengths + n], lengths + n, longest) for n in range(1 + again)]
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
             raise UnfitError(f"{type(error).__name__}: {error}") from error
         finally:
             self.weights = None
+        bound = LOGITS[str(dtype).removeprefix("torch.")]
         for row, size in enumerate(lengths.tolist()):
-            wanted = self.logits(model, tokens[row, : size + 1])[-1]
-            if (
-                not (found[row] - wanted).abs().max() <= LOGITS[str(dtype).removeprefix("torch.")] * wanted.std()
-            ):  # NaN is unfit
+            wanted = self.logits(model, tokens[row, : size + len(found)])[-len(found) :]
+            decoded = torch.stack([each[row] for each in found])
+            if not bool(((decoded - wanted).abs().amax(-1) <= bound * wanted.std(-1)).all()):  # NaN is unfit
                 raise UnfitError("its logits over our slots are not those of the whole sequence")

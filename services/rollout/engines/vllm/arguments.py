@@ -48,13 +48,6 @@ def environment(threads: int) -> None:
         os.environ["VLLM_PLUGINS"] = f"{plugins},{BACKEND}" if plugins else BACKEND
 
 
-def is_recurrent(text_config: Any) -> bool:
-    """Some layers of the model keep a state instead of keys and values: linear attention, Mamba, short convolutions."""
-    kinds = [kind for name in ("layer_types", "layers_block_type") for kind in getattr(text_config, name, None) or ()]
-    state = any(kind.startswith(("linear", "mamba", "conv", "recurrent")) for kind in kinds)
-    return state or hasattr(text_config, "mamba_d_state")  # Falcon-H1's, in every layer
-
-
 def lora_request() -> Any:
     """What vLLM calls the one adapter that is there; its tensors come by the weight channel, and not from a path."""
     from vllm.lora.request import LoRARequest

@@ -19,6 +19,7 @@ from penstock.protocols.keys import ClientKeys
 from penstock.protocols.routing import routing_dtype, unrouted
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.experts import mixture_layers
+from penstock.services.modeling.families import is_recurrent
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
@@ -30,7 +31,7 @@ from penstock.services.rollout.engines.base import (
     refuse_partial,
 )
 from penstock.services.rollout.engines.torch import native
-from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, is_recurrent, lora_request
+from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, lora_request
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.config import WeightsConfig
