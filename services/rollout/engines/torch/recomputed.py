@@ -1,5 +1,5 @@
-"""Any other causal language model: every sequence is run whole for each of its tokens. Slow, and right whatever the model
-keeps between two tokens."""
+"""Any other causal language model: every sequence is run whole for each of its tokens. Slow, and right whatever the
+model keeps between two tokens."""
 
 from __future__ import annotations
 
