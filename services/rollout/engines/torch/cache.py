@@ -6,17 +6,20 @@ import torch
 
 
 class SlotCache:
-    """Keys and values of ``slots`` sequences of up to ``length`` tokens; a layer's are ``[slots, heads, length, dim]``.
+    """Keys and values of ``slots`` sequences of up to ``length`` tokens; a layer's are ``[slots, heads, length, dim]``,
+    the values with ``value_dim`` where that is another.
 
     Slots ``[0, active)`` are in use, so every decoding step works on plain slices.
     """
 
     def __init__(
-        self, layers: int, slots: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (slots, heads, length, dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self, layers: int, slots: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device,
+        value_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        def made(size: int) -> list[torch.Tensor]:
+            return [torch.zeros((slots, heads, length, size), dtype=dtype, device=device) for _ in range(layers)]
+
+        self.keys, self.values = made(dim), made(value_dim or dim)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -167,14 +168,19 @@ class HostedModel(TransformersModel):
         model, found = self._spare[0], DynamicCache()
         try:
             model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=self._device), past_key_values=found)
-            shapes = {tuple(tensor.shape) for layer in found.layers for tensor in (layer.keys, layer.values)}
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise UnfitError(f"{type(error).__name__}: {error}") from error
-        if len(shapes) != 1 or len(shape := shapes.pop()) != 4 or shape[2] != 2:
+        return self._slots_like(found.layers, slots, length, dtype)
+
+    def _slots_like(self, layers: Sequence[Any], slots: int, length: int, dtype: torch.dtype) -> SlotCache:
+        """For keys and values as these ``layers`` have them of two tokens."""
+        shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers if layer.is_initialized}
+        keys, values = shapes.pop() if len(shapes) == 1 else ((), ())
+        if len(keys) != 4 or keys[:3] != values[:3] or keys[2] != 2:
             raise UnfitError("its layers keep keys and values of different shapes")
-        return SlotCache(len(found.layers), slots, shape[1], length, shape[3], dtype, self._device)
+        return SlotCache(len(layers), slots, keys[1], length, keys[3], dtype, self._device, values[3])
 
     @torch.inference_mode()
     def _try(self, length: int, dtype: torch.dtype) -> None:

@@ -143,9 +143,6 @@ class HybridModel(HostedModel):
         if odd := {type(layer).__name__ for layer in found.layers if type(layer) not in KINDS}:
             raise UnfitError(f"layers that keep something else: {', '.join(sorted(odd))}")
         attend = [layer for layer in found.layers if isinstance(layer, DynamicLayer)]
-        shapes = {tuple(tensor.shape) for layer in attend for tensor in (layer.keys, layer.values)}
-        if len(shapes) != 1 or len(shape := shapes.pop()) != 4 or shape[2] != 2:
-            raise UnfitError("no layers that keep keys and values, or of different shapes")
         numbers = {id(layer): number for number, layer in enumerate(attend)}
         self._places = [numbers.get(id(layer)) for layer in found.layers]
         """Of each layer: which of the cache's it is; None: it keeps a state alone."""
@@ -154,4 +151,4 @@ class HybridModel(HostedModel):
         types = getattr(self._text, "layer_types", None) or [FULL] * len(states)
         self._attending = {kind for kind, place in zip(types, self._places, strict=True) if place is not None}
         self._stateful = set(types) - self._attending
-        return SlotCache(len(attend), slots, shape[1], length, shape[3], dtype, self._device)
+        return self._slots_like(attend, slots, length, dtype)
