@@ -151,6 +151,8 @@ class Column(BaseModel):
         """Raises `ColumnError` where one of them is none that this column may have, or their dtype is another's."""
         if values.dtype.name != self.dtype:
             raise ColumnError(f"column {self.name}: expected {self.dtype}, got {values.dtype.name}")
+        if values.dtype.kind == "i" and values.size and values.min() < 0:
+            raise ColumnError(f"column {self.name}: {values.min()} is no token's id")
         if values.dtype.kind == "f" and not np.isfinite(values[~np.isnan(values)] if self.nullable else values).all():
             raise ColumnError(f"column {self.name}: infinite values" + ("" if self.nullable else ", or NaN"))
 

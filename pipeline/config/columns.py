@@ -109,11 +109,17 @@ def _check_teachers(config: Any) -> None:
         if name not in config.columns.tops:
             kind = next((c.scorer for c in config.columns.columns if c.name == name), "")
             scorer = config.scorers.get(kind)
-            remedy = (
-                f"set scorers.{kind}.options.top_k, e.g. to 64" if scorer and scorer.scorer == "teacher"
-                else "name one of a scorer teacher with the option top_k"
-            )  # fmt: skip
+            remedy = "name one of a scorer teacher with the option top_k"
+            if scorer and scorer.scorer == "teacher":
+                remedy = f"set scorers.{kind}.options.top_k, e.g. to 64"
+                if scorer.options.get("top_k"):  # it says so, of a column of another name
+                    remedy = f"set scorers.{kind}.options.column={name}, by which it writes"
             raise ValueError(f"{TAUGHT_BY}: {name} says nothing of tokens that were not sampled; {remedy}")
+        if name not in config.columns.by_token:
+            raise ValueError(
+                f"{TAUGHT_BY}: {name} has a value for each trajectory, and a teacher one for each token; write "
+                f"scorers.….columns: {{{name}: token}}"
+            )
 
 
 def _teachers_temperature(scorer: Any) -> float | None:

@@ -38,6 +38,11 @@ def check_given(config: Any) -> None:
         )
     if config.rollout.without_engine:
         _check_engine(config, n - answers)
+    if not algorithm.learns_from_sampled and not (answers and algorithm.given.coefficient):
+        raise ValueError(
+            "trainer.algorithm: advantage=none: nothing is learned; give distill, e.g. {teachers: {teacher: 1.0}}, or "
+            "imitate, or answers (rollout.given), or take an advantage"
+        )
     if not answers and algorithm.given != GivenLossConfig():
         raise ValueError(
             "trainer.algorithm.given: no answers are given that it could learn from; set rollout.given.answers, e.g. "

@@ -95,7 +95,7 @@ def _check_columns(batch: Batch, config: Config) -> None:
     """Raises `ConfigError` where a group of ``batch`` came without a column that ``config`` has."""
     # What some sources are asked for alone is looked at where a group is opened.
     wanted = {column.name for column in config.columns.scored if not column.sources}
-    wanted |= {total.name for total in config.columns.sums}
+    wanted |= {total.name for total in config.columns.trained_sums}
     for taken in batch.groups:
         if missing := sorted(wanted - taken.columns.keys()):
             raise ConfigError(

@@ -102,6 +102,10 @@ def _show_answers(state: BrokerState, step: int, groups: list[m.TakenGroup]) -> 
         return
     columns = state.settings.columns
     rewards = next((tuple(total.terms) for total in columns.sums if total.name == REWARD), ())
-    shown = groups[:count]
+    read = {REWARD, *rewards}  # and none of a teacher's, which are far larger than the answers
+    shown = [
+        group.model_copy(update={"columns": {name: group.columns[name] for name in read & group.columns.keys()}})
+        for group in groups[:count]
+    ]
     size = sum(group.experience.nbytes for group in shown)
     state.recorder.answers(step, size, partial(answers, step, shown, rewards, columns.by_token, count))

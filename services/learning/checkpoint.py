@@ -30,7 +30,7 @@ from penstock.services.learning.optimizer import local, restore_state, state_nam
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, separate
-from penstock.services.modeling.families import MIXTURES
+from penstock.services.modeling.families import IN_MATRICES
 from penstock.services.modeling.generation_config import write_generation_config
 from penstock.services.modeling.parallel.fsdp import first_row, of_local
 from penstock.services.modeling.parallel.world import World
@@ -282,7 +282,7 @@ def _stage(
     saved = learner.adapted.saved if learner.adapted else {**learner.parameters, **dict(_buffers(learner))}
     weights: dict[str, torch.Tensor] = {}
     sizes: dict[str, int] = {}
-    mixture = learner.model.config.model_type in MIXTURES
+    mixture = learner.model.config.model_type in IN_MATRICES
     for name, value in saved.items():
         found = on_host(name, value)
         shape = torch.empty(value.shape, dtype=value.dtype, device="meta")

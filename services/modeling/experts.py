@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.services.modeling.families import MIXTURES
+from penstock.services.modeling.families import IN_MATRICES
 
 EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters ``[experts, ...]`` of a layer's experts."""
@@ -52,7 +52,7 @@ def is_experts(name: str, weight: torch.Tensor) -> bool:
 def as_in_files(model_type: str, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """A version's ``weights`` by the names that files of this family have."""
     for name, weight in weights.items():
-        yield from separate(name, weight) if model_type in MIXTURES else [(name, weight)]
+        yield from separate(name, weight) if model_type in IN_MATRICES else [(name, weight)]
 
 
 def separate(name: str, weight: torch.Tensor, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

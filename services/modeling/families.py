@@ -15,7 +15,11 @@ TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smol
 OUR_ATTENTION = "penstock"
 """By which transformers' models are told to use `attention.attend` (``attn_implementation``)."""
 MIXTURES = {"qwen3_moe"}
-"""Mixtures of experts whose files have the names of `experts`."""
+"""Mixtures of experts that are counted, dealt out and replayed."""
+IN_MATRICES = MIXTURES | {
+    "qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "olmoe", "glm4_moe", "deepseek_v3",
+}  # fmt: skip
+"""Families whose files have a matrix for each expert, by the names of `experts`."""
 
 
 def keeps_state(kinds: Iterable[str]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
-from penstock.services.modeling.adapter_files import CONFIG, FILE
+from penstock.services.modeling.adapter_files import CONFIG, FILE, read_shape
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
 from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.towers import towers
@@ -54,8 +54,11 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
     came from, for who loads the adapter. Raises `SetupError`."""
     from peft import LoraConfig, inject_adapter_in_model
 
+    # One that goes on has what it was made for, whichever layers a new one would have.
+    begun = read_shape(adapter.folder, "trainer.lora").targets if adapter.folder else ()
     config = LoraConfig(
-        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.targets) or _all_linear(model),
+        r=adapter.rank, lora_alpha=adapter.alpha,
+        target_modules=list(adapter.targets or begun) or _all_linear(model),
         use_rslora=adapter.variant == "rslora", use_dora=adapter.variant == "dora", task_type="CAUSAL_LM",
         exclude_modules="|".join(rf"{re.escape(name)}(\..*)?" for name in towers(model)) or None,
         base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
@@ -79,9 +82,11 @@ def _all_linear(model: Any) -> list[str]:
     would adapt experts as well, and nobody could merge them."""
     head, beside = model.get_output_embeddings(), {id(m) for tower in towers(model).values() for m in tower.modules()}
     linear = {True: set[str](), False: set[str]()}
+    blocks = tuple(name.removesuffix("experts") for name, _ in model.named_modules() if name.endswith(".experts"))
     for name, module in model.named_modules():
         if id(module) not in beside and name:
-            linear[type(module) is torch.nn.Linear and module is not head].add(name)
+            plain = type(module) is torch.nn.Linear and module is not head
+            linear[plain and not (blocks and name.startswith(blocks))].add(name)
     if not linear[True]:
         raise SetupError(
             f"trainer.lora: {model.config.model_type} has no linear layers that could be merged; train it whole "

@@ -195,7 +195,7 @@ class GigpoAdvantage(Choice):
 
 class DistillationAdvantage(Choice):
     """On-policy distillation: how much likelier a teacher finds each token than the policy that sampled it, which is
-    the reverse KL divergence with the sign turned. Needs no group (`n: 1`), and no reward."""
+    the reverse KL divergence with the sign turned. Needs no group (`n: 1`), and reads no reward."""
 
     implementation = "advantages.distillation:distillation"
     paper = "Gu et al. 2023, arXiv:2306.08543; Agarwal et al. 2023, arXiv:2306.13649; Lu et al. 2025"
@@ -287,7 +287,7 @@ class SelfDistillationAdvantage(Choice):
 
 class NoAdvantage(Choice):
     """None: the policy learns from what stands beside the policy loss alone, such as `distill` or `imitate`. Needs no
-    group (`n: 1`), and no reward."""
+    group (`n: 1`), and reads no reward."""
 
     compares = False
     type: Literal["none"] = "none"

@@ -225,16 +225,6 @@ class AlgorithmConfig(Section):
         return expand(data) if isinstance(data, dict) and data.get("preset") in PRESETS else data
 
     @model_validator(mode="after")
-    def _something_is_learned(self) -> AlgorithmConfig:
-        beside = self.distill or self.imitate.coefficient or self.entropy_bonus or self.kl.coefficient
-        if self.advantage.type == "none" and not beside and self.loss.type != "custom":
-            raise ValueError(
-                "advantage=none: nothing is learned; give distill, e.g. {teachers: {teacher: 1.0}}, or imitate, or "
-                "take an advantage"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _rewards_are_read(self) -> AlgorithmConfig:
         """What changes the reward needs an advantage that reads it, and compares it with what is changed likewise."""
         kind = self.advantage.type
@@ -252,6 +242,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"{taken or below}: it lowers the reward, and advantage=maxrl divides by a group's mean reward, which "
                 "must not be negative"
+            )
+        if self.given.compared and kind == "none":
+            raise ValueError(
+                "given.compared: with advantage=none no answer is worth more than another; set it to false, with "
+                "given.shape=nll, or take an advantage, e.g. grpo"
             )
         if self.given.compared and (self.advantage.by_token or self.advantage.given or self.kl.in_reward):
             why = "kl.place=reward" if self.kl.in_reward else f"advantage={kind}"
@@ -271,6 +266,12 @@ class AlgorithmConfig(Section):
                 "whole trajectory's loss; take another loss, e.g. ppo_clip"
             )
         return self
+
+    @property
+    def learns_from_sampled(self) -> bool:
+        """Something is learned from what the policy has sampled."""
+        beside = self.distill or self.imitate.coefficient or self.entropy_bonus or self.kl.coefficient
+        return bool(self.advantage.type != "none" or beside or self.loss.type == "custom")
 
     @property
     def weighs_policy(self) -> bool:
