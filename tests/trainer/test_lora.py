@@ -168,7 +168,7 @@ def test_what_is_frozen_takes_no_more_bits_than_are_computed_with(start: Path) -
     [
         ({"targets": ["q_projection"]}, "trainer.lora.targets: .*q_projection"),
         ({"targets": ["embed_tokens"]}, "trainer.lora.targets: model.embed_tokens is a Embedding"),
-        ({"start": "nowhere"}, "trainer.lora: cannot read nowhere/adapter_model.safetensors"),
+        ({"start": "nowhere"}, "trainer.lora: cannot read nowhere/adapter_config.json"),
     ],
 )
 def test_what_does_not_fit_is_told_by_its_key(start: Path, wrong: dict[str, Any], words: str) -> None:
