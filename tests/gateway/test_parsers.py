@@ -48,7 +48,7 @@ def test_calls_are_found_between_tags() -> None:
 
 
 def test_a_call_that_is_nested_too_deep_is_told_to_be_none() -> None:
-    turn = asyncio.run(Tools([]).step(f"<tool_call>{'[' * 200_000}</tool_call>"))
+    turn = asyncio.run(Tools(["tests.environments.games:add"]).step(f"<tool_call>{'[' * 200_000}</tool_call>"))
     assert turn.observation and "a call is JSON" in str(turn.observation[0])
 
 
