@@ -179,7 +179,10 @@ class McpServer:
             assert self._first
             if not self._first.done():
                 self._first.set_result((tools, ""))
-            await self._over.wait()
+            try:
+                await self._over.wait()
+            finally:  # also where its connection broke: nobody is to call it while that unwinds
+                self._drop(client, "")
 
     def _transport(self) -> Any:
         from penstock.services.environments import mcp_transport
@@ -195,10 +198,10 @@ class McpServer:
         return mcp_transport.stdio(command, [*INHERITED, *config.env], lambda why: self._drop(self._client, why))
 
     def _drop(self, client: Client | None, why: str) -> None:
-        """``client`` is of no use any more."""
+        """``client`` is of no use any more; ``why`` is empty where that is to be told later."""
         if client is self._client:
             self._client, self._ended = None, self._ended or why
-            self._lost = self._ended
+            self._lost = self._ended or "its connection ended"
             self._up.clear()
             self._over.set()
 

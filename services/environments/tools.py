@@ -77,6 +77,8 @@ class Tools:
         if not isinstance(arguments, dict):
             return f'error: {name}: arguments must be an object of names and values, like {{"name": 1}}'
         if isinstance(tool, Remote):
+            if wrong := _unsendable(arguments):
+                return f"error: {name}: {wrong}"
             return await asyncio.wrap_future(in_background(self._server(tool).call(tool.name, arguments)))
         try:
             if inspect.iscoroutinefunction(tool):
@@ -98,6 +100,17 @@ class Tools:
         if tool.server not in self._own:
             self._own[tool.server] = McpServer(shared.config, f"mcp.{tool.server}")
         return self._own[tool.server]
+
+
+def _unsendable(arguments: dict[str, Any]) -> str:
+    """Why no server is sent these; empty where one is. What the SDK cannot write ends the server's whole connection."""
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "arguments have half of a character (a surrogate without its pair)"
+    except RecursionError:
+        return "arguments are nested too deeply"
+    return ""
 
 
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -144,6 +144,33 @@ def test_a_server_over_http_that_forgets_its_sessions_costs_nothing_and_one_that
         policy.pool.close()
 
 
+def test_half_a_character_costs_its_own_call_alone(shared: Policy) -> None:
+    shared.ask(2, ("toy_wait", {"seconds": 0.5}))
+    (read,) = shared.call(1, ("toy_note", {"text": "\ud83d"}))
+    assert read == "error: toy_note: arguments have half of a character (a surrogate without its pair)"
+    assert shared.read() == ["waited"]
+
+
+def test_what_breaks_over_http_costs_one_call_and_a_forgotten_session_none() -> None:
+    server = mcp_toy.Sessions()
+    policy = Policy(mcp=[{"url": server.url, "timeout_s": 8}])
+    try:
+        policy.begin(1), policy.begin(2)
+        for broken, read in (({"x": "\ud83d"}, "error: look: arguments have"), ({"cut": 1}, "error: look: the conn")):
+            policy.ask(2, ("look", {"seconds": 0.5}))
+            assert policy.call(1, ("look", broken))[0].startswith(read)
+            assert policy.read()[0].startswith("session-0"), "another's is answered"
+        server.hangs.clear()  # it does not answer to a session's end
+        error = {"jsonrpc": "2.0", "id": "server-error", "error": {"code": -32600, "message": "Session not found"}}
+        for forgotten in ((404, error), (400, {"error": "Bad Request: No valid session ID provided"})):
+            server.known, server.forgotten = {f"old-{number}" for number in range(len(server.known) + 1)}, forgotten
+            assert policy.call(1, ("look", {}))[0].startswith(f"session-{len(server.known) - 1}"), forgotten
+    finally:
+        server.hangs.set()
+        policy.pool.close()
+        server.shutdown(), server.server_close()
+
+
 @pytest.mark.parametrize(
     ("server", "complaint"),
     [
