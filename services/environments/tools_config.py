@@ -66,7 +66,7 @@ class McpServerConfig(Section):
         try:
             words = shlex.split(value) if value is not None else [""]
         except ValueError as error:
-            raise ValueError(f"{value!r} is no command: {error}") from None
+            raise ValueError(f"it is no command: {error}") from None
         if not words:
             raise ValueError("an empty command starts nothing; give one, e.g. uvx mcp-server-fetch")
         return value
@@ -74,9 +74,12 @@ class McpServerConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, value: str | None) -> str | None:
-        parts = urlsplit(value or "http://host")
+        try:
+            parts = urlsplit(value or "http://host")
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{value!r} is no URL; give one, e.g. http://127.0.0.1:8000/mcp")
+            raise ValueError("it is no URL; give one, e.g. http://127.0.0.1:8000/mcp")  # it may have a secret
         secrets = (name for name, text in parse_qsl(parts.query) if _SECRET.search(name) and not _VARIABLE.search(text))
         if parts.username is not None or any(secrets):
             raise ValueError(
@@ -102,7 +105,7 @@ class McpServerConfig(Section):
         for name in value:
             if not re.fullmatch(r"\w+", name):
                 raise ValueError(
-                    f"{name.partition('=')[0]!r}: give the variable's name alone, e.g. [GITHUB_TOKEN]; its value is in "
+                    f"{re.split(r'[^A-Za-z0-9_]', name)[0]!r}: give the variable's name alone, e.g. [GITHUB_TOKEN]; its value is in "
                     "the environment of penstock"
                 )
         return value
@@ -221,7 +224,11 @@ def _explained(error: Any) -> str:
         sections: dict[Any, type[Section]] = {"mcp": McpServerConfig, "python": PythonConfig}
         known = sections.get(next(iter(above), None), ToolsConfig).model_fields
         message = f"unknown key; {nearest(str(last), list(known))}"
-    elif error["type"] != "value_error":
+    elif error["type"] == "list_type" and last == "env":
+        message = (
+            "it is no list; give the names alone, e.g. [GITHUB_TOKEN]; their values are in the environment of penstock"
+        )
+    elif error["type"] != "value_error" and error["loc"][:1] != ("mcp",):  # what is there may be a secret
         message += f", got {error['input']!r}"
     at = ".".join(map(str, error["loc"]))
     return f"{at}: {message}" if at else message
