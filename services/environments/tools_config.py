@@ -104,9 +104,10 @@ class McpServerConfig(Section):
     def _are_names(cls, value: list[str]) -> list[str]:
         for name in value:
             if not re.fullmatch(r"\w+", name):
+                known = re.split(r"\W", name)[0]
                 raise ValueError(
-                    f"{re.split(r'[^A-Za-z0-9_]', name)[0]!r}: give the variable's name alone, e.g. [GITHUB_TOKEN]; its value is in "
-                    "the environment of penstock"
+                    f"{known!r}: give the variable's name alone, e.g. [GITHUB_TOKEN]; its value is in the "
+                    "environment of penstock"
                 )
         return value
 
@@ -152,6 +153,8 @@ class ToolsConfig(Section):
     """Servers whose tools the policy may call, e.g. ``[{command: "uvx mcp-server-fetch"}]``."""
     python: PythonConfig = PythonConfig()
     """Limits of the tool ``python``, e.g. ``{seconds: 10}``."""
+    calls: int = Field(16, ge=1)
+    """Calls in a turn, e.g. ``4``; of what is above, the policy reads that."""
     longest: int = Field(8_000, ge=1)
     """Characters of a result that the policy reads, e.g. ``2000``; what is longer is cut off."""
 
