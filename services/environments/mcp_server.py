@@ -61,10 +61,11 @@ def in_background(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 class McpServer:
     """One server that is started here, or one session of one that is elsewhere. All methods are for `in_background`.
 
-    ``key``: the config's, for errors."""
+    ``key``: the config's, for errors. ``starts``: how many may start at once, where there are several."""
 
-    def __init__(self, config: McpServerConfig, key: str) -> None:
+    def __init__(self, config: McpServerConfig, key: str, starts: asyncio.Semaphore | None = None) -> None:
         self.config, self.where = config, f"{key} ({config.name})"
+        self._starts = starts or asyncio.Semaphore()
         self._secrets: dict[str, str] = {}
         """Values of environment variables that errors are not to tell, by name."""
         self._client: Client | None = None
@@ -88,16 +89,20 @@ class McpServer:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """What the policy reads: the result as text, or what went wrong behind ``error: ``. Begins the server where it
-        has not begun. Raises `ToolUnavailable` where it is not there within the call's ``timeout_s``."""
+        has not begun, and has ``start_s`` for that. Raises `ToolUnavailable` where it is not there within ``timeout_s``
+        from then on."""
         from mcp import MCPError
 
         self._open()
+        assert self._first
+        began = time.monotonic()
+        await asyncio.wait([self._first], timeout=self.config.start_s)
         try:
             async with asyncio.timeout(self.config.timeout_s):
                 return _as_text(name, await self._called(name, arguments))
         except TimeoutError:
             if lost := self._why_lost():
-                waited = f"it was waited for {self.config.timeout_s:g} s"
+                waited = f"it was waited for {time.monotonic() - began:.3g} s"
                 raise ToolUnavailable(f"{self.where}: {lost}; {waited}") from None
             return f"error: {name}: {self.config.name} did not answer within {self.config.timeout_s:g} s"
         except MCPError as error:
@@ -162,10 +167,9 @@ class McpServer:
         from mcp import Client, Implementation
 
         self._over.clear()
-        limit = asyncio.timeout(self.config.start_s)
         async with AsyncExitStack() as stack:
             try:
-                async with limit:
+                async with self._starts, asyncio.timeout(self.config.start_s):
                     about = Implementation(name="penstock", version=version("penstock"))
                     client = Client(self._transport(), client_info=about)
                     await stack.enter_async_context(client)

@@ -104,7 +104,7 @@ class Tools:
         if shared.config.per == "worker":
             return shared
         if tool.server not in self._own:
-            self._own[tool.server] = McpServer(shared.config, f"mcp.{tool.server}")
+            self._own[tool.server] = McpServer(shared.config, f"mcp.{tool.server}", self._box.starts)
         return self._own[tool.server]
 
 

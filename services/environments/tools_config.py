@@ -56,7 +56,8 @@ class McpServerConfig(Section):
     """One server or session for all trajectories of a rollout, or, with ``trajectory``, one for each that calls it:
     right where it remembers what was done."""
     start_s: float = Field(60.0, gt=0, le=100)
-    """Seconds. It must be ready, and have listed its tools, after so many."""
+    """Seconds. It must be ready, and have listed its tools, after so many. With ``per: trajectory`` the first call of a
+    trajectory waits so long for it: set it below the environment's ``timeout_s``, e.g. ``10``."""
     timeout_s: float = Field(20.0, gt=0)
     """Seconds. What the policy reads of a call that takes longer is that it did."""
 
@@ -180,7 +181,12 @@ class ToolsConfig(Section):
 
     def check_deadlines(self, timeout_s: float) -> None:
         """``timeout_s``: of the environment. Raises `ValueError` where a call may outlast the step that it is of."""
-        limits = {f"mcp.{index}.timeout_s": server.timeout_s for index, server in enumerate(self.mcp)}
+        limits = {}
+        for index, server in enumerate(self.mcp):
+            if server.per == "trajectory":  # its first call starts it
+                limits[f"mcp.{index}.start_s + timeout_s"] = server.start_s + server.timeout_s
+            else:
+                limits[f"mcp.{index}.timeout_s"] = server.timeout_s
         if "python" in self.functions:
             limits["python.seconds"] = self.python.seconds
         for key, seconds in limits.items():

@@ -36,8 +36,8 @@ SERVER = {"command": TOY, "timeout_s": 25}
 class Policy:
     """Calls tools, and reads what they give."""
 
-    def __init__(self, **options: Any) -> None:
-        self.pool = EnvironmentPool(EnvironmentConfig(environment="tools", options=options))
+    def __init__(self, timeout_s: float = 30, **options: Any) -> None:
+        self.pool = EnvironmentPool(EnvironmentConfig(environment="tools", options=options, timeout_s=timeout_s))
         self._said: queue.Queue[Any] = queue.Queue()
 
     def begin(self, session: int) -> list[dict[str, Any]]:
@@ -92,7 +92,8 @@ def test_one_that_is_killed_costs_what_was_under_way(shared: Policy) -> None:
 
 
 def test_sessions_of_trajectories_are_apart_and_end_with_them_or_with_their_worker() -> None:
-    policy = Policy(mcp=[{**SERVER, "per": "trajectory"}])
+    late = f'{sys.executable} -c \'import time, runpy; time.sleep(1); runpy.run_path("{mcp_toy.__file__}", None, "__main__")\''
+    policy = Policy(70, mcp=[{"command": late, "per": "trajectory", "timeout_s": 1}])  # less than a start takes
     try:
         for session in (1, 2):
             policy.begin(session)
@@ -165,6 +166,7 @@ def test_what_breaks_over_http_costs_one_call_and_a_forgotten_session_none() -> 
         for forgotten in ((404, error), (400, {"error": "Bad Request: No valid session ID provided"})):
             server.known, server.forgotten = {f"old-{number}" for number in range(len(server.known) + 1)}, forgotten
             assert policy.call(1, ("look", {}))[0].startswith(f"session-{len(server.known) - 1}"), forgotten
+            server.hangs.set()
     finally:
         server.hangs.set()
         policy.pool.close()
@@ -224,7 +226,9 @@ def test_wrong_options_are_refused_by_their_key(options: dict[str, Any], complai
 
 
 def test_a_call_may_not_outlast_its_step() -> None:
-    for options in ({"mcp": [{"command": "a", "timeout_s": 30}]}, {"functions": ["python"], "python": {"seconds": 40}}):
+    first = {"command": "a", "per": "trajectory", "start_s": 15, "timeout_s": 15}
+    late = {"functions": ["python"], "python": {"seconds": 40}}
+    for options in ({"mcp": [{"command": "a", "timeout_s": 30}]}, {"mcp": [first]}, late):
         with pytest.raises(ValueError, match="is not below timeout_s=30, after which the whole step has failed"):
             EnvironmentConfig(environment="tools", options=options)
 

@@ -209,7 +209,7 @@ def test_a_program_reaches_no_socket_in_the_file_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "made", ["for _ in range(1500): os.mkdir('a'); os.chdir('a')", "os.mkdir('a', 0); os.chmod('.', 0)"]
+    "made", ["for _ in range(1100): os.mkdir('a'); os.chdir('a')", "os.mkdir('a', 0); os.chmod('.', 0)"]
 )
 def test_a_program_leaves_no_folder_whatever_it_has_made(
     made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +246,7 @@ def test_what_a_program_writes_without_end_is_kept_nowhere() -> None:
 
 def test_a_program_ends_with_the_process_that_runs_it_and_leaves_no_folder(tmp_path: Path) -> None:
     name = f"program-{uuid.uuid4()}"
-    deep = "import os\nfor _ in range(1500): os.mkdir('a'); os.chdir('a')\n"
+    deep = "import os\nfor _ in range(1100): os.mkdir('a'); os.chdir('a')\n"
     forever = f"{deep}os.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(60)', {name!r}])"
     worker = subprocess.Popen(
         [sys.executable, "-c", f"from {run.__module__} import run; run({forever!r}, seconds=60)"],
