@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -35,12 +36,15 @@ _NO_SESSION = re.compile(
 
 
 @asynccontextmanager
-async def stdio(command: Sequence[str], variables: Sequence[str], ended: Callable[[str], object]) -> AsyncIterator[Any]:
-    """Starts a server with the environment variables of these names, yields the streams that a `mcp.Client` reads and
-    writes, and ends it with all that it has started. ``ended`` is told once it says no more, and why."""
+async def stdio(
+    command: Sequence[str], variables: Sequence[str], folder: Path, ended: Callable[[str], object]
+) -> AsyncIterator[Any]:
+    """Starts a server in ``folder`` with the environment variables of these names, yields the streams that a
+    `mcp.Client` reads and writes, and ends it with all that it has started. ``ended`` is told once it says no more, and
+    why."""
     process = await asyncio.create_subprocess_exec(
         *guarded(command, variables), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
+        start_new_session=True, cwd=folder,
     )  # fmt: skip
     heard, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write, told = anyio.create_memory_object_stream[SessionMessage](0)

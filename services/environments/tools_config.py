@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.services.runtime.settings import Section
+from penstock.services.runtime.user_folders import find_file
 
 READY = {"python": "penstock.services.environments.python_tool:python_tool"}
 """Tools that are there by name: what makes each, from the options of its own."""
@@ -137,7 +138,8 @@ class McpServerConfig(Section):
         unset = [name for name in dict.fromkeys(self.variables()) if name not in os.environ]
         lacks = [f"{name} is not set in the environment; export it" for name in unset]
         program = shlex.split(self.command)[0] if self.command else ""
-        if program and not _VARIABLE.search(program) and shutil.which(program) is None:
+        known = _VARIABLE.search(program) or shutil.which(program) or find_file(program)
+        if program and not known:
             lacks.append(f"there is no command {program!r} here; install it, or give its path")
         return lacks
 

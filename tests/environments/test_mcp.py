@@ -24,6 +24,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.tools_config import McpServerConfig, PythonConfig, ToolsConfig, read_options
+from penstock.services.runtime.user_folders import VARIABLE
 from penstock.services.user_processes.worker import ProgramError
 from tests.environments import mcp_toy
 
@@ -91,9 +92,13 @@ def test_one_that_is_killed_costs_what_was_under_way(shared: Policy) -> None:
     assert again.endswith("hush c") and not again.startswith(number) and shared.pool.restarts == 0
 
 
-def test_sessions_of_trajectories_are_apart_and_end_with_them_or_with_their_worker() -> None:
-    late = f'{sys.executable} -c \'import time, runpy; time.sleep(1); runpy.run_path("{mcp_toy.__file__}", None, "__main__")\''
-    policy = Policy(70, mcp=[{"command": late, "per": "trajectory", "timeout_s": 1}])  # less than a start takes
+def test_sessions_of_trajectories_are_apart_and_end_with_them_or_with_their_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late.py").write_text(f"import time; time.sleep(1); exec(open({mcp_toy.__file__!r}).read())")
+    monkeypatch.setenv(VARIABLE, json.dumps([str(tmp_path)]))  # its script is beside the config
+    late = {"command": f"{sys.executable} late.py", "per": "trajectory", "timeout_s": 1}  # less than a start takes
+    policy = Policy(70, mcp=[late])
     try:
         for session in (1, 2):
             policy.begin(session)
@@ -141,6 +146,21 @@ def test_a_server_over_http_that_forgets_its_sessions_costs_nothing_and_one_that
         again[0].shutdown(), again[0].server_close()
         (gone,) = policy.call(1, ("look", {}))
         assert gone.startswith(f"raised ToolUnavailable: mcp.0 ({server.url}): it is not reached"), "not the policy's"
+    finally:
+        policy.pool.close()
+
+
+def test_one_that_answers_nothing_any_more_is_started_again_and_one_that_is_slow_is_not() -> None:
+    policy = Policy(mcp=[{"command": TOY, "timeout_s": 0.5}])
+    try:
+        policy.begin(1)
+        number = psutil.Process(int(policy.call(1, ("note", {"text": "a"}))[0].split(" ")[0]))
+        assert "did not answer within" in policy.call(1, *[("wait", {"seconds": 30})] * 3)[0]
+        time.sleep(0.7)
+        assert policy.call(1, ("add", {"a": 1})) == ["2"] and number.is_running()
+        number.suspend()
+        policy.call(1, *[("add", {"a": 1})] * 3)
+        number.wait(20)
     finally:
         policy.pool.close()
 
