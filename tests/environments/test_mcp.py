@@ -151,12 +151,12 @@ def test_a_server_over_http_that_forgets_its_sessions_costs_nothing_and_one_that
 
 
 def test_one_that_answers_nothing_any_more_is_started_again_and_one_that_is_slow_is_not() -> None:
-    policy = Policy(mcp=[{"command": TOY, "timeout_s": 0.5}])
+    policy = Policy(mcp=[{"command": TOY, "timeout_s": 0.8}])
     try:
         policy.begin(1)
         number = psutil.Process(int(policy.call(1, ("note", {"text": "a"}))[0].split(" ")[0]))
         assert "did not answer within" in policy.call(1, *[("wait", {"seconds": 30})] * 3)[0]
-        time.sleep(0.7)
+        time.sleep(0.9)
         assert policy.call(1, ("add", {"a": 1})) == ["2"] and number.is_running()
         number.suspend()
         policy.call(1, *[("add", {"a": 1})] * 3)

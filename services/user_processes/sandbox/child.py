@@ -107,7 +107,7 @@ def _leave_sockets(libc: Any) -> None:
     """From now on a new socket is of those that a namespace of networks bounds: IPv4, IPv6 and netlink. Sockets in the
     file system are not bounded by it, a run's Redis among them. Pairs stay, which multiprocessing takes; not those of
     datagrams, which could be sent elsewhere. Does nothing where the kernel has no seccomp, or for other machines."""
-    if os.uname().machine not in SYSTEMS or not hasattr(libc, "prctl"):
+    if os.uname().machine not in SYSTEMS or sys.maxsize < 1 << 32 or not hasattr(libc, "prctl"):
         return
     arch, new, pair = SYSTEMS[os.uname().machine]
     load, equal, at_least, both, end = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD | BPF_W | BPF_ABS, and so on
