@@ -15,16 +15,18 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from penstock.services.environments.tools_config import McpServerConfig, with_variables
 from penstock.services.runtime.install import install
+from penstock.services.runtime.user_folders import folders
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -35,6 +37,8 @@ T = TypeVar("T")
 
 STABLE_S = 10.0
 """A server that was up for so long and ends is started again at once."""
+MOST_SILENT = 3
+"""Calls in a row that were not answered in time; then it is asked for its tools, and ended where it is silent again."""
 MOST_PAGES = 100
 """Of a list of tools."""
 INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
@@ -61,10 +65,11 @@ def in_background(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
 class McpServer:
     """One server that is started here, or one session of one that is elsewhere. All methods are for `in_background`.
 
-    ``key``: the config's, for errors."""
+    ``key``: the config's, for errors. ``starts``: how many may start at once, where there are several."""
 
-    def __init__(self, config: McpServerConfig, key: str) -> None:
+    def __init__(self, config: McpServerConfig, key: str, starts: asyncio.Semaphore | None = None) -> None:
         self.config, self.where = config, f"{key} ({config.name})"
+        self._starts = starts or asyncio.Semaphore()
         self._secrets: dict[str, str] = {}
         """Values of environment variables that errors are not to tell, by name."""
         self._client: Client | None = None
@@ -75,6 +80,9 @@ class McpServer:
         self._first: asyncio.Future[tuple[list[Tool], str]] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._http: Any = None
+        self._silent = 0
+        """Calls in a row that were not answered in time."""
+        self._asked: asyncio.Task[None] | None = None
 
     async def begin(self) -> list[Tool]:
         """Its tools, once it has started. Raises `ConnectionError` where it does not."""
@@ -88,17 +96,26 @@ class McpServer:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """What the policy reads: the result as text, or what went wrong behind ``error: ``. Begins the server where it
-        has not begun. Raises `ToolUnavailable` where it is not there within the call's ``timeout_s``."""
+        has not begun, and has ``start_s`` for that. Raises `ToolUnavailable` where it is not there within ``timeout_s``
+        from then on."""
         from mcp import MCPError
 
         self._open()
+        assert self._first
+        began = time.monotonic()
+        await asyncio.wait([self._first], timeout=self.config.start_s)
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                return _as_text(name, await self._called(name, arguments))
+                found = await self._called(name, arguments)
+                self._silent = 0
+                return _as_text(name, found)
         except TimeoutError:
             if lost := self._why_lost():
-                waited = f"it was waited for {self.config.timeout_s:g} s"
+                waited = f"it was waited for {time.monotonic() - began:.3g} s"
                 raise ToolUnavailable(f"{self.where}: {lost}; {waited}") from None
+            self._silent += 1
+            if self._client and self._silent >= MOST_SILENT and (self._asked is None or self._asked.done()):
+                self._asked = asyncio.create_task(self._ask(self._client))
             return f"error: {name}: {self.config.name} did not answer within {self.config.timeout_s:g} s"
         except MCPError as error:
             if self._http and self._http.lost:
@@ -111,10 +128,11 @@ class McpServer:
 
     async def close(self) -> None:
         """Ends the server, or the session."""
-        if self._keeper:
-            self._keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeper
+        for task in (self._asked, self._keeper):
+            if task:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
 
     def _open(self) -> None:
         if self._keeper is None:
@@ -135,6 +153,16 @@ class McpServer:
                     raise
                 self._drop(client, "it was started again")
         raise AssertionError
+
+    async def _ask(self, client: Client) -> None:
+        """Has a server started again that answers nothing any more, and not one whose tools are slow alone."""
+        with suppress(Exception):  # of whatever it does answer
+            try:
+                async with asyncio.timeout(self.config.timeout_s):
+                    await client.list_tools(cache_mode="bypass")
+            except TimeoutError:
+                self._drop(client, "it answered nothing any more")
+        self._silent = 0
 
     async def _keep(self) -> None:
         """Has it started again whenever it ends."""
@@ -162,10 +190,9 @@ class McpServer:
         from mcp import Client, Implementation
 
         self._over.clear()
-        limit = asyncio.timeout(self.config.start_s)
         async with AsyncExitStack() as stack:
             try:
-                async with limit:
+                async with self._starts, asyncio.timeout(self.config.start_s):
                     about = Implementation(name="penstock", version=version("penstock"))
                     client = Client(self._transport(), client_info=about)
                     await stack.enter_async_context(client)
@@ -179,7 +206,10 @@ class McpServer:
             assert self._first
             if not self._first.done():
                 self._first.set_result((tools, ""))
-            await self._over.wait()
+            try:
+                await self._over.wait()
+            finally:  # also where its connection broke: nobody is to call it while that unwinds
+                self._drop(client, "")
 
     def _transport(self) -> Any:
         from penstock.services.environments import mcp_transport
@@ -192,13 +222,14 @@ class McpServer:
             return mcp_transport.http(self._filled(config.url), self._http)
         command = [self._filled(word) for word in shlex.split(config.command)]
         self._secrets.update({name: os.environ[name] for name in config.env if name in os.environ})
-        return mcp_transport.stdio(command, [*INHERITED, *config.env], lambda why: self._drop(self._client, why))
+        variables = [*INHERITED, *config.env]
+        return mcp_transport.stdio(command, variables, _folder(command), lambda why: self._drop(self._client, why))
 
     def _drop(self, client: Client | None, why: str) -> None:
-        """``client`` is of no use any more."""
+        """``client`` is of no use any more; ``why`` is empty where that is to be told later."""
         if client is self._client:
             self._client, self._ended = None, self._ended or why
-            self._lost = self._ended
+            self._lost = self._ended or "its connection ended"
             self._up.clear()
             self._over.set()
 
@@ -217,6 +248,18 @@ class McpServer:
         for name, value in self._secrets.items():
             words = words.replace(value, f"${{{name}}}") if value else words
         return words[:300]
+
+
+def _folder(command: Sequence[str]) -> Path:
+    """Where a command starts: the first folder for a user's files that has one which it names, or the current one."""
+
+    def has(folder: Path, word: str) -> bool:
+        try:
+            return not Path(word).is_absolute() and (folder / word).is_file()
+        except OSError:  # a whole program, say, is longer than a name may be
+            return False
+
+    return next((each for each in folders() if any(has(each, word) for word in command)), Path.cwd())
 
 
 async def _listed(client: Client) -> list[Tool]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -24,15 +26,25 @@ MOST_BYTES = 64 << 20
 """Of one message; a server that says more without an end is taken for broken."""
 FIRST_WAIT_S, LAST_WAIT_S = 0.25, 30.0
 """Between attempts to reach a server: each wait is twice the one before."""
+BAD_REQUEST, NOT_FOUND = 400, 404
+_NO_SESSION = re.compile(
+    rb"(no valid|invalid|unknown|missing|expired) session|session.{0,60}(not found|not valid|expired|unknown)"
+    rb"|not initialized",
+    re.IGNORECASE,
+)
+"""What servers that have forgotten a session say of it with a status of 400."""
 
 
 @asynccontextmanager
-async def stdio(command: Sequence[str], variables: Sequence[str], ended: Callable[[str], object]) -> AsyncIterator[Any]:
-    """Starts a server with the environment variables of these names, yields the streams that a `mcp.Client` reads and
-    writes, and ends it with all that it has started. ``ended`` is told once it says no more, and why."""
+async def stdio(
+    command: Sequence[str], variables: Sequence[str], folder: Path, ended: Callable[[str], object]
+) -> AsyncIterator[Any]:
+    """Starts a server in ``folder`` with the environment variables of these names, yields the streams that a
+    `mcp.Client` reads and writes, and ends it with all that it has started. ``ended`` is told once it says no more, and
+    why."""
     process = await asyncio.create_subprocess_exec(
         *guarded(command, variables), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
+        start_new_session=True, cwd=folder,
     )  # fmt: skip
     heard, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write, told = anyio.create_memory_object_stream[SessionMessage](0)
@@ -128,6 +140,8 @@ class Http(httpx2.AsyncClient):
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
         """See `httpx2.AsyncClient`."""
+        if request.method == "DELETE":
+            return await self._goodbye(request, **options)
         give_up, wait_s = time.monotonic() + self.patience_s, FIRST_WAIT_S
         while True:
             try:
@@ -144,15 +158,37 @@ class Http(httpx2.AsyncClient):
                 self.lost = ""
                 return await _said(request, response)
 
+    async def _goodbye(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        """The end of a session, which a server may let be for all that we care: what comes next waits for it."""
+        try:
+            async with asyncio.timeout(GRACE_S):
+                return await super().send(request, **options)
+        except (TimeoutError, httpx2.RequestError) as error:
+            return _failed(request, f"it did not end the session: {error}")
+
 
 async def _said(request: httpx2.Request, response: httpx2.Response) -> httpx2.Response:
-    """A refusal without words gets its status for them: the SDK would leave that out."""
-    about_session = response.status_code == 404
-    wordless = not response.headers.get("content-type", "").startswith("application/json")
-    if request.method != "POST" or response.status_code < 400 or about_session or not wordless:
+    """What the SDK is to read of it. JSON is read here, since one that breaks off would raise there. A session that is
+    not known any more becomes the one answer which the SDK takes for that, 404 without a body. A refusal without words
+    gets its status for them: the SDK would leave that out."""
+    if request.method != "POST":
+        return response
+    status, kind = response.status_code, response.headers.get("content-type", "").lower()
+    is_json = kind.startswith("application/json")
+    body = b""
+    if is_json or status == BAD_REQUEST:
+        try:
+            body = await response.aread()
+        except httpx2.RequestError as error:
+            return _failed(request, f"the connection broke: {error}")
+    of_session = "mcp-session-id" in request.headers
+    if of_session and (status == NOT_FOUND or (status == BAD_REQUEST and _NO_SESSION.search(body))):
+        await response.aclose()
+        return httpx2.Response(NOT_FOUND, request=request)
+    if status < BAD_REQUEST or status == NOT_FOUND or is_json:
         return response
     await response.aclose()
-    return _failed(request, f"HTTP {response.status_code} {response.reason_phrase}")
+    return _failed(request, f"HTTP {status} {response.reason_phrase}")
 
 
 def _failed(request: httpx2.Request, why: str) -> httpx2.Response:

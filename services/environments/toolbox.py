@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -39,6 +40,8 @@ class Toolbox:
     tools: dict[str, Callable[..., Any] | Remote] = field(default_factory=dict)
     """By the names that the policy knows."""
     servers: list[McpServer] = field(default_factory=list)
+    starts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1))
+    """Servers of trajectories that may start at once: each takes a core for a second or so."""
     _written: dict[str, str] = field(default_factory=dict)
     """Where the config has each."""
 

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from penstock.protocols.turn import Turn
 from penstock.services.environments.mcp_server import McpServer, ToolUnavailable, in_background
 from penstock.services.environments.sessions import Sessions
 from penstock.services.environments.toolbox import Remote, toolbox
+from penstock.services.environments.tools_config import READY
 from penstock.services.turns.tool_calls import between_tags
 from penstock.services.user_processes.child import BLOCKED
 
@@ -49,14 +51,17 @@ class Tools:
         self.tools = self._box.schemas
         self._own: dict[int, McpServer] = {}
         """Servers of this trajectory alone, by their place in the config."""
+        self._one_program = asyncio.Lock()
+        """A trajectory has one program at a time, or its turn could take all cores from the others."""
 
     async def step(self, answer: str) -> Turn:
         """See docs/environments.md."""
         _, calls = between_tags(answer)
         if not calls:
             return Turn(done=True)
-        results = await asyncio.gather(*map(self._run, calls))
-        longest = self._box.config.longest
+        most, longest = self._box.config.calls, self._box.config.longest
+        results = await asyncio.gather(*map(self._run, calls[:most]))
+        results += [f"error: at most {most} calls in a turn"] * (len(calls) - most)
         read = (result[:longest].encode("utf-8", "replace").decode() for result in results)  # half of a pair, say
         return Turn([{"role": "tool", "content": result} for result in read])
 
@@ -77,10 +82,13 @@ class Tools:
         if not isinstance(arguments, dict):
             return f'error: {name}: arguments must be an object of names and values, like {{"name": 1}}'
         if isinstance(tool, Remote):
+            if wrong := _unsendable(arguments):
+                return f"error: {name}: {wrong}"
             return await asyncio.wrap_future(in_background(self._server(tool).call(tool.name, arguments)))
         try:
             if inspect.iscoroutinefunction(tool):
-                result = await tool(**arguments)
+                async with self._one_program if name in READY else nullcontext():
+                    result = await tool(**arguments)
             else:
                 result = await _in_thread(tool, arguments)
             return result if isinstance(result, str) else json.dumps(result, default=str)
@@ -96,8 +104,19 @@ class Tools:
         if shared.config.per == "worker":
             return shared
         if tool.server not in self._own:
-            self._own[tool.server] = McpServer(shared.config, f"mcp.{tool.server}")
+            self._own[tool.server] = McpServer(shared.config, f"mcp.{tool.server}", self._box.starts)
         return self._own[tool.server]
+
+
+def _unsendable(arguments: dict[str, Any]) -> str:
+    """Why no server is sent these; empty where one is. What the SDK cannot write ends the server's whole connection."""
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "arguments have half of a character (a surrogate without its pair)"
+    except RecursionError:
+        return "arguments are nested too deeply"
+    return ""
 
 
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.services.runtime.settings import Section
+from penstock.services.runtime.user_folders import find_file
 
 READY = {"python": "penstock.services.environments.python_tool:python_tool"}
 """Tools that are there by name: what makes each, from the options of its own."""
@@ -56,7 +57,8 @@ class McpServerConfig(Section):
     """One server or session for all trajectories of a rollout, or, with ``trajectory``, one for each that calls it:
     right where it remembers what was done."""
     start_s: float = Field(60.0, gt=0, le=100)
-    """Seconds. It must be ready, and have listed its tools, after so many."""
+    """Seconds. It must be ready, and have listed its tools, after so many. With ``per: trajectory`` the first call of a
+    trajectory waits so long for it: set it below the environment's ``timeout_s``, e.g. ``10``."""
     timeout_s: float = Field(20.0, gt=0)
     """Seconds. What the policy reads of a call that takes longer is that it did."""
 
@@ -66,7 +68,7 @@ class McpServerConfig(Section):
         try:
             words = shlex.split(value) if value is not None else [""]
         except ValueError as error:
-            raise ValueError(f"{value!r} is no command: {error}") from None
+            raise ValueError(f"it is no command: {error}") from None
         if not words:
             raise ValueError("an empty command starts nothing; give one, e.g. uvx mcp-server-fetch")
         return value
@@ -74,9 +76,12 @@ class McpServerConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, value: str | None) -> str | None:
-        parts = urlsplit(value or "http://host")
+        try:
+            parts = urlsplit(value or "http://host")
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{value!r} is no URL; give one, e.g. http://127.0.0.1:8000/mcp")
+            raise ValueError("it is no URL; give one, e.g. http://127.0.0.1:8000/mcp")  # it may have a secret
         secrets = (name for name, text in parse_qsl(parts.query) if _SECRET.search(name) and not _VARIABLE.search(text))
         if parts.username is not None or any(secrets):
             raise ValueError(
@@ -101,9 +106,10 @@ class McpServerConfig(Section):
     def _are_names(cls, value: list[str]) -> list[str]:
         for name in value:
             if not re.fullmatch(r"\w+", name):
+                known = re.split(r"\W", name)[0]
                 raise ValueError(
-                    f"{name.partition('=')[0]!r}: give the variable's name alone, e.g. [GITHUB_TOKEN]; its value is in "
-                    "the environment of penstock"
+                    f"{known!r}: give the variable's name alone, e.g. [GITHUB_TOKEN]; its value is in the "
+                    "environment of penstock"
                 )
         return value
 
@@ -132,7 +138,8 @@ class McpServerConfig(Section):
         unset = [name for name in dict.fromkeys(self.variables()) if name not in os.environ]
         lacks = [f"{name} is not set in the environment; export it" for name in unset]
         program = shlex.split(self.command)[0] if self.command else ""
-        if program and not _VARIABLE.search(program) and shutil.which(program) is None:
+        known = _VARIABLE.search(program) or shutil.which(program) or find_file(program)
+        if program and not known:
             lacks.append(f"there is no command {program!r} here; install it, or give its path")
         return lacks
 
@@ -149,6 +156,8 @@ class ToolsConfig(Section):
     """Servers whose tools the policy may call, e.g. ``[{command: "uvx mcp-server-fetch"}]``."""
     python: PythonConfig = PythonConfig()
     """Limits of the tool ``python``, e.g. ``{seconds: 10}``."""
+    calls: int = Field(16, ge=1)
+    """Calls in a turn, e.g. ``4``; of what is above, the policy reads that."""
     longest: int = Field(8_000, ge=1)
     """Characters of a result that the policy reads, e.g. ``2000``; what is longer is cut off."""
 
@@ -174,7 +183,12 @@ class ToolsConfig(Section):
 
     def check_deadlines(self, timeout_s: float) -> None:
         """``timeout_s``: of the environment. Raises `ValueError` where a call may outlast the step that it is of."""
-        limits = {f"mcp.{index}.timeout_s": server.timeout_s for index, server in enumerate(self.mcp)}
+        limits = {}
+        for index, server in enumerate(self.mcp):
+            if server.per == "trajectory":  # its first call starts it
+                limits[f"mcp.{index}.start_s + timeout_s"] = server.start_s + server.timeout_s
+            else:
+                limits[f"mcp.{index}.timeout_s"] = server.timeout_s
         if "python" in self.functions:
             limits["python.seconds"] = self.python.seconds
         for key, seconds in limits.items():
@@ -221,7 +235,11 @@ def _explained(error: Any) -> str:
         sections: dict[Any, type[Section]] = {"mcp": McpServerConfig, "python": PythonConfig}
         known = sections.get(next(iter(above), None), ToolsConfig).model_fields
         message = f"unknown key; {nearest(str(last), list(known))}"
-    elif error["type"] != "value_error":
+    elif error["type"] == "list_type" and last == "env":
+        message = (
+            "it is no list; give the names alone, e.g. [GITHUB_TOKEN]; their values are in the environment of penstock"
+        )
+    elif error["type"] != "value_error" and error["loc"][:1] != ("mcp",):  # what is there may be a secret
         message += f", got {error['input']!r}"
     at = ".".join(map(str, error["loc"]))
     return f"{at}: {message}" if at else message

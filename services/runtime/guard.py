@@ -1,9 +1,9 @@
 """Runs a program that is not ours: it ends with whoever asked for it, and all that it has started with it.
 
-`python -P -m penstock.services.runtime.guard NAME,NAME PROGRAM ARGUMENT…`: the program has these environment variables,
-and no others. stdin, stdout and stderr are the program's, and so is the exit code (128 and the signal's number where
-one ended it). On SIGTERM, which its parent's end is too, the program has `GRACE_S` to end by itself, for its stdin is
-closed by then.
+`python -P -m penstock.services.runtime.guard PARENT NAME,NAME PROGRAM ARGUMENT…`: the program has these environment
+variables, and no others. PARENT is who asked, by its PID: it may have ended before this module is there. stdin, stdout
+and stderr are the program's, and so is the exit code (128 and the signal's number where one ended it). On SIGTERM,
+which its parent's end is too, the program has `GRACE_S` to end by itself, for its stdin is closed by then.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ NOT_FOUND = 127
 
 
 def guarded(command: Sequence[str], variables: Sequence[str]) -> list[str]:
-    """The command that runs ``command`` so, with the environment variables of these names. Start it with the whole
-    environment, and in a session of its own, or what ends its parent's ends it too soon."""
-    return [sys.executable, "-P", "-m", "penstock.services.runtime.guard", ",".join(variables), *command]
+    """The command that runs ``command`` so, with the environment variables of these names. This process starts it, with
+    the whole environment, and in a session of its own, or what ends its parent's ends it too soon."""
+    module = "penstock.services.runtime.guard"
+    return [sys.executable, "-P", "-m", module, str(os.getpid()), ",".join(variables), *command]
 
 
-def main(variables: list[str], command: list[str]) -> int:
+def main(parent: int, variables: list[str], command: list[str]) -> int:
     """Returns the program's exit code."""
     env = {name: os.environ[name] for name in variables if name in os.environ}
     asked: list[float] = []
@@ -40,7 +41,9 @@ def main(variables: list[str], command: list[str]) -> int:
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM, parent)
+    if asked:
+        return 128 + signal.SIGTERM
     try:
         program = subprocess.Popen(command, env=env, preexec_fn=with_parent(signal.SIGKILL), process_group=0)
     except OSError as error:
@@ -63,4 +66,4 @@ def main(variables: list[str], command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1].split(","), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]))

@@ -24,9 +24,10 @@ def with_parent(number: int = signal.SIGTERM) -> Callable[[], None] | None:
     return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Called by a process of ours: it gets the signal ``number`` when its parent has ended, also while it hangs."""
-    parent = os.getppid()
+def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Called by a process of ours: it gets the signal ``number`` when its parent has ended, also while it hangs.
+    ``parent``: its parent's PID; None where that cannot have ended before this call."""
+    parent = os.getppid() if parent is None else parent
     ask = with_parent(number)
     if ask:
         ask()

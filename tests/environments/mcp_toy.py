@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -46,6 +47,11 @@ class Sessions(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Door)
         self.known: set[str] = set()
         self.refuses = False
+        self.forgotten: tuple[int, dict[str, Any] | None] = (404, None)
+        """What it says to a session that it does not know: status and body."""
+        self.hangs = threading.Event()
+        """Not set: it leaves whoever ends a session waiting."""
+        self.hangs.set()
         self.authorized: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}/mcp"
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -63,7 +69,7 @@ class _Door(BaseHTTPRequestHandler):
         if self.server.refuses:
             return self._say(503, None)
         if asked["method"] not in ("initialize", "server/discover") and session not in self.server.known:
-            return self._say(404, None)
+            return self._say(*self.server.forgotten)
         if "id" not in asked:
             return self._say(202, None)
         if asked["method"] == "initialize":
@@ -80,7 +86,11 @@ class _Door(BaseHTTPRequestHandler):
             return {"result": {"tools": [{"name": "look", "inputSchema": {"type": "object"}}]}}
         if method == "tools/call" and params["arguments"].get("die"):
             self.connection.shutdown(socket.SHUT_RDWR)
+        if method == "tools/call" and params["arguments"].get("cut"):
+            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+            self.connection.shutdown(socket.SHUT_RDWR)
         if method == "tools/call":
+            time.sleep(params["arguments"].get("seconds", 0))
             image = {"type": "image", "data": "", "mimeType": "image/png"}
             return {"result": {"content": [{"type": "text", "text": self.headers["mcp-session-id"]}, image]}}
         return {"error": {"code": -32601, "message": "no such method"}}
@@ -89,6 +99,7 @@ class _Door(BaseHTTPRequestHandler):
         self._say(405, None)
 
     def do_DELETE(self) -> None:
+        self.server.hangs.wait(30)
         self._say(200, None)
 
     def _say(self, status: int, reply: dict[str, Any] | None, session: str | None = None) -> None:

@@ -24,6 +24,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import EnvironmentPool
 from penstock.services.environments.tools_config import McpServerConfig, PythonConfig, ToolsConfig, read_options
+from penstock.services.runtime.user_folders import VARIABLE
 from penstock.services.user_processes.worker import ProgramError
 from tests.environments import mcp_toy
 
@@ -36,8 +37,8 @@ SERVER = {"command": TOY, "timeout_s": 25}
 class Policy:
     """Calls tools, and reads what they give."""
 
-    def __init__(self, **options: Any) -> None:
-        self.pool = EnvironmentPool(EnvironmentConfig(environment="tools", options=options))
+    def __init__(self, timeout_s: float = 30, **options: Any) -> None:
+        self.pool = EnvironmentPool(EnvironmentConfig(environment="tools", options=options, timeout_s=timeout_s))
         self._said: queue.Queue[Any] = queue.Queue()
 
     def begin(self, session: int) -> list[dict[str, Any]]:
@@ -91,8 +92,13 @@ def test_one_that_is_killed_costs_what_was_under_way(shared: Policy) -> None:
     assert again.endswith("hush c") and not again.startswith(number) and shared.pool.restarts == 0
 
 
-def test_sessions_of_trajectories_are_apart_and_end_with_them_or_with_their_worker() -> None:
-    policy = Policy(mcp=[{**SERVER, "per": "trajectory"}])
+def test_sessions_of_trajectories_are_apart_and_end_with_them_or_with_their_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late.py").write_text(f"import time; time.sleep(1); exec(open({mcp_toy.__file__!r}).read())")
+    monkeypatch.setenv(VARIABLE, json.dumps([str(tmp_path)]))  # its script is beside the config
+    late = {"command": f"{sys.executable} late.py", "per": "trajectory", "timeout_s": 1}  # less than a start takes
+    policy = Policy(70, mcp=[late])
     try:
         for session in (1, 2):
             policy.begin(session)
@@ -144,6 +150,49 @@ def test_a_server_over_http_that_forgets_its_sessions_costs_nothing_and_one_that
         policy.pool.close()
 
 
+def test_one_that_answers_nothing_any_more_is_started_again_and_one_that_is_slow_is_not() -> None:
+    policy = Policy(mcp=[{"command": TOY, "timeout_s": 0.8}])
+    try:
+        policy.begin(1)
+        number = psutil.Process(int(policy.call(1, ("note", {"text": "a"}))[0].split(" ")[0]))
+        assert "did not answer within" in policy.call(1, *[("wait", {"seconds": 30})] * 3)[0]
+        time.sleep(0.9)
+        assert policy.call(1, ("add", {"a": 1})) == ["2"] and number.is_running()
+        number.suspend()
+        policy.call(1, *[("add", {"a": 1})] * 3)
+        number.wait(20)
+    finally:
+        policy.pool.close()
+
+
+def test_half_a_character_costs_its_own_call_alone(shared: Policy) -> None:
+    shared.ask(2, ("toy_wait", {"seconds": 0.5}))
+    (read,) = shared.call(1, ("toy_note", {"text": "\ud83d"}))
+    assert read == "error: toy_note: arguments have half of a character (a surrogate without its pair)"
+    assert shared.read() == ["waited"]
+
+
+def test_what_breaks_over_http_costs_one_call_and_a_forgotten_session_none() -> None:
+    server = mcp_toy.Sessions()
+    policy = Policy(mcp=[{"url": server.url, "timeout_s": 8}])
+    try:
+        policy.begin(1), policy.begin(2)
+        for broken, read in (({"x": "\ud83d"}, "error: look: arguments have"), ({"cut": 1}, "error: look: the conn")):
+            policy.ask(2, ("look", {"seconds": 0.5}))
+            assert policy.call(1, ("look", broken))[0].startswith(read)
+            assert policy.read()[0].startswith("session-0"), "another's is answered"
+        server.hangs.clear()  # it does not answer to a session's end
+        error = {"jsonrpc": "2.0", "id": "server-error", "error": {"code": -32600, "message": "Session not found"}}
+        for forgotten in ((404, error), (400, {"error": "Bad Request: No valid session ID provided"})):
+            server.known, server.forgotten = {f"old-{number}" for number in range(len(server.known) + 1)}, forgotten
+            assert policy.call(1, ("look", {}))[0].startswith(f"session-{len(server.known) - 1}"), forgotten
+            server.hangs.set()
+    finally:
+        server.hangs.set()
+        policy.pool.close()
+        server.shutdown(), server.server_close()
+
+
 @pytest.mark.parametrize(
     ("server", "complaint"),
     [
@@ -172,12 +221,19 @@ def test_what_does_not_begin_is_told_with_its_key(server: dict[str, Any], compla
         ({"mcp": [{}]}, "mcp.0: give command, which starts a server, or url"),
         ({"mcp": [{"command": "a", "url": "http://b"}]}, "mcp.0: give command, which starts a server, or url"),
         ({"mcp": [{"comand": "a"}]}, "mcp.0.comand: unknown key; did you mean 'command'"),
-        ({"mcp": [{"command": "a 'b"}]}, 'mcp.0.command: "a \'b" is no command'),
+        ({"mcp": [{"command": "a 'b"}]}, "mcp.0.command: it is no command: No closing quotation"),
         ({"mcp": [{"command": "a", "env": ["TOKEN=hush"]}]}, "mcp.0.env: 'TOKEN': give the variable's name alone"),
+        ({"mcp": [{"command": "a", "env": ["TOKEN: hush"]}]}, "mcp.0.env: 'TOKEN': give the variable's name alone"),
         ({"mcp": [{"url": "http://a", "headers": {"X-Api-Key": "hush"}}]}, "a secret is in the environment alone"),
         ({"mcp": [{"url": "http://me:hush@a"}]}, "mcp.0.url: it has a secret"),
         ({"mcp": [{"url": "http://a?api_key=hush"}]}, "mcp.0.url: it has a secret"),
-        ({"mcp": [{"url": "a/mcp"}]}, "mcp.0.url: 'a/mcp' is no URL"),
+        ({"mcp": [{"url": "a/mcp"}]}, "mcp.0.url: it is no URL"),
+        ({"mcp": [{"url": "me:hush@a/mcp"}]}, "mcp.0.url: it is no URL"),
+        ({"mcp": [{"url": "http://[hush"}]}, "mcp.0.url: it is no URL"),
+        ({"mcp": [{"command": "a", "env": {"TOKEN": "hush"}}]}, "mcp.0.env: it is no list; give the names alone, e.g."),
+        ({"mcp": [{"command": "a", "env": [["hush"]]}]}, "mcp.0.env.0: Input should be a valid string"),
+        ({"mcp": [{"url": "http://a", "headers": {"A": ["hush"]}}]}, "mcp.0.headers.A: Input should be a valid string"),
+        ({"mcp": {"command": "hush"}}, "mcp: Input should be a valid list"),
         ({"functions": ["pyton"]}, "'pyton' is neither module:function nor one of python"),
         ({"functions": ["a:b"], "python": {"seconds": 3}}, "add python to functions"),
         ({"functions": ["python"], "longest": 0}, "longest: Input should be greater"),
@@ -190,7 +246,9 @@ def test_wrong_options_are_refused_by_their_key(options: dict[str, Any], complai
 
 
 def test_a_call_may_not_outlast_its_step() -> None:
-    for options in ({"mcp": [{"command": "a", "timeout_s": 30}]}, {"functions": ["python"], "python": {"seconds": 40}}):
+    first = {"command": "a", "per": "trajectory", "start_s": 15, "timeout_s": 15}
+    late = {"functions": ["python"], "python": {"seconds": 40}}
+    for options in ({"mcp": [{"command": "a", "timeout_s": 30}]}, {"mcp": [first]}, late):
         with pytest.raises(ValueError, match="is not below timeout_s=30, after which the whole step has failed"):
             EnvironmentConfig(environment="tools", options=options)
 

@@ -52,3 +52,22 @@ def test_nothing_is_remembered_and_wrong_calls_are_told() -> None:
     assert run("\ud83d").startswith("error: python raised UnicodeEncodeError")
     turn = asyncio.run(Tools(["python"]).step('<tool_call>{"name": "python", "arguments": {}}</tool_call>'))
     assert "code: Missing required argument" in str(turn.observation)
+
+
+def test_one_turn_does_not_take_it_from_everybody() -> None:
+    def turn(code: str) -> str:
+        return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
+
+    async def play() -> tuple[Any, Any]:
+        options: dict[str, Any] = {"calls": 2, "python": {"seconds": 1, "at_once": 1}}
+        hog, other = Tools(["python"], **options), Tools(["python"], **options)
+        hogs = asyncio.create_task(hog.step(turn("while True: pass") * 3))
+        await asyncio.sleep(0.1)
+        read = await other.step(turn("1 + 1"))
+        assert not hogs.done()
+        return read.observation, (await hogs).observation
+
+    read, late = asyncio.run(play())
+    assert read == [{"role": "tool", "content": "2\n"}]
+    said = [each["content"] for each in late]
+    assert said == ["error: python: it took longer than 1 s\n"] * 2 + ["error: at most 2 calls in a turn"]

@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import pytest
 
 from penstock.services.reward.config import FunctionConfig
 from penstock.services.reward.functions.code_tests import code_tests
+from penstock.services.user_processes.sandbox.child import SYSTEMS
 from penstock.services.user_processes.sandbox.run import run
 
 ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
@@ -191,6 +193,31 @@ def test_a_program_can_do_little_harm() -> None:
     assert time.monotonic() - begun < 15
 
 
+@pytest.mark.skipif(os.uname().machine not in SYSTEMS, reason="sockets are bounded on x86-64 and ARM alone")
+def test_a_program_reaches_no_socket_in_the_file_system(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:  # as the Redis of a run
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        reach = f"import socket\nsocket.socket(socket.AF_UNIX).connect({str(tmp_path / 's')!r})"
+        assert code_tests(reach, "assert True") == 0.0
+        assert code_tests(reach, "assert True", network=True) == 1.0
+    ring = "import ctypes, socket\nassert ctypes.CDLL(None).syscall(425, 1, bytes(120)) == -1"  # io_uring_setup
+    pair = "try: socket.socketpair(type=socket.SOCK_DGRAM)\nexcept PermissionError: pass\nelse: raise ValueError"
+    assert code_tests(f"{ring}\n{pair}", "assert True") == 1.0
+    pipe = "import multiprocessing as m\na, b = m.Pipe()\na.send(1)"
+    assert code_tests(pipe, "assert b.recv() == 1") == 1.0
+
+
+@pytest.mark.parametrize(
+    "made", ["for _ in range(1100): os.mkdir('a'); os.chdir('a')", "os.mkdir('a', 0); os.chmod('.', 0)"]
+)
+def test_a_program_leaves_no_folder_whatever_it_has_made(
+    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run(f"import os\nopen('x', 'w').close()\n{made}").completed and not list(tmp_path.iterdir())
+
+
 def test_numpy_has_one_thread_however_many_cores_there_are() -> None:
     assert code_tests("import os, numpy", "assert len(os.listdir('/proc/self/task')) == 1") == 1.0
 
@@ -219,7 +246,8 @@ def test_what_a_program_writes_without_end_is_kept_nowhere() -> None:
 
 def test_a_program_ends_with_the_process_that_runs_it_and_leaves_no_folder(tmp_path: Path) -> None:
     name = f"program-{uuid.uuid4()}"
-    forever = f"import os; os.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(60)', {name!r}])"
+    deep = "import os\nfor _ in range(1100): os.mkdir('a'); os.chdir('a')\n"
+    forever = f"{deep}os.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(60)', {name!r}])"
     worker = subprocess.Popen(
         [sys.executable, "-c", f"from {run.__module__} import run; run({forever!r}, seconds=60)"],
         env=os.environ | {"TMPDIR": str(tmp_path)},

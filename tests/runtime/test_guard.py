@@ -18,6 +18,13 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
 print(child.pid, flush=True)
 time.sleep(100)
 """
+STARTS = f"""
+import subprocess, sys
+from {guarded.__module__} import guarded
+started = subprocess.Popen(guarded([sys.executable, "-c", {STUBBORN!r}], ["PATH"]), start_new_session=True)
+print(started.pid, flush=True)
+started.wait()
+"""
 
 
 def test_exit_code_and_pipes_are_the_programs() -> None:
@@ -34,9 +41,8 @@ def test_exit_code_and_pipes_are_the_programs() -> None:
 
 @pytest.mark.parametrize("whom", ["parent", "guard", "program"])
 def test_what_it_has_started_ends_too(whom: str) -> None:
-    command = guarded([sys.executable, "-c", STUBBORN], ["PATH"])
-    starts = f"import subprocess; subprocess.Popen({command!r}, start_new_session=True).wait()"
-    parent = psutil.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE)
+    parent = psutil.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE)
+    parent.stdout.readline()
     grandchild = psutil.Process(int(parent.stdout.readline()))
     program = grandchild.parent()
     guard = program.parent()
@@ -51,3 +57,16 @@ def test_what_it_has_started_ends_too(whom: str) -> None:
             if each.is_running():
                 each.kill()
         parent.wait(5)
+
+
+def test_one_whose_parent_ends_while_it_starts_ends_too() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE)
+    assert parent.stdout
+    guard = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()  # Python takes longer to start
+    parent.wait(5)
+    try:
+        guard.wait(10)
+    finally:
+        if guard.is_running():
+            guard.terminate()

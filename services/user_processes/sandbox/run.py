@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ OUTPUT_BYTES = 1 << 20
 """Of what a program prints, where no more is asked for."""
 END_S = 5.0
 """For all that a program has started to end."""
+REMOVE_S = 30.0
+"""For all that it has written to be removed."""
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL")}
 """NumPy's libraries start a thread for each core, and each takes of the address space that a program may have."""
 
@@ -58,7 +61,7 @@ def run(
     word = secrets.token_bytes(32)
     ours, theirs = socket.socketpair()
     # The output is a file without a name: in its folder the program could put another in its place.
-    with tempfile.TemporaryDirectory(prefix="penstock-code-") as folder, tempfile.TemporaryFile() as output, ours:
+    with _folder() as folder, tempfile.TemporaryFile() as output, ours:
         file = Path(folder, "program.py")
         for name, text in (("program.py", program), ("tests.py", tests), ("built_in.py", built_in)):
             file.with_name(name).write_text(text)
@@ -89,6 +92,19 @@ def run(
             said = ours.recv(64)
         printed = os.pread(output.fileno(), output_bytes, 0).decode(errors="replace")
         return Outcome(said == word, printed, timed_out)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A folder that goes again, whatever a program has made of it: deeper than Python's recursion, say, or closed."""
+    folder = tempfile.mkdtemp(prefix="penstock-code-")
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                if os.path.lexists(folder):
+                    subprocess.run([*command, folder], stderr=subprocess.DEVNULL, timeout=REMOVE_S)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
