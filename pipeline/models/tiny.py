@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from penstock.pipeline.config import TinyModel
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError
-from penstock.services.data.answers import answer_of
+from penstock.services.data.answers import answer_of, is_answer, own_answer
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = string.ascii_lowercase + string.digits + " =+-*/?.,:()"
@@ -42,15 +42,17 @@ def build(
     folder: Path,
     seed: int,
     progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    given: bool = False,
 ) -> None:
     """Makes tokenizer and model, warm-starts it on ``source`` and saves both in ``folder``. ``progress`` is told step,
-    steps and loss."""
+    steps and loss. ``given``: the run learns from the rows' own answers."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     random = np.random.default_rng([seed, 1])
     seen = _usable(source, range(min(SEEN_PROMPTS, len(source))))
     characters = set(ALPHABET).union(*(p.as_text() + (answer_of(p) if config.warm_start.steps else "") for p in seen))
+    characters |= set("".join(map(_given_text, seen))) if given else set()
     tokenizer = make_tokenizer(characters)
     mixture = {
         "num_experts": config.experts,
@@ -98,6 +100,14 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+def _given_text(prompt: Prompt) -> str:
+    """What is said in a row's own answer; nothing of one that the run drops, since it has none."""
+    answer = own_answer(prompt)
+    if not is_answer(answer):
+        return ""
+    return answer if isinstance(answer, str) else "".join(message["content"] for message in answer)
 
 
 def _usable(source: Sequence[Prompt], numbers: Iterable[int]) -> list[Prompt]:

@@ -10,8 +10,7 @@ import numpy as np
 
 from penstock.protocols.experience import Prompt, Trajectory, no_candidates
 from penstock.protocols.routing import no_routing
-from penstock.services.data.answers import own_answer
-from penstock.services.data.json_rows import kind_of
+from penstock.services.data.answers import is_answer, not_answer, own_answer
 from penstock.services.turns.joining import Part, join
 from penstock.services.turns.tokenizer import Message, TextError, Tokenizer
 
@@ -72,11 +71,10 @@ def given_trajectory(
 def _parts(prompt: Prompt, turns: Turns) -> tuple[Prompt, Sequence[dict[str, Any]]]:
     """What is asked, and what is said from there on, which ends with the assistant's last message."""
     answer = own_answer(prompt)
-    if not answer or not isinstance(answer, str | list):
-        what = kind_of(answer) if answer else "nothing"
+    if not is_answer(answer):
         raise TextError(
-            f"the row has no answer to give: its answer is {what}, not text or messages; name the column that has it "
-            "(prompts.train.answer_key)"
+            f"the row has no answer to give: its answer is {not_answer(answer)}, not text or messages; name the column "
+            "that has it (prompts.train.answer_key)"
         )
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if said[-1]["role"] != "assistant":

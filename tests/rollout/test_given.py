@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,10 @@ def shown(text: Tokenizer, prompt: Prompt, turns: Any = "all") -> list[tuple[boo
         # What the template leaves out of an answer is learned all the same, behind the tag that it has opened itself.
         (R1, {}, "<think>\ntwo</think>4", "two</think>4<eos>"),
         (R1, {}, "two</think>4", "two</think>4<eos>"),
+        # Special tokens that end nothing.
+        (None, {}, "4<|im_start|>", "4<|im_start|><eos>"),
+        (NO_END, {}, "4<|im_end|>", "4<|im_end|><eos>"),
+        (PLAIN, {}, "4<|im_start|>", "4<|im_start|><|im_end|>"),
     ],
 )
 def test_the_prompt_is_the_beginning_and_the_answer_is_learned_with_its_end(
@@ -140,6 +146,8 @@ KEPT: dict[Any, Any] = {}
     [
         ({"text": "2+2="}, "no answer to give: its answer is nothing.*answer_key"),
         ({"text": "2+2=", "truth": 4}, "its answer is a number, not text"),
+        ({"messages": ASKED, "truth": ["4", "four"]}, "its answer is a list of something else, not text"),
+        ({"messages": ASKED, "truth": [{"input": "1", "output": "2"}]}, "its answer is a list of something else"),
         ({"text": "2+2=", "answer": "4" * 600}, "have 605 tokens, and there is room for 512"),
         ({"text": "2+2=", "answer": [{"role": "assistant", "content": "4"}]}, "prompt is text and its answer messages"),
         ({"messages": ASKED, "answer": ASKED}, "ends with what the user says"),
@@ -155,6 +163,13 @@ def test_a_row_without_an_answer_that_could_be_given_costs_itself(
 ) -> None:
     with pytest.raises(TextError, match=why):
         given_trajectory(make(PLAIN), Prompt(index=0, **more), "all", 0, 512)
+
+
+def test_what_the_models_own_list_says_ends_an_answer_too(make: Callable[..., Tokenizer]) -> None:
+    text, prompt = make(None), Prompt(index=0, messages=ASKED, answer="4<|im_end|>")
+    (end,) = text.special_ids(["<|im_end|>"])
+    (Path(text.plain.name_or_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    assert given_trajectory(text, prompt, "all", 0, None).tokens[-1] == end
 
 
 def test_a_group_that_is_given_whole_asks_no_engine_and_crosses_the_wire(make: Callable[..., Tokenizer]) -> None:
