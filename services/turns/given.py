@@ -42,9 +42,10 @@ def given_trajectory(
     asked, talk = _parts(prompt, turns)
     if reason := too_long(len(asked.as_text()) + sum(len(message["content"]) for message in talk), max_length):
         raise TextError(reason)
-    parts: list[Part] = [text.encode(asked)]
+    asked_tokens = text.encode(asked)
+    parts: list[Part] = [asked_tokens]
     said: list[np.ndarray] = []
-    size = len(parts[0])
+    size = len(asked_tokens)
 
     def add(part: Part, tokens: int) -> None:
         nonlocal size
