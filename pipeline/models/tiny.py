@@ -50,10 +50,7 @@ def build(
 
     torch.manual_seed(seed)
     random = np.random.default_rng([seed, 1])
-    seen = _usable(source, range(min(SEEN_PROMPTS, len(source))))
-    characters = set(ALPHABET).union(*(p.as_text() + (answer_of(p) if config.warm_start.steps else "") for p in seen))
-    characters |= set("".join(map(_given_text, seen))) if given else set()
-    tokenizer = make_tokenizer(characters)
+    tokenizer = make_tokenizer(_characters(source, config.warm_start.steps > 0, given))
     mixture = {
         "num_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -100,6 +97,14 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+def _characters(source: Sequence[Prompt], taught: bool, given: bool) -> set[str]:
+    """Of the first prompts, and of what is learned from them: ``taught`` by the warm start, ``given`` in the run."""
+    found = set(ALPHABET)
+    for prompt in _usable(source, range(min(SEEN_PROMPTS, len(source)))):
+        found.update(prompt.as_text(), answer_of(prompt) if taught else "", _given_text(prompt) if given else "")
+    return found
 
 
 def _given_text(prompt: Prompt) -> str:
