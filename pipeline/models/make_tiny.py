@@ -26,7 +26,8 @@ def make_tiny(config: Config, folder: Path) -> None:
         partial, made = folder / ".model.partial", folder / "model"
         for left in (partial, made):  # of somebody who was killed here
             shutil.rmtree(left, ignore_errors=True)
-        build(config.model, open_source(config.prompts.train), partial, config.run.seed, advance)
+        given = config.rollout.given.answers > 0
+        build(config.model, open_source(config.prompts.train), partial, config.run.seed, advance, given)
         for written in (*partial.iterdir(), partial):
             sync(written)
         partial.rename(made)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from penstock.pipeline.config import TinyModel
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError
-from penstock.services.data.answers import answer_of
+from penstock.services.data.answers import answer_of, is_answer, own_answer
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = string.ascii_lowercase + string.digits + " =+-*/?.,:()"
@@ -42,16 +42,15 @@ def build(
     folder: Path,
     seed: int,
     progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    given: bool = False,
 ) -> None:
     """Makes tokenizer and model, warm-starts it on ``source`` and saves both in ``folder``. ``progress`` is told step,
-    steps and loss."""
+    steps and loss. ``given``: the run learns from the rows' own answers."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     random = np.random.default_rng([seed, 1])
-    seen = _usable(source, range(min(SEEN_PROMPTS, len(source))))
-    characters = set(ALPHABET).union(*(p.as_text() + (answer_of(p) if config.warm_start.steps else "") for p in seen))
-    tokenizer = make_tokenizer(characters)
+    tokenizer = make_tokenizer(_characters(source, config.warm_start.steps > 0, given))
     mixture = {
         "num_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -98,6 +97,22 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+def _characters(source: Sequence[Prompt], taught: bool, given: bool) -> set[str]:
+    """Of the first prompts, and of what is learned from them: ``taught`` by the warm start, ``given`` in the run."""
+    found = set(ALPHABET)
+    for prompt in _usable(source, range(min(SEEN_PROMPTS, len(source)))):
+        found.update(prompt.as_text(), answer_of(prompt) if taught else "", _given_text(prompt) if given else "")
+    return found
+
+
+def _given_text(prompt: Prompt) -> str:
+    """What is said in a row's own answer; nothing of one that the run drops, since it has none."""
+    answer = own_answer(prompt)
+    if not is_answer(answer):
+        return ""
+    return answer if isinstance(answer, str) else "".join(message["content"] for message in answer)
 
 
 def _usable(source: Sequence[Prompt], numbers: Iterable[int]) -> list[Prompt]:

@@ -26,6 +26,8 @@ def look(config: Config, report: Report) -> None:
     report.row = next(iter(rows), None)
     report.trained = {prompt.source for prompt in rows}
     given.look_at_rows(config, rows, report)
+    if config.rollout.all_given:
+        report.rows.clear()  # rewards are of evaluations alone
     if config.prompts.eval_size:
         for name, source in config.prompts.eval.items():
             # Sources that only rows name are known once all that are asked were read.

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
-from penstock.services.data.answers import own_answer
-from penstock.services.data.json_rows import kind_of
+from penstock.services.data.answers import is_answer, not_answer, own_answer
 from penstock.services.modeling.lengths import longest_sequence
 from penstock.services.turns.tokenizer import Tokenizer
 
@@ -41,9 +40,9 @@ def look_at_tokens(
 def _lacks(prompt: Prompt) -> str:
     """Why a row has no answer; empty: it has one."""
     answer = own_answer(prompt)
-    if answer and isinstance(answer, str | list):
+    if is_answer(answer):
         return ""
-    found = kind_of(answer) if answer else "nothing"
+    found = not_answer(answer)
     return f"row {prompt.index}: its answer is {found}, not text or messages: prompts.train.answer_key names its column"
 
 

@@ -24,7 +24,7 @@ class Report:
     row: Prompt | None = None
     """A usable prompt of the training data."""
     rows: dict[str, Prompt] = field(default_factory=dict)
-    """One of each source that was seen: of the training data, or else of an evaluation set."""
+    """One of each source whose rewards are asked for: of the training data, or else of an evaluation set."""
     trained: set[str] = field(default_factory=set)
     """The sources of the first rows of the training data."""
     evaluated: dict[str, set[str]] = field(default_factory=dict)

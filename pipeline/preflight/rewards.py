@@ -14,6 +14,7 @@ from penstock.protocols.experience import Prompt
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
 from penstock.services.reward.groups import apart, together
 from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.registry import actors
 from penstock.services.user_processes.pool import WorkerPool
 from penstock.services.user_processes.worker import Call
 
@@ -23,7 +24,9 @@ ANSWER = "I think the answer is 42."
 
 
 def look(config: Config, report: Report) -> None:
-    """Adds to ``report`` what is found."""
+    """Adds to ``report`` what is found; nothing where nobody would ask them."""
+    if not actors(config)["reward"].count(config):
+        return
     functions = [(i, f) for i, f in enumerate(config.reward.functions) if f.function != ENVIRONMENT]
     if not functions:
         return
@@ -41,9 +44,7 @@ def look(config: Config, report: Report) -> None:
 
 def _row_for(function: FunctionConfig, report: Report) -> Prompt | None:
     """A row that it would be asked for."""
-    if not function.sources:
-        return report.row
-    return next((report.rows[source] for source in function.sources if source in report.rows), None)
+    return next((report.rows[source] for source in function.sources or report.rows if source in report.rows), None)
 
 
 def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt | None) -> tuple[str, str]:

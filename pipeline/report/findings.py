@@ -31,7 +31,12 @@ def _learned(state: dict[str, Any], steps: Rows) -> Iterator[str]:
     elif steps and not any(row.get("grad_norm") for row in steps):
         yield "nothing was learned: the gradient was 0 in every step"
     trained, flat = state["totals"]["trained"], state["totals"]["groups_without_variance"]
-    if trained and flat > trained / 2:
+    if trained and flat > trained / 2 and any(row.get("given_tokens") for row in steps):
+        yield (
+            f"{flat} of {trained} trained groups had answers of equal reward, from which nothing is learned of the "
+            "policy's own: the prompts are too easy or too hard for it, or the reward does not tell answers apart"
+        )
+    elif trained and flat > trained / 2:
         yield (
             f"{flat} of {trained} trained groups had answers of equal reward, from which nothing is learned: the "
             "prompts are too easy or too hard, or the reward does not tell answers apart; replay.filter=zero_variance "

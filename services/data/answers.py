@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from penstock.protocols.experience import Prompt
+from penstock.services.data.json_rows import kind_of
 
 
 def own_answer(prompt: Prompt) -> Any:
     """What the row gives as its answer: `Prompt.answer`, or else its truth, of reasoning-gym the one of its entry. Text
-    or messages where it is an answer; anything else, None too, where the row has none."""
+    or messages where it is an answer, which `is_answer` tells; anything else, None too, where the row has none."""
     if prompt.answer is not None:
         return prompt.answer
     truth = prompt.truth
     return truth["entry"].get("answer") if isinstance(truth, dict) and isinstance(truth.get("entry"), dict) else truth
+
+
+def is_answer(found: Any) -> TypeGuard[str | list[dict[str, str]]]:
+    """Whether what `own_answer` has found is text or messages: a truth may be anything, lists of other things too."""
+    if isinstance(found, list):
+        return bool(found) and all(
+            isinstance(said, dict) and isinstance(said.get("role"), str) and isinstance(said.get("content"), str)
+            for said in found
+        )
+    return isinstance(found, str) and bool(found)
+
+
+def not_answer(found: Any) -> str:
+    """What else it is, in words."""
+    if isinstance(found, list) and found:
+        return "a list of something else"
+    return kind_of(found) if found else "nothing"
 
 
 def answer_of(prompt: Prompt) -> str:

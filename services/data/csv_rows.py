@@ -53,6 +53,11 @@ class CsvRows:
         read = {name: kind(row[name]) for name, kind in self._read.items() if row[name] is not None}
         return row | read
 
+    def text(self, index: int, column: str) -> str | None:
+        """What a cell says, though its column has numbers alone; None where nothing is in it."""
+        found: str | None = self._rows[index][column]
+        return found
+
     def _kind(self, name: str) -> Callable[[str], Any] | None:
         whole, empty = True, True
         for text in texts_of(self._rows, name):

@@ -50,16 +50,22 @@ class HubSource(PromptSource):
 
     def prompt(self, index: int) -> Prompt:
         """See `PromptSource`."""
-        row = dict(self._rows[self._places[index]])
+        place = self._places[index]
+        row = dict(self._rows[place])
         truth = row[self._config.truth_key] if self._config.truth_key else row
         if truth is None:
             raise DataError(f"row {index}: {self._config.truth_key!r} is missing or null, so no reward can judge it")
         content, key = row[self._config.prompt_key], self._config.answer_key
         answer = row[key] if key else None
+        if key and isinstance(self._rows, CsvRows):  # an answer of digits is text, whatever a reward is handed
+            answer = self._rows.text(place, key)
         if key == self._config.prompt_key:
             content, answer = _parted(index, content)
         elif key and answer is None:
             raise DataError(f"row {index}: {key!r} is missing or null, so there is no answer to give (answer_key)")
+        elif key and not isinstance(answer, str | list):
+            words = f"{key!r} (answer_key) is {kind_of(answer)}, not text or a list of messages; write it as text"
+            raise DataError(f"row {index}: {words}: {str(answer)[:80]}")
         return make_prompt(index, content, truth, self._config.chat, self._config.system, answer)
 
 

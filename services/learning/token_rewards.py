@@ -35,8 +35,8 @@ class TokenRewards:
 def token_rewards(step: TrainingBatch, rows: np.ndarray, penalties: Penalties, state: dict[str, float]) -> TokenRewards:
     """Of these ``rows``, all of which have a reward. Coefficient and multipliers of the next step go into ``state``:
     they follow from the steps alone, so every learner that takes them has the same. The divergence is that of the
-    policy that sampled, for the same reason."""
-    found = _shaped(_whole(step, rows), penalties.shape)
+    policy that sampled, for the same reason. Means are of what was sampled: given answers cost the policy nothing."""
+    found = _shaped(_whole(step, rows), penalties.shape, ~step.given[rows])
     found = _with_constraints(found, step, rows, penalties.constraints, state)
     return _less_kl(found, step, rows, penalties.kl, state)
 
@@ -47,14 +47,16 @@ def shaped(scores: torch.Tensor, shape: RewardShape) -> torch.Tensor:
     return found if shape.low is None and shape.high is None else found.clamp(shape.low, shape.high)
 
 
-def _shaped(found: TokenRewards, shape: RewardShape) -> TokenRewards:
-    """With what lies on single tokens only scaled: what the whole is more or less than their sum lies on the last."""
+def _shaped(found: TokenRewards, shape: RewardShape, own: np.ndarray) -> TokenRewards:
+    """With what lies on single tokens only scaled: what the whole is more or less than their sum lies on the last.
+    ``own``: the rows that were sampled."""
     if not shape.changes:
         return found
     scores = shaped(found.scores, shape)
     tokens = found.tokens * shape.scale
     tokens = tokens + on_last_token(scores - found.scores * shape.scale, found.mask)
-    return TokenRewards(scores, tokens, found.mask, {"reward_shaped": float(scores.mean())})
+    metrics = {"reward_shaped": float(scores[own].mean())} if own.any() else {}
+    return TokenRewards(scores, tokens, found.mask, metrics)
 
 
 def _whole(step: TrainingBatch, rows: np.ndarray) -> TokenRewards:
@@ -81,8 +83,9 @@ def _with_constraints(
     multipliers = [multiplier_of(c, state) for c in constraints]
     scores, divisor = lagrangian(found.scores, costs, multipliers)
     tokens = found.tokens / divisor + on_last_token(scores - found.scores / divisor, found.mask)
-    for constraint, cost, multiplier in zip(constraints, costs, multipliers, strict=True):
-        state[f"multiplier/{constraint.column}"] = risen(multiplier, float(cost.mean()), constraint)
+    own = ~step.given[rows]
+    for constraint, cost, multiplier in zip(constraints, costs, multipliers, strict=True) if own.any() else ():
+        state[f"multiplier/{constraint.column}"] = risen(multiplier, float(cost[own].mean()), constraint)
     metrics = found.metrics | {f"multiplier/{c.column}": m for c, m in zip(constraints, multipliers, strict=True)}
     return TokenRewards(scores, tokens, found.mask, metrics)
 

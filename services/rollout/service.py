@@ -57,6 +57,8 @@ log = structlog.get_logger()
 
 REFUSE_S = 5.0
 IDLE_S = 0.5
+READ_S = 0.2
+"""So long an engine that has work waits while what has arrived is read: long answers that are given take a while."""
 """An idle rollout looks around so often; one that shares its device more often."""
 
 
@@ -96,6 +98,8 @@ class Rollout:
         self._maker, self._turns = self._make_maker(config, model_path), TurnServer(self.engine, self._text)
         self._config, self._group_size = config, group_size
         self._outbox = Outbox(self.actor, self._limit)
+        self._stop: Stop | None = None
+        self.actor.mailbox.handlers[Stop] = self._hear_stop
         self._prepared: deque[Prepared] = deque()
         """Versions that are to be swapped in."""
         self._generated, self._generated_at = 0.0, time.monotonic()
@@ -145,19 +149,29 @@ class Rollout:
         return reason
 
     def _read_inbox(self, wait: bool) -> str | None:
-        """Handles what has arrived; returns the reason to stop, if there is one."""
-        inbox = self.actor.mailbox.inbox
+        """Handles what has arrived, for `READ_S` where the engine has work; returns the reason to stop, if there is
+        one, which waits for no work that came before it."""
+        inbox, until = self.actor.mailbox.inbox, time.monotonic() + READ_S
         try:
             event = inbox.get(timeout=LOOK_S if self._guest else IDLE_S) if wait else inbox.get_nowait()
             while True:
-                if isinstance(event, Stop):
-                    return event.reason
+                health.beat()
+                stop = event if isinstance(event, Stop) else self.actor.own_stop or self._stop
+                if stop and isinstance(event, Stop | Lease | Generate):
+                    return stop.reason
                 if isinstance(event, FencedError):
                     raise event
                 self._handle(event)
+                if self.engine.pending() and time.monotonic() >= until:
+                    return None
                 event = inbox.get_nowait()
         except queue.Empty:
             return None
+
+    def _hear_stop(self, stop: Stop) -> None:
+        """In the mailbox's thread."""
+        self._stop = stop
+        self.actor.mailbox.post(stop)
 
     def _handle(self, event: object) -> None:
         if isinstance(event, Lease):

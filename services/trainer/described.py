@@ -15,13 +15,16 @@ OF_ANY = (
 """What a step is asked for, whatever it has learned from."""
 
 
-def describe(step: TrainingBatch, version: int, compares: bool) -> dict[str, float]:
+def describe(step: TrainingBatch, version: int, compares: bool, with_given: bool = False) -> dict[str, float]:
     """Of a step that ``version`` learns from. ``compares``: its advantage learns nothing from groups whose rewards are
-    all equal, so that these are counted. All but the count of tokens is of what was sampled alone."""
+    all equal, so that these are counted; ``with_given``: given answers are compared too. All else but the count of
+    tokens is of what was sampled alone."""
     given = step.given
     if not given.any():
-        return _sampled(step, version, compares)
-    found = _sampled(step.only(np.flatnonzero(~given)), version, compares and not given.all())
+        return _sampled(step, version, step if compares else None)
+    own = step.only(np.flatnonzero(~given))
+    compared = step if with_given else own
+    found = _sampled(own, version, compared if compares and compared.trajectories else None)
     if given.all():  # nothing is known of the policy's own answers
         found = {name: found[name] for name in OF_ANY}
     tokens = sum(trajectory.sampled for trajectory in step.trajectories if trajectory.given)
@@ -30,13 +33,14 @@ def describe(step: TrainingBatch, version: int, compares: bool) -> dict[str, flo
     return found | ({"reward_given": float(rewards.mean())} if rewards.size else {})
 
 
-def _sampled(step: TrainingBatch, version: int, compares: bool) -> dict[str, float]:
+def _sampled(step: TrainingBatch, version: int, compared: TrainingBatch | None) -> dict[str, float]:
+    """``compared``: the answers that are compared with each other; None where none is."""
     lags = step.lags(version)
     lengths = np.array([t.sampled for t in step.trajectories])
     rewards = mean_by_session(step.rewards, step.sessions)
     rewards = rewards[np.isfinite(rewards)]
     finished = [t.finish == "stop" for t in step.trajectories]
-    solved_all, solved_none = _solved(step) if compares else (0, 0)
+    solved_all, solved_none = _solved(compared) if compared else (0, 0)
     return {
         "reward": float(rewards.mean()) if rewards.size else float("nan"),
         "reward_std": float(rewards.std()) if rewards.size else float("nan"),
@@ -49,7 +53,7 @@ def _sampled(step: TrainingBatch, version: int, compares: bool) -> dict[str, flo
         "response_tokens": float(lengths.mean()) if lengths.size else 0.0,
         "finished_share": float(np.mean(finished)) if finished else 0.0,
         "groups_unreadable": float(step.unreadable),
-        **(_shares(step, solved_all, solved_none) if compares else {}),
+        **(_shares(compared, solved_all, solved_none) if compared else {}),
         **_means(step),
         **_turns(step),
         **_by_source(step),

@@ -88,7 +88,8 @@ class Learner(ModelLearner):
             proximal = self.evaluate(step, lambda rows: forward(self.model, rows, self._temperature))
         watched = self._config.norms_every and (self.version + 1) % self._config.norms_every == 0
         norms = LayerNorms(self.parameters, self.world) if watched else None
-        described, updates = describe(step, self.version, self._compares), []
+        with_given, updates = self._config.algorithm.given.compared, []
+        described = describe(step, self.version, self._compares, with_given)
         for number, rows in enumerate(parts):
             rate = self.begin_update()
             with self.memory.of("memory/backward"):

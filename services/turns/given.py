@@ -10,10 +10,9 @@ import numpy as np
 
 from penstock.protocols.experience import Prompt, Trajectory, no_candidates
 from penstock.protocols.routing import no_routing
-from penstock.services.data.answers import own_answer
-from penstock.services.data.json_rows import kind_of
+from penstock.services.data.answers import is_answer, not_answer, own_answer
 from penstock.services.turns.joining import Part, join
-from penstock.services.turns.tokenizer import Message, TextError, Tokenizer
+from penstock.services.turns.tokenizer import Message, TextError, Tokenizer, too_long
 
 Turns = Literal["all", "last"]
 """Which of the assistant's messages are learned."""
@@ -41,13 +40,26 @@ def given_trajectory(
     say how many candidates each token had. Raises `TextError` where the row has no answer, or one that has no room in
     ``max_length`` tokens (None: there is no bound)."""
     asked, talk = _parts(prompt, turns)
-    parts: list[Part] = [text.encode(asked)]
+    if reason := too_long(len(asked.as_text()) + sum(len(message["content"]) for message in talk), max_length):
+        raise TextError(reason)
+    asked_tokens = text.encode(asked)
+    parts: list[Part] = [asked_tokens]
     said: list[np.ndarray] = []
+    size = len(asked_tokens)
+
+    def add(part: Part, tokens: int) -> None:
+        nonlocal size
+        parts.append(part)
+        size += tokens
+        if max_length is not None and size > max_length:  # each turn is made behind all before it: no more of them
+            raise TextError(
+                f"prompt and answer of the row have {size} tokens or more, and there is room for {max_length}"
+            )
 
     def say(tokens: np.ndarray) -> None:
         said.append(tokens)
         counts = np.zeros(len(tokens) if counted else 0, np.int32)
-        parts.append(Said(tokens, np.zeros(len(tokens)), np.full(len(tokens), version), counts))
+        add(Said(tokens, np.zeros(len(tokens)), np.full(len(tokens), version), counts), len(tokens))
 
     if asked.messages is None:
         say(text.answer_to_text(asked.as_text(), talk[0]["content"]))
@@ -58,25 +70,21 @@ def given_trajectory(
                 heard.append(message)
                 continue
             if said:
-                parts.append(text.observe(heard, True, int(said[-1][-1]), {}))
+                between = text.observe(heard, True, int(said[-1][-1]), {})
+                add(between, len(between))
                 heard = []
             say(text.answer_to_chat([*asked.messages, *talk[:place]], message))
     words = text.decode([tokens.tolist() for tokens in said])
-    made = join(parts, "\n\n".join(words), "stop", turns=tuple(words) if words[1:] else (), given=True)
-    size = len(made.tokens)
-    if max_length is not None and size > max_length:
-        raise TextError(f"prompt and answer of the row have {size} tokens, and there is room for {max_length}")
-    return made
+    return join(parts, "\n\n".join(words), "stop", turns=tuple(words) if words[1:] else (), given=True)
 
 
 def _parts(prompt: Prompt, turns: Turns) -> tuple[Prompt, Sequence[dict[str, Any]]]:
     """What is asked, and what is said from there on, which ends with the assistant's last message."""
     answer = own_answer(prompt)
-    if not answer or not isinstance(answer, str | list):
-        what = kind_of(answer) if answer else "nothing"
+    if not is_answer(answer):
         raise TextError(
-            f"the row has no answer to give: its answer is {what}, not text or messages; name the column that has it "
-            "(prompts.train.answer_key)"
+            f"the row has no answer to give: its answer is {not_answer(answer)}, not text or messages; name the column "
+            "that has it (prompts.train.answer_key)"
         )
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if said[-1]["role"] != "assistant":

@@ -33,7 +33,7 @@ class Tokenizer:
     as ``chat_template`` another one."""
 
     def __init__(self, path: str, template: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer = load_tokenizer(path, template)
+        self._path, self._tokenizer = path, load_tokenizer(path, template)
         self._template = {name: value for name, value in (template or {}).items() if name != "chat_template"}
 
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> np.ndarray:
@@ -94,8 +94,7 @@ class Tokenizer:
         if not _says(told, written):
             tag = re.match(r"\s*(<[^<>\s]+>)\s*", written)  # one that the template has opened already
             opened = tag and begun.rstrip().endswith(tag[1])
-            asked = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
-            told = written[tag.end() if tag and opened else 0 :] + self._render(asked, False).partition(_ANSWER)[2]
+            told = written[tag.end() if tag and opened else 0 :] + self._told_end
         if lost := next((name for name in THOUGHTS if answer.get(name) and not _says(told, answer[name])), None):
             raise TextError(f"the chat template leaves out the answer's {lost}; write it into its content")
         ids, before_ids = self._tokenize(begun + told.rstrip()), self._tokenize(begun)
@@ -103,12 +102,37 @@ class Tokenizer:
         return self._ended(ids[len(before_ids) :] if goes_on else self._tokenize(told.rstrip()))
 
     def _ended(self, ids: list[int]) -> np.ndarray:
-        """With the end of sequence, unless a special token ends them."""
-        if not ids or ids[-1] not in self._special:
+        """With the end of sequence, unless a token that ends one does already; others, though special, end nothing."""
+        if not ids or not self._ends(ids[-1]):
             if self._tokenizer.eos_token_id is None:
                 raise TextError("nothing ends an answer: neither the chat template nor an end of sequence")
             ids = [*ids, self._tokenizer.eos_token_id]
         return np.array(ids, np.int32)
+
+    def _ends(self, token: int) -> bool:
+        """It ends an answer: by the tokenizer, by the template, or by the model's own list."""
+        return token in (self._tokenizer.eos_token_id, self._template_end) or token in self._listed_ends
+
+    @cached_property
+    def _template_end(self) -> int | None:
+        """The special token that the chat template puts behind an answer; None: it puts none there."""
+        last = self._tokenize(self._told_end.rstrip())[-1:] if self.has_template else []
+        return last[0] if last and last[0] in self._special else None
+
+    @cached_property
+    def _told_end(self) -> str:
+        """What the template puts behind an answer that nothing follows."""
+        asked = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
+        return self._render(asked, False).partition(_ANSWER)[2]
+
+    @cached_property
+    def _listed_ends(self) -> set[int]:
+        from transformers import GenerationConfig
+
+        try:
+            return self.stop_ids(GenerationConfig.from_pretrained(self._path))
+        except OSError:
+            return set()  # it has no such file
 
     def _render(self, messages: Sequence[Message], asks: bool) -> str:
         """A chat as text, up to its end, or up to where the next answer begins."""

@@ -171,6 +171,25 @@ def test_a_csv_column_has_numbers_where_all_of_its_cells_are_some(tmp_path: Path
     assert last == {"prompt": "q", "text": "NA", "whole": None, "broken": -0.5, "other": "6"}
 
 
+@pytest.mark.parametrize(
+    ("truth_key", "truth"), [("answer", 7), (None, {"prompt": "3+4", "answer": 7}), ("prompt", "3+4")]
+)
+def test_an_answer_of_digits_is_the_text_that_a_csv_file_has(tmp_path: Path, truth_key: str | None, truth: Any) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer\n3+4,007\n3+3,6\n5+5,\n")
+    data = HubData(path="csv", files=[str(tmp_path / "rows.csv")], truth_key=truth_key, answer_key="answer")
+    rows = open_source(data)
+    assert (rows[0].truth, rows[0].answer, rows[1].answer) == (truth, "007", "6")
+    with pytest.raises(DataError, match="row 2: 'answer' is missing"):
+        rows[2]
+
+
+def test_an_answer_that_is_no_text_is_told_of_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4", "answer": 7}')
+    rows = open_source(HubData(path="json", files=[str(tmp_path / "rows.jsonl")], answer_key="answer"))
+    with pytest.raises(DataError, match=r"row 0: 'answer' \(answer_key\) is a number, not text.*as text: 7"):
+        rows[0]
+
+
 def test_a_comma_at_the_end_of_each_line_of_a_csv_file_is_no_cell(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt,answer,level\n1+1=,two,easy,\n2+2=,four,hard,\n")
     rows = open_source(HubData(path="csv", files=[str(tmp_path / "rows.csv")], truth_key="answer", chat=False))

@@ -42,6 +42,12 @@ DROP = {"group": 3, "kind": "prompt", "reason": "row 7: the prompt is empty"}
         (state(), [*steps()[:9], *steps(skipped=1.0)[9:]], [], "1 of 10 steps were skipped"),
         (state(), steps(grad_norm=0.0), [], "nothing was learned"),
         (state(totals={"groups_without_variance": 41}), steps(), [], "41 of 80 trained groups had answers of equal"),
+        (
+            state(totals={"groups_without_variance": 41}),
+            steps(given_tokens=9.0),
+            [],
+            "nothing is learned of the policy's own",
+        ),
         (state(step=6), steps()[:6], [], "the run ended after 6 of 10 steps: the prompts ended"),
         (state(rewards={"reward/judge": FAILED}), steps(), [], "60 timed out; the last one timed out after 10 s"),
         (state(), steps(), [DROP], "1 prompts were dropped, since they cannot be used; the last one: row 7"),

@@ -7,6 +7,7 @@ start them, also CPU seconds until it is told. The others are forked from a proc
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import resource
 import subprocess
@@ -32,6 +33,7 @@ reward: {functions: [{function: exact_match}]}
 trainer: {steps: 2}
 """
 ROWS = '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n'
+TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 MODULE = '''
 """Functions of a user's own, most of them wrong."""
 import time
@@ -333,6 +335,10 @@ MISTAKES = [
       "row 0: its answer is a number, not text or messages: prompts.train.answer_key names its column",
       files={"rows.jsonl": '{"question": "1+1=", "answer": 2}\n{"question": "2+3=", "answer": 5}\n'},
       overrides=["rollout.given.answers=2", "model.warm_start.steps=0"]),
+    m("answers that are lists of texts", "rollout.given.answers: of the first 1 rows of prompts.train none can give an",
+      "row 0: its answer is a list of something else, not text or messages: prompts.train.answer_key",
+      files={"rows.jsonl": '{"question": "1+1=", "answer": ["2", "two"]}'},
+      overrides=["rollout.given.answers=2", "model.warm_start.steps=0"]),
     m("a penalty where nothing is sampled", "trainer.algorithm.kl: it is of what the policy says, and",
       "rollout.given.answers=2 is all of rollout.sampling.n=2",
       overrides=["trainer.algorithm.preset=sft", "trainer.algorithm.kl.coefficient=0.1"]),
@@ -628,6 +634,28 @@ def test_a_dry_run_tells_the_same_and_starts_nothing(tmp_path: Path) -> None:
     elsewhere, _ = run(tmp_path, "config.yaml", "--dry-run", "trainer.device=cuda")
     assert elsewhere.returncode == 0 and "# on this machine: trainer.device: cuda" in elsewhere.stdout
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("rows", ["answer_key: completion", "prompt_key: messages, answer_key: messages"])
+@pytest.mark.parametrize("held_out", [False, True])
+def test_what_is_given_is_tried_on_no_reward_but_what_is_evaluated(
+    tmp_path: Path, forks: ForkServer, monkeypatch: pytest.MonkeyPatch, rows: str, held_out: bool
+) -> None:
+    """Both rows of docs/moving.md's table for TRL's SFTTrainer, whose truths are whole rows."""
+    monkeypatch.chdir(tmp_path)
+    Path("given.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2", "messages": TALK}))
+    lay_out(tmp_path, Mistake("", (), (), config=CONFIG.replace("reward:", "#")))
+    evaluated = ["prompts.eval={type: hub, path: json, files: [rows.jsonl], prompt_key: question, truth_key: answer}"]
+    overrides = [
+        f"prompts.train={{type: hub, path: json, files: [given.jsonl], {rows}}}", "trainer.algorithm.preset=sft",
+        "model.warm_start.steps=0", *(evaluated if held_out else ["rollout.engine.type=none"]),
+    ]  # fmt: skip
+    with Path("said").open("w+b") as output:
+        command = penstock("run", "config.yaml", "--dry-run", *overrides)
+        done = forks.fork(command, {**os.environ, **WITHOUT}, output, with_parent=False)
+        done.stdin.close()
+        assert done.wait(60) == 0, Path("said").read_text()
+    assert ("exact_match, called on row 0, gave 1 for the truth" in Path("said").read_text()) == held_out
 
 
 def test_prepare_tells_what_is_lacking_and_refuses_a_package_that_an_image_lacks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from penstock.pipeline.models import make_tiny as making
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.preflight import model as models
 from penstock.pipeline.preflight.report import Report
-from penstock.services.modeling.load import load_model
+from penstock.services.modeling.load import load_model, load_tokenizer
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from tests.conftest import TINY
@@ -83,6 +84,17 @@ def test_a_file_that_the_index_names_is_missed(policy: Path, tmp_path: Path) -> 
         (whole / other).write_text('{"weight_map": {"a": "gone.bin"}}')
     assert not said(whole), "files that nobody reads may be missing"
     assert load_trainable(str(whole), World(CPU), CPU, "float32")
+
+
+@pytest.mark.parametrize("column", ["text", "talk"])
+def test_a_tiny_model_has_a_token_for_each_letter_of_what_it_is_given(tmp_path: Path, column: str) -> None:
+    row = {"asked": "1+1=", "text": "ÄZ", "talk": [{"role": "assistant", "content": "ÄZ"}], "truth": "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    rows = f"{{type: hub, path: json, files: ['{tmp_path}/rows.jsonl'], prompt_key: asked, truth_key: truth"
+    given = [f"prompts.train={rows}, answer_key: {column}}}", "rollout.given.answers=1", "model.warm_start.steps=0"]
+    making.make_tiny(load(QUICKSTART, [*SHORT, *given]), tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    assert tokenizer.decode(tokenizer("ÄZ")["input_ids"]) == "ÄZ"
 
 
 def test_a_tiny_model_is_there_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,17 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocols.experience import Group, Prompt, Sampling, summarize
-from penstock.protocols.messages import Lease
+from penstock.protocols.messages import Lease, Stop
 from penstock.protocols.packed_groups import pack_group, unpack_group
-from penstock.services.rollout.config import GivenConfig
+from penstock.services.rollout import service
+from penstock.services.rollout.config import GivenConfig, RolloutConfig
 from penstock.services.rollout.engines.nothing import NoEngine
+from penstock.services.rollout.service import Rollout
 from penstock.services.rollout.single_turn import SingleTurn
+from penstock.services.runtime.actor import ActorContext
 from penstock.services.turns.given import given_trajectory
 from penstock.services.turns.tokenizer import TextError, Tokenizer
+from penstock.services.weights.config import WeightsConfig
 from tests.rollout.test_stop_texts import bytewise
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<eos>"]
@@ -89,6 +95,10 @@ def shown(text: Tokenizer, prompt: Prompt, turns: Any = "all") -> list[tuple[boo
         # What the template leaves out of an answer is learned all the same, behind the tag that it has opened itself.
         (R1, {}, "<think>\ntwo</think>4", "two</think>4<eos>"),
         (R1, {}, "two</think>4", "two</think>4<eos>"),
+        # Special tokens that end nothing.
+        (None, {}, "4<|im_start|>", "4<|im_start|><eos>"),
+        (NO_END, {}, "4<|im_end|>", "4<|im_end|><eos>"),
+        (PLAIN, {}, "4<|im_start|>", "4<|im_start|><|im_end|>"),
     ],
 )
 def test_the_prompt_is_the_beginning_and_the_answer_is_learned_with_its_end(
@@ -140,7 +150,11 @@ KEPT: dict[Any, Any] = {}
     [
         ({"text": "2+2="}, "no answer to give: its answer is nothing.*answer_key"),
         ({"text": "2+2=", "truth": 4}, "its answer is a number, not text"),
-        ({"text": "2+2=", "answer": "4" * 600}, "have 605 tokens, and there is room for 512"),
+        ({"messages": ASKED, "truth": ["4", "four"]}, "its answer is a list of something else, not text"),
+        ({"messages": ASKED, "truth": [{"input": "1", "output": "2"}]}, "its answer is a list of something else"),
+        ({"text": "2+2=", "answer": "4" * 600}, "have 605 tokens or more, and there is room for 512"),
+        ({"text": "2+2=", "answer": "4" * 20_000}, "adds 20004 characters: too many for the 512 tokens"),
+        ({"messages": [*TALK, *TALK[1:]] * 99, "answer": "4"}, "have 5.. tokens or more"),
         ({"text": "2+2=", "answer": [{"role": "assistant", "content": "4"}]}, "prompt is text and its answer messages"),
         ({"messages": ASKED, "answer": ASKED}, "ends with what the user says"),
         ({"messages": TALK[1:], "answer": "5"}, "begins with the assistant"),
@@ -157,13 +171,58 @@ def test_a_row_without_an_answer_that_could_be_given_costs_itself(
         given_trajectory(make(PLAIN), Prompt(index=0, **more), "all", 0, 512)
 
 
+def test_what_the_models_own_list_says_ends_an_answer_too(make: Callable[..., Tokenizer]) -> None:
+    text, prompt = make(None), Prompt(index=0, messages=ASKED, answer="4<|im_end|>")
+    (end,) = text.special_ids(["<|im_end|>"])
+    (Path(text.plain.name_or_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    assert given_trajectory(text, prompt, "all", 0, None).tokens[-1] == end
+
+
+def lease(number: int, n: int = 1) -> Lease:
+    prompt = Prompt(index=0, text="2+2=", truth="4")
+    return Lease(purpose="train", number=number, attempt=1, seed=0, prompt=prompt, sampling=Sampling(n=n), version=5)
+
+
 def test_a_group_that_is_given_whole_asks_no_engine_and_crosses_the_wire(make: Callable[..., Tokenizer]) -> None:
     maker = SingleTurn(NoEngine(), make(None), GivenConfig(answers=2), 64)
-    prompt = Prompt(index=0, text="2+2=", truth="4")
-    lease = Lease(purpose="train", number=7, attempt=1, seed=0, prompt=prompt, sampling=Sampling(n=2), version=5)
-    _, group = maker.start(lease) or (None, "")
-    assert isinstance(group, Group) and not maker.has(lease)
+    asked = lease(7, n=2)
+    _, group = maker.start(asked) or (None, "")
+    assert isinstance(group, Group) and not maker.has(asked)
     said = summarize(group)
     assert (said.oldest, said.newest, said.sampled, said.given) == (5, 5, 4, 4)
     back = unpack_group(pack_group(group))
     assert [t.given for t in back.trajectories] == [True, True] and back.trajectories[0].text == "4"
+
+
+@pytest.fixture
+def rollout(make: Callable[..., Tokenizer], tmp_path: Path) -> Iterator[Rollout]:
+    """One without an engine, whose broker is not there."""
+    folder = make(None).plain.name_or_path
+    (Path(folder) / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    config = RolloutConfig.model_validate({"engine": {"type": "none"}, "given": {"answers": 1}})
+    context = ActorContext("rollout-0", "run", tmp_path, "tcp://127.0.0.1:1")
+    made = Rollout(context, config, WeightsConfig(), folder, "float32", 1)
+    yield made
+    made.actor.mailbox.close(0)
+
+
+@pytest.mark.parametrize("of_broker", [True, False])
+@pytest.mark.parametrize("works", [True, False])
+def test_answers_that_take_long_to_make_keep_nobody_waiting(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch, works: bool, of_broker: bool
+) -> None:
+    made, beats = list[int](), list[int]()
+    monkeypatch.setattr(service, "READ_S", 0.0)
+    monkeypatch.setattr(service.health, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(rollout, "_start", lambda lease: made.append(lease.number))
+    monkeypatch.setattr(rollout.engine, "pending", lambda: int(works))
+    for number in range(4):
+        rollout.actor.mailbox.post(lease(number))
+    assert rollout._read_inbox(wait=False) is None
+    assert made == ([0] if works else [0, 1, 2, 3]) and len(beats) == len(made)
+    rollout.actor.mailbox.post(lease(9))
+    if of_broker:
+        rollout.actor.mailbox.handlers[Stop](Stop(reason="done"))
+    else:
+        rollout.actor.stop("done")
+    assert rollout._read_inbox(wait=False) == "done" and 9 not in made, "work is somebody else's now"

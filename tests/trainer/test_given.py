@@ -108,6 +108,32 @@ def test_a_steps_metrics_are_of_what_the_policy_said() -> None:
     assert "response_tokens" not in none and none["lag_max"] == 0 and none["tokens"] == none["given_tokens"]
 
 
+@pytest.mark.parametrize(("compared", "flat"), [(True, 0.0), (False, 3.0)])
+def test_a_group_of_equal_rewards_but_the_given_one_is_learned_from_where_they_are_compared(
+    compared: bool, flat: float
+) -> None:
+    step = a_step(0, given=SIZE)
+    step.values["reward"][:] = step.given
+    one = learner(given={"shape": "luffy", "compared": True} if compared else {}, advantage={"type": "grpo"})
+    assert one._advantages(step)[0].any() == compared
+    found = one.train(step)
+    assert (found["groups_without_variance"], found["solved_none"]) == (flat, flat / 3)
+    assert found["reward"] == 0, "which is the policy's own"
+
+
+def test_costs_and_shaped_rewards_are_those_of_what_the_policy_said() -> None:
+    step = a_step(0, given=SIZE)
+    step.values["cost"] = np.where(step.given, np.float32(100), np.float32(1))
+    chosen = {"constraints": [{"column": "cost", "limit": 5.0}], "reward_shape": {"scale": 2.0}}
+    luffy = learner(given={"shape": "luffy", "compared": True}, advantage={"type": "grpo"}, **chosen)
+    alone = learner(advantage={"type": "grpo"}, **chosen)
+    found = luffy._advantages(step)[1]
+    assert found == alone._advantages(step.only(np.flatnonzero(~step.given)))[1] and luffy.state == alone.state
+    before = dict(luffy.state)
+    assert "reward_shaped" not in luffy._advantages(step.only(np.flatnonzero(step.given)))[1]
+    assert luffy.state == before, "nobody has said anything"
+
+
 @pytest.mark.parametrize(
     ("chosen", "why"),
     [
