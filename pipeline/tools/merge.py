@@ -50,11 +50,10 @@ def merge(
     from transformers import AutoTokenizer, GenerationConfig
 
     from penstock.services.modeling.generation_config import write_generation_config
-    from penstock.services.modeling.load import folder_of, load_config, with_head
+    from penstock.services.modeling.load import folder_of, load_model
     from penstock.services.modeling.processor_files import read_processor, write_processor
 
-    kind = with_head(load_config(about.base, "CHECKPOINT"), "language")
-    base = kind.from_pretrained(about.base, dtype=torch.float32)
+    base = load_model(about.base, "float32", torch.device("cpu"), "CHECKPOINT")
     merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
     told, merged.generation_config = merged.generation_config, GenerationConfig()
     merged.save_pretrained(out)

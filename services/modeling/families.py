@@ -31,4 +31,4 @@ def keeps_state(kinds: Iterable[str]) -> bool:
 def is_recurrent(text_config: Any) -> bool:
     """`keeps_state`, of the layers of a model with transformers' config."""
     kinds = [kind for name in ("layer_types", "layers_block_type") for kind in getattr(text_config, name, None) or ()]
-    return keeps_state(kinds) or hasattr(text_config, "mamba_d_state")  # Falcon-H1's, in every layer
+    return keeps_state(kinds)

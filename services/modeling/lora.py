@@ -94,7 +94,7 @@ def _all_linear(model: Any) -> list[str]:
         )
     others = {name.rpartition(".")[2] for name in linear[False]}
     found = {name: name.rpartition(".")[2] for name in linear[True]}
-    if "experts" in others:
+    if blocks:
         found = {name: end for name, end in found.items() if end not in EXPERTS}
     # peft goes by how a name ends.
     return sorted({name if end in others or end.isdigit() else end for name, end in found.items()})

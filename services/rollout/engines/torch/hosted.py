@@ -89,13 +89,13 @@ class HostedModel(TransformersModel):
     def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         """As `NativeModel.prefill`."""
         # Where the model cannot be told which logits are wanted, those of few rows at a time.
-        rows = len(tokens) if self._told else self._rows_at_once(tokens.shape[1])
+        rows = len(tokens) if self._told else logit_rows(self._vocabulary, tokens.shape[1])
         parts = zip(tokens.split(rows), lengths.split(rows), range(0, len(tokens), rows), strict=True)
         return torch.cat([self._prefill(part, sizes, slots[at : at + rows]) for part, sizes, at in parts])
 
     def _prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
-        cache, (last, place) = DynamicCache(), torch.unique(lengths - 1, return_inverse=True)
+        cache, (last, place) = self._new_cache(), torch.unique(lengths - 1, return_inverse=True)
         out = self.weights(
             input_ids=tokens,
             attention_mask=(steps[None] < lengths[:, None]).long(),
@@ -104,11 +104,7 @@ class HostedModel(TransformersModel):
             use_cache=True,
             **({"logits_to_keep": last} if self._told else {}),
         )
-        every = torch.cat(slots)
-        repeat = torch.tensor([len(s) for s in slots], device=tokens.device)
-        for index, layer in enumerate(cache.layers):
-            keys, values = layer.keys.repeat_interleave(repeat, 0), layer.values.repeat_interleave(repeat, 0)
-            self.cache.fill(index, every, keys, values)
+        self._fill(cache.layers, torch.cat(slots), torch.tensor([len(s) for s in slots], device=tokens.device))
         wanted = place if self._told else lengths - 1
         return out.logits[torch.arange(len(tokens), device=tokens.device), wanted].float()
 
@@ -132,8 +128,15 @@ class HostedModel(TransformersModel):
         """As `NativeModel.cached`."""
         return self.cache.tensors
 
-    def _rows_at_once(self, length: int) -> int:
-        return logit_rows(self._vocabulary, length)
+    def _new_cache(self) -> DynamicCache:
+        """transformers' own, of whole sequences."""
+        return DynamicCache()
+
+    def _fill(self, layers: Sequence[Any], slots: torch.Tensor, repeat: torch.Tensor) -> None:
+        """Writes what these ``layers`` keep of whole sequences: of the first as often as ``repeat`` says, and so on."""
+        for index, layer in enumerate(layers):
+            keys, values = layer.keys.repeat_interleave(repeat, 0), layer.values.repeat_interleave(repeat, 0)
+            self.cache.fill(index, slots, keys, values)
 
     def _layers(self, positions: torch.Tensor, span: int) -> list[Any]:
         """What each layer keeps, for one decoding step."""
@@ -165,7 +168,7 @@ class HostedModel(TransformersModel):
     @torch.inference_mode()
     def _make_cache(self, slots: int, length: int, dtype: torch.dtype) -> SlotCache:
         """Slots of the shape that the model's own cache has."""
-        model, found = self._spare[0], DynamicCache()
+        model, found = self._spare[0], self._new_cache()
         try:
             model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=self._device), past_key_values=found)
         except torch.OutOfMemoryError:

@@ -3,6 +3,7 @@ run by transformers' own code over our slots: Qwen 3.5, LFM2, Granite 4, Falcon-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class _States:
     """What one layer keeps of each sequence beside keys and values: tensors ``[slots, …]``, by their number."""
 
     def __init__(self, like: LinearAttentionLayer, slots: int) -> None:
+        self.count: int = like.number_of_states
         self.conv, self.recurrent = (
             {n: each.new_zeros((slots, *each.shape[1:])) for n, each in found.items() if each is not None}
             for found in (like.conv_states, like.recurrent_states)
@@ -83,33 +85,22 @@ class HybridModel(HostedModel):
         found = torch.empty((len(tokens), self._vocabulary), device=tokens.device)
         for length in lengths.unique().tolist():
             rows = (lengths == length).nonzero()[:, 0]
-            for part in rows.split(len(rows) if self._told else self._rows_at_once(length)):
-                found[part] = self._prefill(tokens[part, :length], lengths[part], [slots[row] for row in part.tolist()])
+            found[rows] = super().prefill(tokens[rows, :length], lengths[rows], [slots[row] for row in rows.tolist()])
         return found
 
-    def _prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
-        cache = DynamicCache(config=self._text)
-        out = self.weights(
-            input_ids=tokens,
-            position_ids=torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape),
-            past_key_values=cache,
-            use_cache=True,
-            **({"logits_to_keep": 1} if self._told else {}),
-        )
-        every = torch.cat(slots)
-        repeat = torch.tensor([len(mine) for mine in slots], device=tokens.device)
-        for layer, place, states in zip(cache.layers, self._places, self._states, strict=True):
-            if place is not None:
-                keys, values = layer.keys.repeat_interleave(repeat, 0), layer.values.repeat_interleave(repeat, 0)
-                self.cache.fill(place, every, keys, values)
+    def _new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._text)
+
+    def _fill(self, layers: Sequence[Any], slots: torch.Tensor, repeat: torch.Tensor) -> None:
+        super()._fill(_attending(layers), slots, repeat)
+        for layer, states in zip(layers, self._states, strict=True):
             if states is not None:
-                states.fill(every, layer, repeat)
-        return out.logits[:, -1].float()
+                states.fill(slots, layer, repeat)
 
     def _layers(self, positions: torch.Tensor, span: int) -> list[Any]:
         layers: list[Any] = []
         for place, states in zip(self._places, self._states, strict=True):
-            many = max((*states.conv, *states.recurrent), default=0) + 1 if states else 1
+            many = states.count if states else 1
             if place is None:
                 layers.append(LinearAttentionLayer(many))
             elif states is None:
@@ -131,24 +122,21 @@ class HybridModel(HostedModel):
     def _check_kinds(self) -> None:
         """Any; the trial shows."""
 
-    @torch.inference_mode()
-    def _make_cache(self, slots: int, length: int, dtype: torch.dtype) -> SlotCache:
-        model, found = self._spare[0], DynamicCache(config=self._text)
-        try:
-            model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=self._device), past_key_values=found)
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise UnfitError(f"{type(error).__name__}: {error}") from error
-        if odd := {type(layer).__name__ for layer in found.layers if type(layer) not in KINDS}:
+    def _slots_like(self, layers: Sequence[Any], slots: int, length: int, dtype: torch.dtype) -> SlotCache:
+        if odd := {type(layer).__name__ for layer in layers if type(layer) not in KINDS}:
             raise UnfitError(f"layers that keep something else: {', '.join(sorted(odd))}")
-        attend = [layer for layer in found.layers if isinstance(layer, DynamicLayer)]
+        attend = _attending(layers)
         numbers = {id(layer): number for number, layer in enumerate(attend)}
-        self._places = [numbers.get(id(layer)) for layer in found.layers]
+        self._places = [numbers.get(id(layer)) for layer in layers]
         """Of each layer: which of the cache's it is; None: it keeps a state alone."""
-        states = [_States(each, slots) if isinstance(each, LinearAttentionLayer) else None for each in found.layers]
+        states = [_States(each, slots) if isinstance(each, LinearAttentionLayer) else None for each in layers]
         self._states = [each if each and each.tensors else None for each in states]
         types = getattr(self._text, "layer_types", None) or [FULL] * len(states)
         self._attending = {kind for kind, place in zip(types, self._places, strict=True) if place is not None}
         self._stateful = set(types) - self._attending
-        return self._slots_like(attend, slots, length, dtype)
+        return super()._slots_like(attend, slots, length, dtype)
+
+
+def _attending(layers: Sequence[Any]) -> list[Any]:
+    """Those that keep keys and values."""
+    return [layer for layer in layers if isinstance(layer, DynamicLayer)]
