@@ -23,6 +23,8 @@ ALONE = -1
 """The session of a trajectory that is no agent's."""
 
 
+PICTURE = "<image>"
+"""Stands in a prompt's words where it shows a picture."""
 FLOAT32_MAX = 3.4e38
 """No reward is larger."""
 
@@ -102,6 +104,9 @@ class Prompt(BaseModel):
     answer: str | list[dict[str, str]] | None = None
     """The row's own answer, for `rollout.given`: text, or, of a chat, messages that go on from it, the last of which is
     the assistant's. None: the row has none but its truth."""
+    pictures: tuple[bytes, ...] = ()
+    """What it shows, each a whole file of a common format (PNG, JPEG, WebP), in the order of the `PICTURE` marks in its
+    words: as many as there are."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Prompt:
@@ -111,7 +116,14 @@ class Prompt(BaseModel):
             raise ValueError("every chat message has a role and a content")
         if isinstance(self.answer, list) and not all({"role", "content"} <= said.keys() for said in self.answer):
             raise ValueError("every message of an answer has a role and a content")
+        if self.pictures and self.marks != len(self.pictures):
+            raise ValueError(f"its words have {self.marks} times {PICTURE}, and its pictures are {len(self.pictures)}")
         return self
+
+    @property
+    def marks(self) -> int:
+        """How often its words say `PICTURE`."""
+        return self.as_text().count(PICTURE)
 
     def as_text(self) -> str:
         """The prompt as plain text: a chat's contents, with blank lines between."""
@@ -199,6 +211,8 @@ class Trajectory:
     """The place in the group of the agent's session that it is a branch of; `ALONE` where there is no agent."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What its agent has measured, by name."""
+    pictures: tuple[bytes, ...] = ()
+    """What its first tokens show: `Prompt.pictures`, or nothing."""
 
     def __post_init__(self) -> None:
         for name, dtype in (

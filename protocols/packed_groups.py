@@ -21,6 +21,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _are_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(
         _is_text(name) and isinstance(number, float) and math.isfinite(number) for name, number in value.items()
@@ -32,17 +36,22 @@ _LISTS: dict[str, Callable[[Any], bool]] = {
     "finish": lambda value: value in ("stop", "length"),
     "turns": lambda value: isinstance(value, list | tuple) and all(map(_is_text, value)),
     "failure": _is_text,
-    "greedy": lambda value: isinstance(value, bool),
-    "given": lambda value: isinstance(value, bool),
+    "greedy": _is_truth,
+    "given": _is_truth,
     "session": lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= ALONE,
     "metrics": _are_numbers,
 }
 """What a packed group has for each trajectory, beside arrays; and what such a value is."""
+_SAID = tuple(_LISTS)
+_LISTS["shows"] = _is_truth
 
 
 def pack_group(group: Group) -> bytes:
-    """``group`` as one buffer: its trajectories' arrays concatenated, with their lengths (int32 ``[n]``)."""
+    """``group`` as one buffer: its trajectories' arrays concatenated, with their lengths (int32 ``[n]``). Raises
+    `ExperienceError` where one shows other pictures than its prompt."""
     trajectories = group.trajectories
+    if any(t.pictures and t.pictures != group.prompt.pictures for t in trajectories):
+        raise ExperienceError("pictures: a trajectory shows those of its prompt, or none")
     lengths = [len(t.tokens) for t in trajectories]
     columns = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in _COLUMNS}
     return wire.pack(
@@ -53,7 +62,8 @@ def pack_group(group: Group) -> bytes:
             "routing": routing.joined([t.routing for t in trajectories], lengths),
             **columns,
             **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in (*_CANDIDATES, "rewards")},
-            **{name: [getattr(t, name) for t in trajectories] for name in _LISTS},
+            "shows": [bool(t.pictures) for t in trajectories],
+            **{name: [getattr(t, name) for t in trajectories] for name in _SAID},
         }
     )
 
@@ -62,9 +72,10 @@ def unpack_group(data: bytes | memoryview) -> Group:
     """The group of `pack_group`, every rule checked. Raises `ExperienceError` or `wire.WireError`."""
     fields = wire.unpack(data)
     if isinstance(fields, dict):
-        fields.setdefault("routing", routing.no_routing())  # archives of older code have neither
+        fields.setdefault("routing", routing.no_routing())  # archives of older code have none of these
         if isinstance(fields.get("greedy"), list):
-            fields.setdefault("given", [False] * len(fields["greedy"]))
+            for later in ("given", "shows"):
+                fields.setdefault(later, [False] * len(fields["greedy"]))
     expected = {"number", "prompt", "lengths", "rewards", "routing", *_LISTS, *_COLUMNS, *_CANDIDATES}
     if not isinstance(fields, dict) or fields.keys() != expected:
         raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")
@@ -96,10 +107,10 @@ def unpack_group(data: bytes | memoryview) -> Group:
     Trajectory(**columns)  # every rule on all trajectories at once, several times faster
     starts = [0, *bounds[:-1].tolist()]
     before = np.concatenate([[0], np.cumsum(fields["candidate_counts"], dtype=np.int64)])
-    said = zip(*(fields[name] for name in _LISTS), strict=True)
+    said = zip(*(fields[name] for name in _SAID), strict=True)
     trajectories = [
-        _cut(columns, slice(start, end), before, words)
-        for start, end, words in zip(starts, bounds.tolist(), said, strict=True)
+        _cut(columns, slice(start, end), before, words, prompt.pictures if shows else ())
+        for start, end, words, shows in zip(starts, bounds.tolist(), said, fields["shows"], strict=True)
     ]
     return Group(fields["number"], prompt, trajectories)
 
@@ -135,14 +146,17 @@ def _field(data: Bytes, name: str, kind: type) -> Any:
     return found
 
 
-def _cut(columns: dict[str, np.ndarray], part: slice, before: np.ndarray, words: tuple[Any, ...]) -> Trajectory:
+def _cut(
+    columns: dict[str, np.ndarray], part: slice, before: np.ndarray, words: tuple[Any, ...], pictures: tuple[bytes, ...]
+) -> Trajectory:
     """One trajectory out of columns that were checked as a whole. ``before[i]``: candidate ids before token i;
-    ``words``: its own of each of `_LISTS`."""
+    ``words``: its own of each of `_SAID`."""
     trajectory = object.__new__(Trajectory)
     for name in (*_COLUMNS, "candidate_counts", *_OPTIONAL):
         object.__setattr__(trajectory, name, columns[name][part])
     ids = columns["candidate_ids"]
     object.__setattr__(trajectory, "candidate_ids", ids[before[part.start] : before[part.stop]] if ids.size else ids)
-    for name, value in zip(_LISTS, words, strict=True):
+    object.__setattr__(trajectory, "pictures", pictures)
+    for name, value in zip(_SAID, words, strict=True):
         object.__setattr__(trajectory, name, tuple(value) if isinstance(value, list) else value)
     return trajectory

@@ -54,44 +54,50 @@ TEXT: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }  # fmt: skip
+_TURNS: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}}
 SEEING = {
-    "qwen3_5": ("qwen3_5_text", LINEAR), "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | MIXTURE),
-    "qwen3_vl": (
-        "qwen3_vl_text",
-        {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}},
+    "qwen2_5_vl": (
+        "qwen2_5_vl_text",
+        {"head_dim": 8, "rope_parameters": {**_TURNS["rope_parameters"], "mrope_section": [2, 1, 1]}},
     ),
+    "qwen3_5": ("qwen3_5_text", LINEAR), "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | MIXTURE),
+    "qwen3_vl": ("qwen3_vl_text", _TURNS),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", _TURNS | MIXTURE),
     "gemma3": ("gemma3_text", SLIDING), "gemma4": ("gemma4_text", TEXT["gemma4_text"]), "mistral3": ("ministral3", {}),
 }  # fmt: skip
 """Of words and pictures, each with its decoder."""
+PATCH = 8
+"""Pixels at each side of what towers begin with."""
 _EYES = {
     "depth": 1, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 32,
-    "num_position_embeddings": 16,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "image_size": 32, "patch_size": PATCH,
+    "fullatt_block_indexes": [0],
 }  # fmt: skip
 _SEES_BY = {"gemma4": "gemma4_vision"}
 """Whose config has no tower unless it is given one."""
 
 
-def config_of(family: str) -> Any:
-    """transformers' config of a tiny model."""
+def config_of(family: str, vocab_size: int = 64, **more: Any) -> Any:
+    """transformers' config of a tiny model; ``more``: what else that of one that sees is told."""
     from transformers import AutoConfig
 
     if family not in SEEING:
         return _text(family, TEXT[family])
-    kind, more = SEEING[family]
+    kind, own = SEEING[family]
     eyes = AutoConfig.for_model(_SEES_BY[family]) if family in _SEES_BY else AutoConfig.for_model(family).vision_config
     return AutoConfig.for_model(
-        family, text_config=_text(kind, more).to_dict(), vision_config=eyes.to_dict() | _EYES, pad_token_id=0,
-        eos_token_id=1, tie_word_embeddings=False,
+        family, text_config=_text(kind, own | {"vocab_size": vocab_size}).to_dict(),
+        vision_config=eyes.to_dict() | _EYES, pad_token_id=0, eos_token_id=1, tie_word_embeddings=False, **more,
     )  # fmt: skip
 
 
-def write(family: str, folder: Path) -> Any:
-    """Makes the model, and writes it as transformers does."""
+def write(family: str, folder: Path, **told: Any) -> Any:
+    """Makes the model, and writes it as transformers does; its config is ``told`` more."""
     from penstock.services.modeling.load import with_head
 
     torch.manual_seed(0)
-    config = config_of(family)
+    config = config_of(family, **told)
     model = with_head(config, "language").from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return model

@@ -18,6 +18,7 @@ from penstock.pipeline.preflight import (
     lora,
     machine,
     model,
+    pictures,
     rewards,
     scorers,
     sources,
@@ -36,7 +37,20 @@ def look(config: Config, folder: Path) -> Report:
     report = Report()
     with without_hub(config, report):
         machine.look(config, folder, report)
-        parts = (gpus, data, model, lora, learners, rewards, sources, environment, gateway, algorithm, scorers)
+        parts = (
+            gpus,
+            data,
+            pictures,
+            model,
+            lora,
+            learners,
+            rewards,
+            sources,
+            environment,
+            gateway,
+            algorithm,
+            scorers,
+        )
         for part in (*parts, trackers):
             part.look(config, report)
     needs = plan(config)

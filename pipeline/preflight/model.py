@@ -36,7 +36,7 @@ def look(config: Config, report: Report) -> None:
             _check_vllm(policy, config, report)
             if config.with_critic and not config.critic.path:
                 _check_value_head(policy, "model.path")
-    for key, path in _readers(config):
+    for key, path in readers(config):
         with report.collect():
             _find(path, key)
             if policy:
@@ -59,7 +59,7 @@ def look(config: Config, report: Report) -> None:
                 )
 
 
-def _readers(config: Config) -> Iterator[tuple[str, str]]:
+def readers(config: Config) -> Iterator[tuple[str, str]]:
     """Key and path of the models that read what the policy has sampled."""
     if config.reference.path and config.with_reference:
         yield "reference.path", config.reference.path
@@ -176,6 +176,8 @@ def _encode(config: Config, report: Report) -> None:
         try:
             sizes.append(len(tokenizer.encode(prompt)))
             rows.append(prompt)
+        except SetupError:
+            raise
         except Exception as error:  # a template may raise anything
             raise SetupError(
                 f"prompts.train: the tokenizer of {config.model.path} cannot encode row {index}: "

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from penstock.protocols.columns import REWARD
 from penstock.protocols.connection import is_address
 from penstock.protocols.experience import Sampling
-from penstock.services.data.config import DataConfig
+from penstock.services.data.config import DataConfig, shows_pictures
 from penstock.services.runtime.settings import Section, check_bind
 
 ONE_SET = "held_out"
@@ -137,6 +137,11 @@ class PromptsConfig(Section):
     def evaluates(self) -> bool:
         """There is something to evaluate on."""
         return bool(self.eval and self.eval_size)
+
+    @property
+    def show_pictures(self) -> bool:
+        """Some of them may."""
+        return any(map(shows_pictures, [self.train, *self.eval.values()]))
 
     @field_validator("eval", mode="before")
     @classmethod

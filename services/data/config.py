@@ -50,6 +50,10 @@ class HubData(Section):
     """Column of the row's own answer, for `rollout.given`, e.g. ``solution``: text, or a list of chat messages that go
     on from the prompt. The same as `prompt_key`: that column has whole conversations, of which the assistant's last
     message is the answer. null: none but the truth."""
+    images_key: str | None = None
+    """Column of the pictures that the prompt shows, e.g. ``images``: one or a list of them, each an image of a
+    dataset, or the path of a file. ``<image>`` in the prompt's words is where each stands; without, they stand before
+    the words. For models that see: docs/models.md. null: prompts are words alone."""
     chat: bool = True
     """Render a text prompt as one user message through the tokenizer's chat template, where it has one."""
     system: str | None = None
@@ -86,6 +90,8 @@ class CustomData(Section):
     """Where it is: module and function, e.g. ``my_data:load``."""
     options: dict[str, Any] = {}
     """What the function is called with, e.g. ``{folder: tasks}``."""
+    pictures: bool = False
+    """Its prompts show pictures (``Prompt.pictures``), e.g. ``true``: engines must know before the first comes."""
 
 
 class NumbersData(Section):
@@ -124,3 +130,15 @@ class MixData(Section):
 DataConfig = Annotated[
     SortData | HubData | ReasoningGymData | NumbersData | CustomData | MixData, Field(discriminator="type")
 ]
+
+
+def shows_pictures(config: DataConfig) -> bool:
+    """Some prompts of the source may show pictures."""
+    match config:
+        case HubData():
+            return config.images_key is not None
+        case CustomData():
+            return config.pictures
+        case MixData():
+            return any(map(shows_pictures, config.sources.values()))
+    return False

@@ -13,6 +13,7 @@ from penstock.services.data import DataError, need
 from penstock.services.data.config import HubData
 from penstock.services.data.csv_rows import CsvRows
 from penstock.services.data.json_rows import JsonRows, kind_of, words_of
+from penstock.services.data.pictures import marked, marked_chat, read_pictures, undecoded
 from penstock.services.data.source import PromptSource
 from penstock.services.runtime.user_folders import find_file, folders
 
@@ -33,16 +34,18 @@ class HubSource(PromptSource):
         places = _places(config.split, len(rows), key) if config.files else range(len(rows))
         if not places:
             raise DataError(f"{key}.split: {config.split!r} has none of the {len(rows)} rows of {_what(config)}")
-        for option in ("prompt_key", "truth_key", "answer_key"):
+        for option in ("prompt_key", "truth_key", "answer_key", "images_key"):
             column = getattr(config, option)
             if column and column not in rows.column_names:
                 there = ", ".join(rows.column_names)
                 raise DataError(f"{key}.{option}: no column {column!r} in {_what(config)}; it has {there}")
         if not isinstance(rows, JsonRows | CsvRows):
             if config.truth_key:  # what else there is, pictures say, need not be decoded
-                read = (config.prompt_key, config.truth_key, config.answer_key)
+                read = (config.prompt_key, config.truth_key, config.answer_key, config.images_key)
                 rows = rows.select_columns(list(dict.fromkeys(filter(None, read))))
             _check_dates(rows, config, key)
+            if config.images_key:
+                rows = undecoded(rows, config.images_key)
         self._rows, self._places = rows, places[: config.limit]
 
     def __len__(self) -> int:
@@ -52,6 +55,9 @@ class HubSource(PromptSource):
         """See `PromptSource`."""
         place = self._places[index]
         row = dict(self._rows[place])
+        images = row[self._config.images_key] if self._config.images_key else None
+        if self._config.images_key and not self._config.truth_key:
+            del row[self._config.images_key]  # no reward is handed them with the row
         truth = row[self._config.truth_key] if self._config.truth_key else row
         if truth is None:
             raise DataError(f"row {index}: {self._config.truth_key!r} is missing or null, so no reward can judge it")
@@ -66,12 +72,16 @@ class HubSource(PromptSource):
         elif key and not isinstance(answer, str | list):
             words = f"{key!r} (answer_key) is {kind_of(answer)}, not text or a list of messages; write it as text"
             raise DataError(f"row {index}: {words}: {str(answer)[:80]}")
-        return make_prompt(index, content, truth, self._config.chat, self._config.system, answer)
+        pictures = read_pictures(images, [Path(name) for name in self._config.files], index)
+        return make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures)
 
 
-def make_prompt(index: int, content: Any, truth: Any, chat: bool, system: str | None, answer: Any = None) -> Prompt:
-    """A prompt from text or from a list of chat messages, and so its own ``answer``, where it has one. Raises
-    `DataError` for anything else."""
+def make_prompt(
+    index: int, content: Any, truth: Any, chat: bool, system: str | None, answer: Any = None,
+    pictures: tuple[bytes, ...] = (),
+) -> Prompt:  # fmt: skip
+    """A prompt from text or from a list of chat messages, and so its own ``answer``, where it has one; which shows
+    ``pictures``, before its words where these do not say where. Raises `DataError` for anything else."""
     if isinstance(answer, list):
         answer = [_without_nulls(message) for message in answer]
     if answer is not None and not isinstance(answer, str | list):
@@ -80,13 +90,15 @@ def make_prompt(index: int, content: Any, truth: Any, chat: bool, system: str | 
         if not content:
             raise DataError(f"row {index}: the prompt is empty")
         if not chat and not system:
-            return _prompt(index, answer, text=content, truth=truth)
+            return _prompt(index, answer, text=marked(content, pictures), truth=truth, pictures=pictures)
         content = [{"role": "user", "content": content}]
     if not isinstance(content, list) or not content:
         raise DataError(f"row {index}: the prompt is neither text nor a list of messages: {str(content)[:80]!r}")
     content = [_without_nulls(message) for message in content]
+    if pictures:
+        content = marked_chat(content, pictures)
     messages = [{"role": "system", "content": system}, *content] if system else content
-    return _prompt(index, answer, messages=messages, truth=truth)
+    return _prompt(index, answer, messages=messages, truth=truth, pictures=pictures)
 
 
 def _prompt(index: int, answer: str | list[Any] | None, **said: Any) -> Prompt:
@@ -121,7 +133,7 @@ def _unlike_chat(messages: list[Any], error: ValueError) -> str:
         for part, value in message.items():
             if not isinstance(value, str):
                 said = f"{part} of message {number} is {kind_of(value)}, not text"
-                return f"{said} (images, calls of tools and other parts cannot be used yet)"
+                return f"{said} (calls of tools and other parts cannot be used yet; pictures: images_key)"
     return " ".join(str(error).split())
 
 

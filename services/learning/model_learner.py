@@ -33,6 +33,7 @@ from penstock.services.modeling.parallel.tensor import Turned, is_turned, sum_pa
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
+from penstock.services.modeling.sight import sight_tensors
 
 log = structlog.get_logger()
 
@@ -210,6 +211,7 @@ class ModelLearner:
         """All that it holds between two steps."""
         yield from self.model.parameters()
         yield from self.model.buffers()
+        yield from sight_tensors(self.model)
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
         yield from (weight.local() for weight in self.published.values() if isinstance(weight, Turned))

@@ -17,8 +17,10 @@ from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.stages import Stage
+from penstock.services.modeling.sight import Sight
 from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic, token_statistics
+from penstock.services.runtime.errors import SetupError
 
 LOGIT_BYTES = 256 << 20
 """Logits are made in chunks of at most this size."""
@@ -115,7 +117,20 @@ def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
         inputs["attention_mask"] = rows.attention
     if rows.routing is not None:
         inputs["routing"] = torch.from_numpy(rows.routing).to(rows.tokens.device)
+    if rows.pictures:
+        inputs |= _shown(model, rows)
     return inputs
+
+
+def _shown(model: Any, rows: Rows) -> dict[str, Any]:
+    """What it is told of pictures; a row is one trajectory's, since no family that sees shares prompts."""
+    sight: Sight | None = getattr(model, "penstock_sight", None)
+    if sight is None or not isinstance(rows.attention, torch.Tensor) or len(rows.pictures) != len(rows.tokens):
+        raise SetupError(
+            f"prompts show pictures, which {model.config.model_type} does not see; take a model that does "
+            "(docs/models.md), or leave images_key out"
+        )
+    return sight.inputs(rows.tokens, rows.attention, rows.pictures)
 
 
 def shares_prompts(model: Any) -> bool:

@@ -57,6 +57,8 @@ class Rows:
     """Of a token and one that it attends to, itself included."""
     taught: Taught | None = None
     """What teachers say of each sampled token, in `mask`'s order. None where nobody compares."""
+    pictures: tuple[tuple[bytes, ...], ...] = ()
+    """Of each trajectory, what its first tokens show; empty: none shows anything."""
 
     def scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` float32 ``[sampled tokens]``, in `mask`'s order, as ``[trajectories, longest - 1]``; 0 elsewhere."""
@@ -232,6 +234,7 @@ class _Draft:
         """The rows, on ``device``."""
         if isinstance(attention, torch.Tensor):
             attention = attention.to(device)
+        pictures = tuple(self._trajectories[index].pictures for index in self._members)
         return Rows(
             tuple(self._members),
             torch.from_numpy(self._tokens).to(device),
@@ -244,6 +247,7 @@ class _Draft:
             self._routing,
             self._real,
             self._pairs,
+            pictures=pictures if any(pictures) else (),
         )
 
 

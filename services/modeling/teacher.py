@@ -15,6 +15,7 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import device_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import Places, logprobs, of_logits, shares_prompts
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
+from penstock.services.modeling.sight import give_sight
 from penstock.services.modeling.taught import over_top
 from penstock.services.modeling.token_statistics import token_statistics
 from penstock.services.runtime.errors import SetupError
@@ -38,6 +39,7 @@ class Teacher:
         self._device = device_of(device, "scorers.options.device")
         self._model = load_model(path, dtype, self._device, "scorers.options.path").eval()
         compute_head_in(self._model, head_dtype)
+        give_sight(self._model, path, dtype, self._device, "scorers.options.path")
         self._column, self._temperature, self._budget, self._k = column, temperature, tokens_per_batch, top_k or 0
         if self._k > vocabulary_of(self._model):
             raise SetupError(

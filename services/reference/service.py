@@ -20,6 +20,7 @@ from penstock.services.modeling.load import check_vocabulary, device_of, load_mo
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.resting import Resting, release
+from penstock.services.modeling.sight import give_sight, sight_tensors
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
@@ -51,6 +52,7 @@ class Reference:
     def _load(self, path: str, device: torch.device, key: str) -> Any:
         model = load_model(path, self._dtype, device, key).eval()
         compute_head_in(model, self._head_dtype)
+        give_sight(model, path, self._dtype, self._device, key)
         return model
 
     def room(self, in_hand: int) -> int:
@@ -116,7 +118,7 @@ class Reference:
 
     def sleep(self) -> None:
         """Gives its device's memory back."""
-        self._resting.rest([*self._model.parameters(), *self._model.buffers()])
+        self._resting.rest([*self._model.parameters(), *self._model.buffers(), *sight_tensors(self._model)])
 
     def wake(self) -> None:
         """Takes its place on its device again."""

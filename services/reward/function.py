@@ -12,7 +12,7 @@ from penstock.services.runtime.plugins import load_plugin
 
 OFFERED = (
     "response", "response_tokens", "turns", "truth", "source", "prompt", "messages", "finish_reason", "group", "sample",
-    "step",
+    "step", "pictures",
 )  # fmt: skip
 """What a function may ask for by name, beside its options and the columns that its config names."""
 

@@ -169,6 +169,7 @@ def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
         "group": task.key[1],
         "sample": sample,
         "step": task.step,
+        "pictures": list(prompt.pictures),
     }
 
 

@@ -42,6 +42,8 @@ class _Session:
     rewards: list[float] = field(default_factory=list)
     """Of the turns that are over."""
     lost: int = 0
+    pictures: tuple[bytes, ...] = ()
+    """What its first part shows."""
 
     @property
     def turns(self) -> list[Completion]:
@@ -170,7 +172,9 @@ class MultiTurn:
         if said is not None:
             form = {"text": said} if isinstance(said, str) else {"messages": said}
             prompt = Prompt(index=leased.index, truth=leased.truth, **form)
-        session.chat = prompt.messages is not None
+            if prompt.marks == len(leased.pictures):  # it shows them in words of its own
+                prompt = prompt.model_copy(update={"pictures": leased.pictures})
+        session.chat, session.pictures = prompt.messages is not None, prompt.pictures
         if reason := self._too_long([said, found["tools"]]):
             return self._refused(session, reason)
         try:
@@ -214,7 +218,8 @@ class MultiTurn:
         try:
             sampling = lease.sampling.one(session.greedy, max_new_tokens=new)
             known = routed_before(len(tokens), len(given))
-            self._engine.submit(Request(self._requests, lease.seed, tokens, sampling, stream, known))
+            pictures = session.pictures
+            self._engine.submit(Request(self._requests, lease.seed, tokens, sampling, stream, known, pictures=pictures))
         except RequestError as error:
             return self._refused(session, str(error))
         self._generating[self._requests] = session
@@ -254,4 +259,5 @@ class MultiTurn:
         whole = self._text.decode([rest.tolist()])[0]
         rewards = placed(parts, session.rewards)
         finish = finish_of.finish if finish_of else "length"
-        return join(parts, whole, finish, rewards, tuple(words), failure, session.greedy)
+        shown = session.pictures if session.parts else session.work.lease.prompt.pictures
+        return join(parts, whole, finish, rewards, tuple(words), failure, session.greedy, pictures=shown)

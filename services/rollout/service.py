@@ -78,10 +78,11 @@ class Rollout:
         adapter_rank: int = 0,
         turn: GuestsTurn | None = None,
         head_dtype: str | None = None,
+        pictures: bool = False,
     ) -> None:
         """``adapter_rank``: of versions that are adapters, which are added to the model at ``model_path``; 0: they are
         whole. ``turn``, which has come: at the device, which is the trainer's too. ``head_dtype``: of the logits; None:
-        ``dtype``."""
+        ``dtype``. ``pictures``: prompts may show some."""
         torch.set_num_threads(context.threads)
         if deterministic and not config.without_engine:
             determinism.pin(context.folder, "rollout", context.threads)
@@ -92,7 +93,9 @@ class Rollout:
         base = AdapterBase(model_path, dtype)
         if adapter_rank and not config.without_engine:
             base.check([])  # now, before anybody waits for a version
-        self.engine = make_engine(config, model_path, dtype, self._text, turn is not None, adapter_rank, head_dtype)
+        self.engine = make_engine(
+            config, model_path, dtype, self._text, turn is not None, adapter_rank, head_dtype, pictures
+        )
         self._guest = _as_guest(turn, self.engine) if turn else None
         self._receiver = None if config.without_engine else self._make_receiver(weights, context, base)
         self._maker, self._turns = self._make_maker(config, model_path), TurnServer(self.engine, self._text)
@@ -299,6 +302,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         config.trainer.lora.rank if config.trainer.sends_adapter else 0,
         turn,
         config.model.head_dtype,
+        config.prompts.show_pictures,
     )
 
 
@@ -314,11 +318,12 @@ def _as_guest(turn: GuestsTurn, engine: Engine) -> Guest:
 
 def make_engine(
     config: RolloutConfig, model_path: str, dtype: str, text: Tokenizer, sleeps: bool = False, adapter_rank: int = 0,
-    head_dtype: str | None = None,
+    head_dtype: str | None = None, pictures: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine that ``config.engine`` names. Its weights come by the weight channel. It must know from the start that
-    it ``sleeps`` while others have its device, the rank of adapters that are to lie beside the model (0: none), and the
-    ``head_dtype`` of its logits (None: ``dtype``), which one of another make is told by its options."""
+    it ``sleeps`` while others have its device, the rank of adapters that are to lie beside the model (0: none), the
+    ``head_dtype`` of its logits (None: ``dtype``), which one of another make is told by its options, and whether
+    prompts may show ``pictures``."""
     from transformers import AutoConfig, GenerationConfig
 
     engine = config.engine
@@ -336,15 +341,16 @@ def make_engine(
     if isinstance(engine, TorchEngineConfig):
         from penstock.services.rollout.engines.torch.engine import TorchEngine
 
-        return TorchEngine(engine, whole, dtype, stop_ids, lambda ids: text.decode([ids])[0], head_dtype)
+        return TorchEngine(engine, whole, dtype, stop_ids, lambda ids: text.decode([ids])[0], head_dtype, model_path)
     if isinstance(engine, VllmEngineConfig):
         from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
         sampling = config.sampling.training()
         beside = adapter_rank if engine.adapter == "beside" else 0
         return VllmEngine(
-            engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps, beside, head_dtype
-        )
+            engine, model_config, model_path, dtype, stop_ids, sampling, config.threads, sleeps, beside, head_dtype,
+            text.pictures if pictures else None,
+        )  # fmt: skip
     found = next(iter(entry_points(group="penstock.engines", name=engine.name)), None)
     if found is None and ":" not in engine.name:
         raise SetupError(f"rollout.engine.name: no entry point {engine.name!r} in the group penstock.engines")

@@ -54,10 +54,12 @@ class SingleTurn:
         tokens = self._text.encode(lease.prompt)
         work, handle = _Work(lease, tokens, given), handle_of(lease)
         own = sampling.model_copy(update={"greedy_baseline": False, "n": sampled})
-        self._engine.submit(Request(handle, lease.seed, tokens, own, stream_of(lease)))
+        shown = lease.prompt.pictures
+        self._engine.submit(Request(handle, lease.seed, tokens, own, stream_of(lease), pictures=shown))
         self._work[handle] = work
         if sampling.greedy_baseline:
-            self._engine.submit(Request(handle + BASELINE, lease.seed, tokens, sampling.one(greedy=True)))
+            greedy = sampling.one(greedy=True)
+            self._engine.submit(Request(handle + BASELINE, lease.seed, tokens, greedy, pictures=shown))
             self._work[handle + BASELINE] = work
         return None
 
@@ -93,8 +95,9 @@ class SingleTurn:
         completions = [work.completions[place] for place in places]
         try:
             texts = self._text.decode([c.tokens.tolist() for c in completions])
+            shown = lease.prompt.pictures
             trajectories = [
-                join([work.tokens, c], text, c.finish, greedy=place == lease.sampling.n)
+                join([work.tokens, c], text, c.finish, greedy=place == lease.sampling.n, pictures=shown)
                 for place, c, text in zip(places, completions, texts, strict=True)
             ]
         except Exception as error:  # an engine's numbers that break a trajectory's rules, say

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.protocols.experience import UNSAMPLED, Prompt, Trajectory
+from penstock.protocols.experience import PICTURE, UNSAMPLED, Prompt, Trajectory
 from penstock.protocols.routing import no_routing
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
@@ -88,6 +88,8 @@ class SelfTeacher:
 
     def _ask(self, prompt: Prompt, solution: str) -> np.ndarray:
         """int32 ``[tokens]``: the teacher's prompt."""
+        if prompt.pictures:
+            solution = solution.replace(PICTURE, "")  # it shows none
         if prompt.messages is None:
             text = self.config.template.format(prompt=prompt.text, solution=solution)
             return self.tokenizer.encode(prompt.model_copy(update={"text": text}))

@@ -75,7 +75,8 @@ def given_trajectory(
                 heard = []
             say(text.answer_to_chat([*asked.messages, *talk[:place]], message))
     words = text.decode([tokens.tolist() for tokens in said])
-    return join(parts, "\n\n".join(words), "stop", turns=tuple(words) if words[1:] else (), given=True)
+    spoken = tuple(words) if words[1:] else ()
+    return join(parts, "\n\n".join(words), "stop", turns=spoken, given=True, pictures=asked.pictures)
 
 
 def _parts(prompt: Prompt, turns: Turns) -> tuple[Prompt, Sequence[dict[str, Any]]]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.protocols.experience import Prompt
+from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.modeling.load import load_tokenizer
+from penstock.services.modeling.pictures import PictureError, PictureReader
 
 Message = Mapping[str, Any]
 """Of a chat: ``role`` and ``content``, and for some templates more."""
@@ -44,9 +45,33 @@ class Tokenizer:
                 "tools are told by a chat template: the prompt must be messages (chat: true), and the tokenizer must "
                 "have one"
             )
+        if prompt.pictures:
+            return self._encode_shown(prompt, tools)
         if prompt.messages is not None:
             return self.encode_chat(prompt.messages, tools)
         return self.encode_text(prompt.as_text())
+
+    def _encode_shown(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> np.ndarray:
+        """int32 ``[tokens]`` of a prompt that shows pictures. Raises `TextError`."""
+        if prompt.marks != len(prompt.pictures):
+            raise TextError(
+                f"the prompt says {PICTURE} {prompt.marks} times, and shows {len(prompt.pictures)} pictures"
+            )
+        chat = prompt.messages is not None and self.has_template
+        if chat:
+            parts = [{**message, "content": _in_parts(message["content"])} for message in prompt.messages or ()]
+            text = self._rendered(parts, tools, tokenize=False)
+        else:
+            text = prompt.as_text().replace(PICTURE, self.pictures.framed_mark)
+        try:
+            return self.pictures.encode(text, prompt.pictures, begun=chat)
+        except PictureError as error:
+            raise TextError(str(error)) from error
+
+    @cached_property
+    def pictures(self) -> PictureReader:
+        """How the model's processor reads them. Raises `ModelError`."""
+        return PictureReader(self._path, self._tokenizer)
 
     def encode_text(self, text: str) -> np.ndarray:
         """int32 ``[tokens]`` of a text that stands at the beginning, as the tokenizer begins one."""
@@ -67,11 +92,14 @@ class Tokenizer:
         lines, and nobody is told of ``tools``."""
         if not self.has_template:
             return self.encode_text(_contents(messages))
-        ids = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools or ()) or None, add_generation_prompt=True, tokenize=True,
+        return np.array(self._rendered(messages, tools, tokenize=True), np.int32)
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, tokenize: bool) -> Any:
+        """As its chat template has them, up to where the answer begins: text, or ids."""
+        return self._tokenizer.apply_chat_template(
+            list(messages), tools=list(tools or ()) or None, add_generation_prompt=True, tokenize=tokenize,
             return_dict=False, **self._template,
         )  # fmt: skip
-        return np.array(ids, np.int32)
 
     def answer_to_text(self, text: str, answer: str) -> np.ndarray:
         """int32 ``[tokens]`` of an ``answer`` as one samples it behind a ``text`` that stands at the beginning: as the
@@ -297,6 +325,15 @@ def _letters() -> dict[str, int]:
 def _says(told: str, written: str) -> bool:
     """All of ``written`` is there, whatever a template does to the space around it."""
     return "".join(written.split()) in "".join(told.split())
+
+
+def _in_parts(content: str) -> list[dict[str, str]]:
+    """``content`` as templates take what shows pictures: its words, and a picture for each mark between them."""
+    first, *others = content.split(PICTURE)
+    parts = [{"type": "text", "text": first}] if first else []
+    for words in others:
+        parts += [{"type": "image"}, *([{"type": "text", "text": words}] if words else [])]
+    return parts
 
 
 def _contents(messages: Sequence[Message]) -> str:

@@ -221,7 +221,7 @@ def test_a_key_that_only_other_messages_have_is_not_told() -> None:
     with pytest.raises(DataError, match="content of message 0 is null, not text"):
         make_prompt(0, [{"role": "user", "content": None}], "1", True, None)
     called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
-    with pytest.raises(DataError, match=r"row 3: tool_calls of message 1 is a list, not text \(images, calls of tools"):
+    with pytest.raises(DataError, match=r"row 3: tool_calls of message 1 is a list, not text \(calls of tools"):
         make_prompt(3, [{"role": "user", "content": "hi"}, called], "1", True, None)
 
 

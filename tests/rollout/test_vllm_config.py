@@ -13,7 +13,7 @@ from penstock.pipeline.config import ConfigError, load
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.base import EngineError
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments
-from penstock.services.rollout.engines.vllm.engine import as_recorded
+from penstock.services.rollout.engines.vllm.results import as_recorded
 from penstock.services.runtime.errors import SetupError
 
 QUICKSTART = Path("configs/quickstart.yaml")

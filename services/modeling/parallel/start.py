@@ -28,6 +28,7 @@ from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.processor_files import read_processor
+from penstock.services.modeling.sight import give_sight
 from penstock.services.modeling.towers import freeze_towers, towers
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -50,6 +51,15 @@ def load_trainable(
     model, processor = _empty(path, head, key), read_processor(folder)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     new = new if head == "value" else set()
+
+    def begun(model: Any) -> Any:
+        if adapter is not None:
+            lora.begin(model, adapter)
+        model.penstock_processor = processor
+        if head == "language":
+            give_sight(model, path, dtype, device, key)
+        return model
+
     with WeightFiles(folder) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and _buffers_are_known(model, files):
@@ -57,7 +67,7 @@ def load_trainable(
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
             _fill(model, files, f"{key}: {path}")
-            return _begun(model, adapter, processor)
+            return begun(model)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), key, head)
     _prepare(model, adapter, path, dtype)
@@ -66,8 +76,8 @@ def load_trainable(
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return _begun(model, adapter, processor)
-    return _begun(model.to(device), adapter, processor)
+        return begun(model)
+    return begun(model.to(device))
 
 
 def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
@@ -77,13 +87,6 @@ def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None
             for parameter in model.parameters():  # and no buffer: rotations are computed in fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
         lora.inject(model, adapter, path)
-
-
-def _begun(model: Any, adapter: Adapter | None, processor: dict[str, bytes]) -> Any:
-    if adapter is not None:
-        lora.begin(model, adapter)
-    model.penstock_processor = processor
-    return model
 
 
 def _empty(path: str, head: Head, key: str) -> Any:

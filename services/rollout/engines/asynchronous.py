@@ -37,6 +37,9 @@ class AsyncEngine(ABC):
     """The half of `base.Engine` that submits, waits and aborts. What is made of it says how one continuation is
     generated (`generate`), and sets ``version``. ``seats``: continuations that it is given at once."""
 
+    sees = False
+    """Requests may show pictures."""
+
     def __init__(self, name: str, vocabulary: int, max_length: int, seats: int) -> None:
         self.version, self.ended = -1, False
         self._name, self._vocabulary, self._max_length = name, vocabulary, max_length
@@ -62,7 +65,7 @@ class AsyncEngine(ABC):
 
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
-        refuse_unfit(request, self._vocabulary, self._max_length)
+        refuse_unfit(request, self._vocabulary, self._max_length, self.sees)
         if self.version < 0:
             self._early.append(request)
         else:

@@ -15,6 +15,10 @@ from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import FUSED
 from penstock.services.weights.receiver.loader import WeightLoader
 
+SEES_NOTHING = (
+    "the prompt shows pictures, and this engine hands none to its model; use rollout.engine.type=torch or vllm"
+)
+
 
 class RequestError(ValueError):
     """A request that can never be served (too long, unknown option); costs only itself."""
@@ -56,6 +60,8 @@ class Request:
     """Tokens at the beginning whose experts need not be said: see `Completion.routing`."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end an answer, besides the engine's own: those of `Sampling.stop` that no decoded text shows."""
+    pictures: tuple[bytes, ...] = ()
+    """What the tokens show: see `Prompt.pictures`."""
 
     @property
     def stream(self) -> int:
@@ -63,9 +69,9 @@ class Request:
         return self.number if self.of is None else self.of
 
 
-def refuse_unfit(request: Request, vocabulary: int, max_length: int) -> None:
-    """Raises `RequestError` where its ids are not the model's, prompt and response could exceed ``max_length``, or a
-    stop text is empty, which every answer would contain."""
+def refuse_unfit(request: Request, vocabulary: int, max_length: int, sees: bool = False) -> None:
+    """Raises `RequestError` where its ids are not the model's, prompt and response could exceed ``max_length``, a stop
+    text is empty, which every answer would contain, or it shows pictures and the engine's model ``sees`` none."""
     size, new = len(request.tokens), request.sampling.max_new_tokens
     if size < 1 or request.tokens.min() < 0 or request.tokens.max() >= vocabulary:
         raise RequestError(f"the prompt has {size} tokens or ids outside the vocabulary of {vocabulary}")
@@ -73,6 +79,8 @@ def refuse_unfit(request: Request, vocabulary: int, max_length: int) -> None:
         raise RequestError(f"the experts of {request.known} tokens are called known, of a prompt of {size}")
     if "" in request.sampling.stop:
         raise RequestError("one of the texts that end an answer is empty; leave it out")
+    if request.pictures and not sees:
+        raise RequestError(SEES_NOTHING)
     if size + new > max_length:
         raise RequestError(
             f"a prompt of {size} tokens and max_new_tokens={new} exceed rollout.engine.max_length={max_length}"

@@ -17,9 +17,11 @@ from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.resting import Resting, forget, remember
+from penstock.services.modeling.sight import sight_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Refusal, Request, RequestError, refuse_unfit
 from penstock.services.rollout.engines.torch.fitting import fitting_model
+from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.routing_table import RoutingTable
 from penstock.services.rollout.engines.torch.sampling import sample, stream_key, uniforms
 from penstock.services.rollout.engines.torch.stops import Stops
@@ -77,7 +79,7 @@ class TorchEngine:
 
     def __init__(
         self, config: TorchEngineConfig, model_config: Any, dtype: str, stop_ids: set[int],
-        decode: Callable[[Any], str], head_dtype: str | None = None,
+        decode: Callable[[Any], str], head_dtype: str | None = None, path: str | None = None,
     ) -> None:  # fmt: skip
         self.version = -1
         self._capacity = config.max_sequences
@@ -85,6 +87,12 @@ class TorchEngine:
         self.device = device_of(config.device, "rollout.engine.device")
         self._length = min(config.max_length, positions_of(model_config) or config.max_length)
         self._model = fitting_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device, head_dtype)
+        if (
+            path
+            and isinstance(self._model, HostedModel)
+            and (sight := sight_of(model_config, path, dtype, self.device))
+        ):
+            self._model.see(sight)
         self._vocabulary = model_config.get_text_config().vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._slots = _Slots.empty(self._capacity, self._length)
@@ -95,6 +103,8 @@ class TorchEngine:
         """Requests whose candidates are recorded."""
         self._kept: dict[tuple[int, int], list[np.ndarray]] = {}
         """By request and sample: for each new token, what it was chosen from."""
+        self._pictures: dict[int, tuple[bytes, ...]] = {}
+        """Of requests whose prompts show some."""
         self._routed: dict[int, int] = {}
         """Requests whose routing is noted, and from which token on it is wanted."""
         self._routing: RoutingTable | None = None
@@ -111,13 +121,15 @@ class TorchEngine:
 
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
-        refuse_unfit(request, self._vocabulary, self._length)
+        refuse_unfit(request, self._vocabulary, self._length, getattr(self._model, "sight", None) is not None)
         sampling = request.sampling
         if sampling.n > self._capacity:
             raise RequestError(f"n={sampling.n} exceeds rollout.engine.max_sequences={self._capacity}")
         if sampling.routing_replay:
             self._route(request)
         self._queue.append(request)
+        if request.pictures:
+            self._pictures[request.number] = request.pictures
         self._stops.add(request)
         if sampling.candidates and sampling.temperature > 0:
             self._masked.add(request.number)
@@ -145,6 +157,7 @@ class TorchEngine:
             self._compact(gone)
         self._stops.drop(number)
         self._masked.discard(number)
+        self._pictures.pop(number, None)
         self._routed.pop(number, None)
         self._kept = {key: recorded for key, recorded in self._kept.items() if key[0] != number}
 
@@ -198,8 +211,9 @@ class TorchEngine:
         """Keys and values of what is running, with the weights that serve."""
         self._forgotten = False
         if self._active:
-            lengths = self._slots.lengths[: self._active] - 1
-            self._prefill(self._slots.tokens[: self._active], lengths, [[i] for i in range(self._active)])
+            s, active = self._slots, self._active
+            slots = [[i] for i in range(active)]
+            self._prefill(s.tokens[:active], s.lengths[:active] - 1, slots, s.number[:active].tolist())
 
     def _admit(self, done: list[Completion | Refusal]) -> None:
         """Prefills queued requests, first come first served, while slots and the prefill budget last."""
@@ -225,7 +239,8 @@ class TorchEngine:
         tokens = np.zeros((len(chosen), int(lengths.max())), np.int32)
         for row, request in enumerate(chosen):
             tokens[row, : lengths[row]] = request.tokens
-        logits = self._prefill(tokens, lengths, slots, self._routing if self._routed else None)
+        numbers = [request.number for request in chosen]
+        logits = self._prefill(tokens, lengths, slots, numbers, self._routing if self._routed else None)
         repeat = torch.tensor([len(mine) for mine in slots], device=self.device)
         self._extend(logits.repeat_interleave(repeat, 0), start, self._active)
         done += self._retire(self._active, start)
@@ -247,9 +262,11 @@ class TorchEngine:
         s.key[mine] = [stream_key(request.seed, request.stream, i) for i in range(len(mine))]
 
     def _prefill(
-        self, tokens: np.ndarray, lengths: np.ndarray, slots: list[list[int]], routing: RoutingTable | None = None
-    ) -> torch.Tensor:
-        """Runs the first ``lengths[i]`` of each row into its slots, rows of like length together. ``routing`` notes."""
+        self, tokens: np.ndarray, lengths: np.ndarray, slots: list[list[int]], numbers: list[int],
+        routing: RoutingTable | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Runs the first ``lengths[i]`` of each row, of request ``numbers[i]``, into its slots, rows of like length
+        together. ``routing`` notes."""
         order = np.argsort(lengths, kind="stable")
         logits: list[torch.Tensor] = []
         start = 0
@@ -269,7 +286,8 @@ class TorchEngine:
             mine = [slots[r] for r in rows]
             with routing.prefilling(mine, lengths[rows], width) if routing else nullcontext():
                 places = [torch.tensor(each, device=self.device) for each in mine]
-                logits.append(self._model.prefill(block, sizes, places))
+                more = {"pictures": [self._pictures.get(numbers[r], ()) for r in rows]} if self._pictures else {}
+                logits.append(self._model.prefill(block, sizes, places, **more))
             start = end
         return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self.device)]
 
@@ -337,10 +355,11 @@ class TorchEngine:
             return []
         done = [self._completion(int(slot), bool(stopped[slot - start])) for slot in finished]
         self._compact(finished)
-        if self._stops or self._masked or self._routed:
+        if self._stops or self._masked or self._routed or self._pictures:
             running = set(s.number[: self._active].tolist()) | {r.number for r in self._queue}
             self._stops.keep(running)
             self._masked &= running
+            self._pictures = {number: shown for number, shown in self._pictures.items() if number in running}
             self._routed = {number: known for number, known in self._routed.items() if number in running}
         return done
 

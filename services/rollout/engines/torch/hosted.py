@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.services.modeling.precision import LOGITS
 from penstock.services.rollout.engines.torch.cache import SlotCache
-from penstock.services.rollout.engines.torch.transformers_model import TransformersModel, logit_rows
+from penstock.services.rollout.engines.torch.transformers_model import Pictures, TransformersModel, logit_rows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -78,6 +78,8 @@ class HostedModel(TransformersModel):
         self._told = "logits_to_keep" in inspect.signature(self._spare[0].forward).parameters
         """The model can be told which logits are wanted."""
         self.cache = self._make_cache(slots, length, dtype)
+        self._shift = torch.zeros(slots, dtype=torch.long, device=device)
+        """What a slot's positions are ahead of its tokens: those of a picture have fewer than it has tokens."""
         try:
             self._try(length, dtype)
         except UnfitError:
@@ -86,25 +88,36 @@ class HostedModel(TransformersModel):
             self._told = False  # by a number alone, maybe
             self._try(length, dtype)
 
-    def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
-        """As `NativeModel.prefill`."""
+    def prefill(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], pictures: Pictures = ()
+    ) -> torch.Tensor:
+        """As `NativeModel.prefill`, of rows that show ``pictures``; nothing: none does."""
         # Where the model cannot be told which logits are wanted, those of few rows at a time.
         rows = len(tokens) if self._told else logit_rows(self._vocabulary, tokens.shape[1])
         parts = zip(tokens.split(rows), lengths.split(rows), range(0, len(tokens), rows), strict=True)
-        return torch.cat([self._prefill(part, sizes, slots[at : at + rows]) for part, sizes, at in parts])
+        return torch.cat(
+            [self._prefill(part, sizes, slots[at : at + rows], pictures[at : at + rows]) for part, sizes, at in parts]
+        )
 
-    def _prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
+    def _prefill(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], pictures: Pictures
+    ) -> torch.Tensor:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         cache, (last, place) = self._new_cache(), torch.unique(lengths - 1, return_inverse=True)
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "attention_mask": (steps[None] < lengths[:, None]).long(),
+            "position_ids": steps.expand(tokens.shape),
+        }
+        if self.sight and any(pictures):
+            inputs |= self.sight.inputs(tokens, inputs["attention_mask"], pictures)
         out = self.weights(
-            input_ids=tokens,
-            attention_mask=(steps[None] < lengths[:, None]).long(),
-            position_ids=steps.expand(tokens.shape),
-            past_key_values=cache,
-            use_cache=True,
-            **({"logits_to_keep": last} if self._told else {}),
+            **inputs, past_key_values=cache, use_cache=True, **({"logits_to_keep": last} if self._told else {})
         )
-        self._fill(cache.layers, torch.cat(slots), torch.tensor([len(s) for s in slots], device=tokens.device))
+        every, repeat = torch.cat(slots), torch.tensor([len(s) for s in slots], device=tokens.device)
+        self._fill(cache.layers, every, repeat)
+        ends = inputs["position_ids"].expand(3, *tokens.shape)[0].gather(1, lengths[:, None] - 1)[:, 0]
+        self._shift[every] = (ends - (lengths - 1)).repeat_interleave(repeat)
         wanted = place if self._told else lengths - 1
         return out.logits[torch.arange(len(tokens), device=tokens.device), wanted].float()
 
@@ -113,7 +126,7 @@ class HostedModel(TransformersModel):
         out = self.weights(
             input_ids=tokens[:, None],
             attention_mask=self._mask(positions, span),
-            position_ids=positions[:, None],
+            position_ids=(positions + self._shift[: len(positions)])[:, None],
             past_key_values=Cache(layers=self._layers(positions, span)),
             use_cache=True,
         )
@@ -122,6 +135,7 @@ class HostedModel(TransformersModel):
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """As `NativeModel.move`."""
         self.cache.move(source, target, length)
+        self._shift[target] = self._shift[source]
 
     @property
     def cached(self) -> list[torch.Tensor]:

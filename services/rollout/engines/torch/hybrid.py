@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 
 from penstock.services.rollout.engines.torch.cache import SlotCache
 from penstock.services.rollout.engines.torch.hosted import FULL, HostedModel, SlotLayer, UnfitError
+from penstock.services.rollout.engines.torch.transformers_model import Pictures
 
 KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 """Of layers, in transformers' cache: keys and values, a state, both."""
@@ -80,12 +81,16 @@ class HybridModel(HostedModel):
     def _of_states(self) -> list[torch.Tensor]:
         return [tensor for states in self._states if states for tensor in states.tensors]
 
-    def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor]) -> torch.Tensor:
-        """As `NativeModel.prefill`."""
+    def prefill(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], pictures: Pictures = ()
+    ) -> torch.Tensor:
+        """As `HostedModel.prefill`."""
         found = torch.empty((len(tokens), self._vocabulary), device=tokens.device)
         for length in lengths.unique().tolist():
             rows = (lengths == length).nonzero()[:, 0]
-            found[rows] = super().prefill(tokens[rows, :length], lengths[rows], [slots[row] for row in rows.tolist()])
+            mine = rows.tolist()
+            shown = [pictures[row] for row in mine] if pictures else ()
+            found[rows] = super().prefill(tokens[rows, :length], lengths[rows], [slots[row] for row in mine], shown)
         return found
 
     def _new_cache(self) -> DynamicCache:

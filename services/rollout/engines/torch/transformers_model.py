@@ -3,7 +3,7 @@ shadow that the next version is prepared in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
+from penstock.services.modeling.sight import Sight, sight_tensors
 
 
 class TransformersModel:
@@ -21,7 +22,14 @@ class TransformersModel:
         self._device = device
         self._spare = [self._make(config, dtype, head_dtype) for _ in range(2)]
         self.weights: Any = None
+        self.sight: Sight | None = None
         self._recorders = [Recorder(model) for model in self._spare]
+
+    def see(self, sight: Sight) -> None:
+        """From now on prompts may show pictures."""
+        self.sight = sight
+        for model in self._spare:
+            sight.attach(model)
 
     @property
     def recorder(self) -> Recorder:
@@ -46,12 +54,17 @@ class TransformersModel:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """Both copies of the weights."""
-        return [tensor for model in self._spare for tensor in (*model.parameters(), *model.buffers())]
+        """Both copies of the weights, and what it sees with."""
+        kept = [tensor for model in self._spare for tensor in (*model.parameters(), *model.buffers())]
+        return [*kept, *sight_tensors(self._spare[0])]
 
     def logits(self, weights: Any, tokens: torch.Tensor) -> torch.Tensor:
         """As `NativeModel.logits`."""
         return weights(input_ids=tokens[None], use_cache=False).logits[0].float()
+
+
+Pictures = Sequence[tuple[bytes, ...]]
+"""Of each row, what its first tokens show."""
 
 
 def logit_rows(vocabulary: int, length: int) -> int:

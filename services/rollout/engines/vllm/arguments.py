@@ -68,12 +68,14 @@ def engine_arguments(
     beside: int = 0,
     head_dtype: str | None = None,
     recurrent: bool = False,
+    shown: bool = False,
 ) -> Any:
     """vLLM's ``AsyncEngineArgs``. ``raw``: log-probabilities before the temperature is applied; ``kv_token_bytes``: KV
     of one token; ``positions``: that the model has; ``top_k``: log-probabilities that may be asked for;
     ``routed``: it says which experts it took; ``sleeps``: it leaves its GPUs to others at times;
     ``beside``: rank of adapters that lie beside the model; ``head_dtype``: of the logits, None: ``dtype``;
-    ``recurrent``: some layers keep a state, and no keys and values. Raises `SetupError`."""
+    ``recurrent``: some layers keep a state, and no keys and values; ``shown``: prompts may show pictures. Raises
+    `SetupError`."""
     try:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -103,7 +105,7 @@ def engine_arguments(
         "load_format": "dummy",  # version 0 comes by the weight channel like any other
         "generation_config": "vllm",
         "max_logprobs": max(LOGPROBS, top_k),
-        "language_model_only": True,  # no picture comes, so nothing is kept for one
+        "language_model_only": not shown,  # where no picture comes, nothing is kept for one
         **({"enable_return_routed_experts": True} if routed else {}),
         **config.vllm,
     }

@@ -14,13 +14,12 @@ import psutil
 import structlog
 import torch
 
-from penstock.protocols.experience import Finish, Sampling
+from penstock.protocols.experience import Sampling
 from penstock.protocols.keys import ClientKeys
-from penstock.protocols.routing import routing_dtype, unrouted
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.experts import mixture_layers
 from penstock.services.modeling.families import is_recurrent
 from penstock.services.modeling.lengths import positions_of
+from penstock.services.modeling.pictures import PictureReader
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.rollout.engines.asynchronous import CLOSE_S, AsyncEngine
 from penstock.services.rollout.engines.base import (
@@ -32,6 +31,8 @@ from penstock.services.rollout.engines.base import (
 )
 from penstock.services.rollout.engines.torch import native
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, lora_request
+from penstock.services.rollout.engines.vllm.prompts import check_shown, shown_prompt
+from penstock.services.rollout.engines.vllm.results import as_recorded, completion_of
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.config import WeightsConfig
@@ -91,9 +92,10 @@ class VllmEngine(AsyncEngine):
         sleeps: bool = False,
         beside: int = 0,
         head_dtype: str | None = None,
+        pictures: PictureReader | None = None,
     ) -> None:
         """``sleeps``: see `base.SleepingEngine`. ``beside``: rank of adapters that are not merged; 0: all are.
-        ``head_dtype``: of the logits; None: ``dtype``."""
+        ``head_dtype``: of the logits; None: ``dtype``. ``pictures``: what reads those that prompts may show."""
         positions = positions_of(model_config) or config.max_length + 1
         length = min(config.max_length, positions)
         self._replicas = int(config.vllm.get("data_parallel_size", 1))
@@ -114,9 +116,10 @@ class VllmEngine(AsyncEngine):
         kv = 2 * model_config.num_hidden_layers * heads * native.head_dim(model_config) * itemsize
         arguments = engine_arguments(
             config, model_path, dtype, self._raw, kv, positions, sampling.top_k, self._routed, sleeps, beside,
-            head_dtype, is_recurrent(model_config),
+            head_dtype, is_recurrent(model_config), pictures is not None,
         )  # fmt: skip
         self._model_config, self._adapter = model_config, lora_request() if beside else None
+        self._pictures, self.sees = pictures, pictures is not None
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
         self.llm: Any = self.call(self._start(arguments), config.start_s, "start")
         parallel = self.llm.vllm_config.parallel_config
@@ -247,9 +250,9 @@ class VllmEngine(AsyncEngine):
         from vllm.sampling_params import RequestOutputKind
 
         sampling = request.sampling
-        # Salted, so that blocks of an older version are never taken for this one's.
-        prompt = {"prompt_token_ids": request.tokens.tolist(), "cache_salt": str(self.version)}
         try:
+            # Salted, so that blocks of an older version are never taken for this one's.
+            prompt = {"cache_salt": str(self.version), **shown_prompt(request, self._pictures)}
             parameters = SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -268,7 +271,8 @@ class VllmEngine(AsyncEngine):
             result = await self._answer(prompt, parameters, f"{request.number}-{sample}")
         except (ValueError, VLLMValidationError) as error:  # the request's fault
             raise RequestError(str(error)) from error
-        found = _completion(request.number, sample, result.outputs[0], sampling.candidates)
+        check_shown(request, result.prompt_token_ids)
+        found = completion_of(request.number, sample, result.outputs[0], sampling.candidates)
         if not sampling.routing_replay:
             return found
         size, routed = len(request.tokens) - request.known + len(found.tokens), result.outputs[0].routed_experts
@@ -364,37 +368,3 @@ def _processes(before: set[psutil.Process]) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             pass
     return found
-
-
-def as_recorded(routed: np.ndarray | None, tokens: int, model_config: Any) -> np.ndarray:
-    """vLLM's ``[tokens, layers, experts of a token]``, which has all layers, and all ``tokens`` but the last, which
-    was not run, as `Completion.routing`. Raises `EngineError` where it is of another number of tokens or layers."""
-    layers = model_config.num_hidden_layers
-    if routed is None or len(routed) not in (tokens - 1, tokens) or routed.shape[1] != layers:
-        found = "nothing" if routed is None else routed.shape
-        raise EngineError(
-            f"rollout.sampling.routing_replay: vLLM says where tokens went as {found}, of {tokens} tokens and {layers} "
-            "layers"
-        )
-    run = routed[: tokens - 1, mixture_layers(model_config)].astype(routing_dtype(model_config.num_experts))
-    return np.concatenate([run, unrouted(1, run)])
-
-
-def _completion(number: int, sample: int, output: Any, candidates: bool) -> Completion:
-    tokens = np.array(output.token_ids, np.int32)
-    versions = np.full(len(tokens), -1, np.int32)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    if output.finish_reason not in ("stop", "length"):  # an engine core that is told to end aborts what it has
-        raise EngineError(f"vLLM ended a continuation by {output.finish_reason!r}")
-    finish: Finish = output.finish_reason
-    said = output.logprobs
-    logprobs = np.array(said.logprobs, np.float32)
-    if not candidates:
-        return Completion(number, sample, tokens, logprobs[: len(tokens)], versions, finish)
-    ids, starts = np.array(said.token_ids, np.int32), said.start_indices[: len(tokens)]
-    # Each position: the sampled token, then the likeliest ones; those that were cut off have no finite value.
-    spans = [slice(start, end) for start, end in zip(starts, said.end_indices[: len(tokens)], strict=True)]
-    kept = [np.unique(ids[span][np.isfinite(logprobs[span])]) for span in spans]
-    counts = np.array([len(k) for k in kept], np.int32)
-    return Completion(number, sample, tokens, logprobs[starts], versions, finish, counts, np.concatenate(kept))

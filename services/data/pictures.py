@@ -1,0 +1,98 @@
+"""Pictures of a data set's rows: their files as they are, and the places in the words where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.protocols.experience import PICTURE
+from penstock.services.data import DataError
+from penstock.services.data.json_rows import kind_of
+from penstock.services.runtime.user_folders import find_file
+
+
+def read_pictures(found: Any, beside: Sequence[Path], index: int) -> tuple[bytes, ...]:
+    """The files of what row ``index`` has in its column: None, one picture, or a list. A picture is a map of ``bytes``
+    or ``path``, as data sets of the hub have it, bytes, or a path, which is looked for as the user's other files are,
+    and in the folders of the files ``beside``. Raises `DataError`."""
+    if found is None:
+        return ()
+    every = found if isinstance(found, list | tuple) else [found]
+    return tuple(_file_of(each, beside, f"row {index}: picture {number}") for number, each in enumerate(every))
+
+
+def undecoded(rows: Any, column: str) -> Any:
+    """``rows`` of ``datasets`` with the images of ``column`` as the files that they were."""
+    import datasets
+
+    kind = rows.features[column]
+    if isinstance(kind, datasets.Image):
+        return rows.cast_column(column, datasets.Image(decode=False))
+    if isinstance(getattr(kind, "feature", None), datasets.Image):
+        return rows.cast_column(column, datasets.List(datasets.Image(decode=False)))
+    return rows
+
+
+def marked(words: str, pictures: Sequence[bytes]) -> str:
+    """``words`` that say where each of ``pictures`` stands: all before them, where they do not say it themselves."""
+    return words if PICTURE in words else PICTURE * len(pictures) + words
+
+
+def marked_chat(messages: Sequence[Any], pictures: Sequence[bytes]) -> list[Any]:
+    """As `marked`, of a chat: before the user's first words. A content in parts, as chat templates take it, becomes
+    words with marks."""
+    said = [_as_words(message) for message in messages]
+    if any(PICTURE in message["content"] for message in said if _has_words(message)):
+        return said
+    for place, message in enumerate(said):
+        if _has_words(message) and message.get("role") == "user":
+            said[place] = {**message, "content": marked(message["content"], pictures)}
+            break
+    return said
+
+
+def _has_words(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("content"), str)
+
+
+def _as_words(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return message
+    words = []
+    for part in content:
+        kind = part.get("type")
+        if kind in ("image", "image_url"):
+            words.append(PICTURE)
+        elif kind == "text" and isinstance(part.get("text"), str):
+            words.append(part["text"])
+        else:
+            return message
+    return {**message, "content": "".join(words)}
+
+
+def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
+    if isinstance(found, dict):
+        found = found.get("bytes") or found.get("path")
+    if isinstance(found, bytes) and found:
+        return found
+    if not isinstance(found, str) or not found:
+        raise DataError(
+            f"{where} (images_key) is {kind_of(found) if found else 'empty'}; it must be an image of a data set, or "
+            "the path of a file"
+        )
+    if "://" in found or found.startswith("data:"):
+        raise DataError(
+            f"{where} (images_key) is {found[:80]}; no picture is fetched: keep its file, and give the path"
+        )
+    folders = [(find_file(str(path)) or path).parent for path in beside]
+    places = [find_file(found), *(folder / found for folder in folders)]
+    file = next((place for place in places if place is not None and place.is_file()), None)
+    if file is None:
+        looked = f", also beside {', '.join(map(str, beside))}" if beside else ""
+        raise DataError(f"{where} (images_key): no such file: {found}{looked}")
+    content = file.read_bytes()
+    if not content:
+        raise DataError(f"{where} (images_key): {file} is empty")
+    return content

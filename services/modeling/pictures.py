@@ -1,0 +1,135 @@
+"""Pictures as a model's processor reads them: the tokens that stand for one, and the numbers that its towers take."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded
+from penstock.services.runtime.install import install
+
+KEPT = 32
+"""Pictures whose numbers are remembered: a group's prompt is read several times in a row."""
+
+
+class PictureError(ValueError):
+    """A picture that cannot be read, or words that do not fit it; costs its prompt alone."""
+
+
+class PictureReader:
+    """The processor of the model at ``path``, of which the config's ``key`` speaks; its ``tokenizer`` is read from
+    there too, unless it is given. Videos are none of its business, so that it wants no torchvision. Raises
+    `ModelError`."""
+
+    def __init__(self, path: str, tokenizer: Any = None, key: str = "model.path") -> None:
+        self._processor = _load(path, tokenizer or load_tokenizer(path, key=key), key)
+        self._read: dict[bytes, tuple[dict[str, torch.Tensor], list[int]]] = {}
+
+    @property
+    def mark(self) -> str:
+        """What stands for one picture in words, before it is made tokens."""
+        return str(self._processor.image_token)
+
+    @property
+    def mark_id(self) -> int:
+        """The token of `mark`."""
+        return int(self._processor.tokenizer.convert_tokens_to_ids(self.mark))
+
+    @property
+    def framed_mark(self) -> str:
+        """`mark`, with what the family's own template puts around it."""
+        begin, end = (getattr(self._processor, f"vision_{name}_token", "") for name in ("start", "end"))
+        return f"{begin}{self.mark}{end}"
+
+    def encode(self, text: str, pictures: Sequence[bytes], begun: bool) -> np.ndarray:
+        """int32 ``[tokens]`` of ``text`` with a `mark` for each of ``pictures``, which becomes as many tokens as that
+        picture has. ``begun``: the text says itself what begins one. Raises `PictureError`."""
+        if (marks := text.count(self.mark)) != len(pictures):
+            raise PictureError(
+                f"the prompt has {self.mark} {marks} times, and shows {len(pictures)} pictures: leave it out of the "
+                "words, and let the chat template show each picture once"
+            )
+        ids = self._call(text, pictures, add_special_tokens=not begun)["input_ids"][0]
+        return np.array(ids, np.int32)
+
+    def numbers(self, picture: bytes) -> dict[str, torch.Tensor]:
+        """What the family's ``get_image_features`` is given for one picture. Raises `PictureError`."""
+        return self._one(picture)[0]
+
+    def expansion(self, picture: bytes) -> list[int]:
+        """The tokens that stand for a picture in the place of the token of `mark`. Raises `PictureError`."""
+        return self._one(picture)[1]
+
+    def _one(self, picture: bytes) -> tuple[dict[str, torch.Tensor], list[int]]:
+        if picture not in self._read:
+            if len(self._read) >= KEPT:
+                del self._read[next(iter(self._read))]
+            found = self._call(self.mark, [picture], add_special_tokens=False)
+            numbers = {name: torch.as_tensor(np.asarray(of)) for name, of in found.items() if name not in _OF_TEXT}
+            self._read[picture] = numbers, list(found["input_ids"][0])
+        return self._read[picture]
+
+    def _call(self, text: str, pictures: Sequence[bytes], **how: Any) -> Mapping[str, Any]:
+        images = [open_picture(picture) for picture in pictures]
+        try:
+            found: Mapping[str, Any] = self._processor(images=images, text=[text], **how)
+        except (ValueError, TypeError, IndexError, OSError) as error:
+            raise PictureError(f"the model's processor cannot take the picture: {error}") from error
+        return found
+
+
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops")
+
+
+def open_picture(picture: bytes) -> Any:
+    """As an RGB image of Pillow. Raises `PictureError`."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            return Image.open(io.BytesIO(picture)).convert("RGB")
+    except Exception as error:  # its decoders raise anything
+        raise PictureError(f"a picture of {len(picture)} bytes cannot be read: {error}") from error
+
+
+def _load(path: str, tokenizer: Any, key: str) -> Any:
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = PROCESSOR_MAPPING_NAMES.get(load_config(path, key).model_type)
+    if name is None:
+        raise ModelError(f"{key}: transformers has no processor of pictures for {path}; its prompts must be text")
+    try:
+        import PIL  # noqa: F401
+
+        family = getattr(transformers, name)
+        wanted = inspect.signature(family.__init__).parameters
+        images = transformers.AutoImageProcessor.from_pretrained(path)
+        try:
+            written, _ = family.get_processor_dict(path)
+        except (OSError, ValueError):
+            written = {}  # a model need not have a file of it beside its image processor's
+        told = {name: written[name] for name in wanted if name in written and name not in family.get_attributes()}
+        return type(name, (family,), {"check_argument_for_proper_class": _lenient})(
+            **told | {"image_processor": images, "tokenizer": tokenizer}
+        )
+    except ImportError as error:
+        remedy = f"run: {install('pictures')}"
+        if "torchvision" in f"{error} {error.__cause__}".lower() or find_spec("PIL"):
+            remedy = f"it wants torchvision, built for torch {torch.__version__}: install that"
+        raise ModelError(f"{key}: transformers' {name}, which reads pictures, cannot be had; {remedy}") from error
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ModelError(not_loaded(path, "image processor", error, key)) from error
+
+
+def _lenient(self: Any, name: str, given: Any) -> Any:
+    """In the place of transformers' check: what hears, or sees videos, may be missing."""
+    return type(given)

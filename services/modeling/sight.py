@@ -1,0 +1,221 @@
+"""What a model of words and pictures sees: its towers, frozen, in a copy of their own, and how the decoder is told.
+
+Towers never change while a run trains (`towers.py`), so what they find in a picture is computed once, whoever trains,
+scores or samples, in whatever shape the decoder is cut; and ranks whose rows show nothing need not take part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.load import ModelError, folder_of, load_config, load_model, sees, with_head
+from penstock.services.modeling.pictures import PictureError, PictureReader
+from penstock.services.modeling.towers import towers
+from penstock.services.modeling.weight_files import WeightFiles
+
+FOUND_BYTES = 512 << 20
+"""Of what towers have found in pictures, so much is remembered; the oldest is forgotten."""
+
+
+class Sight:
+    """For models with the towers of the one at ``path``, whose decoder reads what they see where ``token`` stands; they
+    are loaded when the first picture comes, in ``dtype``, on ``device``. Raises `ModelError` then."""
+
+    def __init__(self, path: str, token: int, dtype: str, device: torch.device, key: str = "model.path") -> None:
+        self._token = token
+        self._path, self._dtype, self._device, self._key = path, dtype, device, key
+        self._base: Any = None
+        self._reader: PictureReader | None = None
+        self._found: dict[bytes, _Found] = {}
+        self._shown: torch.Tensor | None = None
+        """bool ``[rows, length]``: where the rows of the forward pass show something that was asked for last."""
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What lies on the device, but for what was found."""
+        for tower in towers(self._base).values() if self._base is not None else ():
+            yield from (*tower.parameters(), *tower.buffers())
+
+    def forget(self) -> None:
+        """What was found lies on the device too."""
+        self._found.clear()
+
+    def attach(self, model: Any) -> None:
+        """Has ``model``, which may be cut, take what `inputs` gives."""
+        base, own, token = model.base_model, model.base_model.get_placeholder_mask, self._token
+
+        def mask(input_ids: torch.Tensor | None, *rest: Any, **named: Any) -> Any:
+            """A placeholder that the policy has sampled is a word like any other."""
+            shown, self._shown = self._shown, None
+            if shown is not None and input_ids is not None:
+                input_ids = input_ids.masked_fill((input_ids == token) & ~shown, _other_than(token))
+            return own(input_ids, *rest, **named)
+
+        base.get_placeholder_mask = mask
+        model.penstock_sight = self
+
+    def inputs(self, tokens: torch.Tensor, real: torch.Tensor, pictures: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+        """What a model is called with beside ``tokens`` ``[rows, length]``, of which those are ``real`` where that is 1
+        (same shape, right-padded), each of which begins with a prompt that shows its ``pictures``. Raises
+        `PictureError` where a row has not as many placeholders as they need."""
+        found = [[self._look(picture) for picture in row] for row in pictures]
+        base = self._loaded()[0]
+        counts = torch.tensor([sum(each.tokens for each in row) for row in found], device=tokens.device)
+        placeholders = (tokens == self._token) & real.bool()
+        self._shown = placeholders & (placeholders.cumsum(1) <= counts[:, None])
+        if not torch.equal(self._shown.sum(1), counts):
+            raise PictureError(
+                f"rows have {self._shown.sum(1).tolist()} places for {counts.tolist()} vectors of their pictures"
+            )
+        every = [each for row in found for each in row]
+        kinds = self._shown.int()
+        inputs: dict[str, Any] = {"mm_encoder_outputs": {"image": _joined([each.outputs for each in every])}}
+        taken = inspect.signature(type(base).forward).parameters
+        inputs |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
+        if hasattr(base, "get_rope_index"):
+            grids = torch.cat([each.numbers["image_grid_thw"] for each in every]).to(tokens.device)
+            inputs["position_ids"] = base.get_rope_index(
+                tokens, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=real
+            )[0]
+        return inputs
+
+    @torch.no_grad()
+    def _look(self, picture: bytes) -> _Found:
+        found = self._found.pop(picture, None)
+        if found is None:
+            base, reader = self._loaded()
+            numbers = reader.numbers(picture)
+            taken = inspect.signature(base.get_image_features).parameters
+            found = _Found.of(base, {name: self._placed(of) for name, of in numbers.items() if name in taken})
+        self._found[picture] = found
+        while len(self._found) > 1 and sum(each.nbytes for each in self._found.values()) > FOUND_BYTES:
+            del self._found[next(iter(self._found))]
+        return found
+
+    def _placed(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._device, DTYPES[self._dtype] if values.is_floating_point() else None)
+
+    def _loaded(self) -> tuple[Any, PictureReader]:
+        if self._base is None or self._reader is None:
+            self._reader = PictureReader(self._path, key=self._key)
+            self._base = _load_towers(self._path, self._dtype, self._device, self._key)
+        return self._base, self._reader
+
+
+class _Found:
+    """What the towers have found in one picture."""
+
+    def __init__(self, outputs: Any, numbers: dict[str, torch.Tensor]) -> None:
+        self.outputs, self.numbers = outputs, numbers
+        vectors = _flat(outputs.pooler_output)
+        self.tokens = sum(part.shape[:-1].numel() for part in vectors)
+        """Vectors, each of which the decoder reads in a placeholder's place."""
+        every = [*vectors, *_flat(outputs.deepstack_features or ())]
+        self.nbytes = sum(part.numel() * part.element_size() for part in every)
+
+    @classmethod
+    def of(cls, base: Any, numbers: dict[str, torch.Tensor]) -> _Found:
+        """By the family's own code."""
+        found = base.get_image_features(**numbers, return_dict=True)
+        deep = getattr(found, "deepstack_features", None)
+        outputs = SimpleNamespace(pooler_output=found.pooler_output, deepstack_features=deep)
+        return cls(outputs, {name: values for name, values in numbers.items() if not values.is_floating_point()})
+
+
+def _flat(found: Any) -> list[torch.Tensor]:
+    return [found] if isinstance(found, torch.Tensor) else [part for each in found for part in _flat(each)]
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Of several pictures, as of one call: what is a list has an entry for each, and deeper layers such a list each."""
+
+    def together(parts: list[Any]) -> Any:
+        if isinstance(parts[0], torch.Tensor):
+            return torch.cat(parts)
+        return [each for part in parts for each in part]
+
+    deep = [each.deepstack_features for each in outputs]
+    layers = None if deep[0] is None else [together(list(layer)) for layer in zip(*deep, strict=True)]
+    return SimpleNamespace(pooler_output=together([each.pooler_output for each in outputs]), deepstack_features=layers)
+
+
+def sight_of(config: Any, path: str, dtype: str, device: torch.device, key: str = "model.path") -> Sight | None:
+    """Of the model of transformers' ``config``, which lies at ``path``; None where it sees nothing, or in a way that
+    the decoder cannot be told of."""
+    token = placeholder(config)
+    return Sight(path, token, dtype, device, key) if token >= 0 else None
+
+
+def give_sight(model: Any, path: str, dtype: str, device: torch.device, key: str = "model.path") -> None:
+    """``model``, which is the one at ``path``, can be shown pictures, where it sees."""
+    if sight := sight_of(model.config, path, dtype, device, key):
+        sight.attach(model)
+
+
+def sight_tensors(model: Any) -> Iterator[torch.Tensor]:
+    """What ``model`` has on its device for its sight, which from now on remembers nothing: its device is left to
+    others."""
+    if sight := getattr(model, "penstock_sight", None):
+        sight.forget()
+        yield from sight.tensors
+
+
+def placeholder(config: Any) -> int:
+    """The token that stands where a model of transformers' ``config`` reads what its towers have seen; -1: it sees
+    nothing."""
+    if not sees(config):
+        return -1
+    found = getattr(config, "image_token_id", None)
+    return getattr(config, "image_token_index", -1) if found is None else found
+
+
+def _other_than(token: int) -> int:
+    return token - 1 if token else 1
+
+
+def _load_towers(path: str, dtype: str, device: torch.device, key: str) -> Any:
+    """The base model with its towers alone: what else there is of it has no memory."""
+    config = load_config(path, key)
+    with torch.device("meta"):
+        model = with_head(config, "language").from_config(config, dtype=DTYPES[dtype])
+    names = {name: [name for name, _ in tower.named_parameters(prefix=name)] for name, tower in towers(model).items()}
+    with WeightFiles(folder_of(path, key)) as files:
+        if any(name not in files for each in names.values() for name in each):
+            return _only_towers(load_model(path, dtype, torch.device("cpu"), key), device)
+        for place in names:
+            tower = _made(model.get_submodule(place), DTYPES[dtype]).to(device)
+            for name, parameter in tower.named_parameters():
+                whole = tuple(slice(None) for _ in parameter.shape)
+                parameter.data.copy_(files.block(f"{place}.{name}", whole))
+            parent, _, own = place.rpartition(".")
+            setattr(model.get_submodule(parent), own, tower.requires_grad_(False).eval())
+    return model.base_model
+
+
+def _made(tower: Any, dtype: torch.dtype) -> Any:
+    """A tower in memory, with whatever it computes from its config."""
+    if hasattr(type(tower), "_from_config"):
+        return type(tower)._from_config(tower.config, dtype=dtype)
+    if any(True for _ in tower.buffers()):
+        raise ModelError(f"model.path: {type(tower).__name__} keeps numbers that no file has; prompts must be text")
+    return tower.to_empty(device="cpu")
+
+
+def _only_towers(model: Any, device: torch.device) -> Any:
+    kept = {id(module) for tower in towers(model).values() for module in tower.modules()}
+    for module in model.modules():
+        if id(module) in kept:
+            continue
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    for tower in towers(model).values():
+        tower.requires_grad_(False).eval().to(device)
+    return model.base_model

@@ -1,0 +1,50 @@
+"""Prompts as vLLM takes them, which makes of a picture's mark the tokens of the picture by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.services.modeling.pictures import PictureReader, open_picture
+from penstock.services.rollout.engines.base import SEES_NOTHING, EngineError, Request, RequestError
+
+
+def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, Any]:
+    """``request`` without sampling, for ``AsyncLLM.generate``. Raises `RequestError` where its tokens are not those of
+    its pictures."""
+    tokens = request.tokens.tolist()
+    if not request.pictures:
+        return {"prompt_token_ids": tokens}
+    if reader is None:
+        raise RequestError(SEES_NOTHING)
+    folded: list[int] = []
+    for picture in request.pictures:
+        expansion = reader.expansion(picture)
+        place = _place_of(expansion, tokens)
+        folded += [*tokens[:place], reader.mark_id]
+        tokens = tokens[place + len(expansion) :]
+    images = [open_picture(picture) for picture in request.pictures]
+    return {"prompt_token_ids": folded + tokens, "multi_modal_data": {"image": images}}
+
+
+def check_shown(request: Request, run: list[int] | None) -> None:
+    """Raises `EngineError` where vLLM has ``run`` other tokens than those of ``request``, so that a trainer would learn
+    of another prompt."""
+    if request.pictures and run is not None and not np.array_equal(run, request.tokens):
+        raise EngineError(
+            f"vLLM makes {len(run)} tokens of a prompt with pictures of which transformers' processor makes "
+            f"{len(request.tokens)}: they are of different versions, or rollout.engine.vllm.mm_processor_kwargs are "
+            "set; use rollout.engine.type=torch, or leave these out"
+        )
+
+
+def _place_of(part: list[int], tokens: list[int]) -> int:
+    """Where the first ``part`` begins in ``tokens``. Raises `RequestError`."""
+    first, size = part[0], len(part)
+    place = -1
+    while first in tokens[place + 1 :]:
+        place = tokens.index(first, place + 1)
+        if tokens[place : place + size] == part:
+            return place
+    raise RequestError(f"the prompt has no place for a picture of {size} tokens")

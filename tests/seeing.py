@@ -1,0 +1,80 @@
+"""Tiny models of words and pictures that can be shown some, and a task that takes eyes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
+from penstock.protocols.experience import PICTURE, Prompt
+from tests import families
+
+QWEN, GEMMA = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"), ("<boi>", "<img>", "<eoi>")
+SHOWN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+"""Families whose processors want no torchvision."""
+COLOURS = {"r": (220, 30, 30), "g": (30, 200, 40), "b": (30, 40, 230), "w": (240, 240, 240)}
+
+
+def picture(colour: Sequence[int], size: tuple[int, int] = (32, 32)) -> bytes:
+    """A PNG of one colour."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", size, tuple(colour)).save(file, "PNG")
+    return file.getvalue()
+
+
+def colours(rows: int = 64) -> list[Prompt]:
+    """What colour is it? Nobody can tell who does not look."""
+    names = list(COLOURS)
+    return [
+        Prompt(
+            index=index,
+            messages=[{"role": "user", "content": f"{PICTURE}is"}],
+            truth=(name := names[index % len(names)]),
+            pictures=(picture(COLOURS[name], (32 + 16 * (index % 3), 32)),),
+        )
+        for index in range(rows)
+    ]
+
+
+def write(family: str, folder: Path) -> Any:
+    """The model, with a tokenizer of single letters, a chat template and a processor. Returns the tokenizer."""
+    tokenizer = make_tokenizer(set(ALPHABET))
+    words = GEMMA if family.startswith("gemma") else QWEN
+    tokenizer.add_special_tokens({"additional_special_tokens": list(words)})
+    begin, pad, end = (tokenizer.convert_tokens_to_ids(word) for word in words[:3])
+    mark = words[0] if words is GEMMA else "".join(words[:3])
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in message.content %}{% if part.type == 'image' %}" + mark + "{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    told: dict[str, Any] = {"image_token_id": pad, "vision_start_token_id": begin, "vision_end_token_id": end}
+    if words is GEMMA:
+        told = {"image_token_id": pad, "boi_token_index": begin, "eoi_token_index": end, "mm_tokens_per_image": 4}
+        _update(folder / "tokenizer_config.json", extra_special_tokens=_GEMMA_NAMES)
+        _update(folder / "preprocessor_config.json", image_processor_type="Gemma3ImageProcessor", size=_SQUARE)
+        _update(folder / "processor_config.json", processor_class="Gemma3Processor", image_seq_length=4)
+    else:
+        told["video_token_id"] = tokenizer.convert_tokens_to_ids(words[3])
+        size = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
+        _update(
+            folder / "preprocessor_config.json", image_processor_type="Qwen2VLImageProcessor", size=size,
+            patch_size=families.PATCH, temporal_patch_size=2, merge_size=2,
+        )  # fmt: skip
+    families.write(family, folder, vocab_size=len(tokenizer), **told)
+    return tokenizer
+
+
+_GEMMA_NAMES = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+_SQUARE = {"height": 32, "width": 32}
+
+
+def _update(path: Path, **told: Any) -> None:
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(before | told))

@@ -1,0 +1,183 @@
+"""Models that are shown pictures: tokens, log-probabilities and samples are those of the family's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.protocols.experience import PICTURE, Prompt, Sampling, Trajectory
+from penstock.services.modeling.load import load_config, load_model
+from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.parallel.start import load_trainable
+from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.pictures import PictureReader
+from penstock.services.modeling.sight import give_sight, placeholder, sight_tensors
+from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.engines.base import Request, RequestError
+from penstock.services.rollout.engines.torch.engine import TorchEngine
+from penstock.services.runtime.errors import SetupError
+from penstock.services.turns.joining import join
+from penstock.services.turns.tokenizer import TextError, Tokenizer
+from tests import families, seeing
+
+CPU = torch.device("cpu")
+RED, GREEN = (seeing.picture(seeing.COLOURS[name], size) for name, size in (("r", (40, 56)), ("g", (32, 32))))
+
+
+def asked(content: str, *pictures: bytes) -> Prompt:
+    return Prompt(index=0, messages=[{"role": "user", "content": content}], pictures=pictures)
+
+
+PROMPTS = [
+    asked(f"ab{PICTURE}cd", RED),
+    asked(f"a{PICTURE}cd{PICTURE}", GREEN, RED),
+    asked("abcd"),
+    Prompt(index=0, text=f"{PICTURE}ab", pictures=(GREEN,)),
+]
+
+
+def sampled(folder: Path, prompts: list[Prompt], model: Any, disturb: bool = False) -> list[Trajectory]:
+    """Three answers to each, by the torch engine; which, to ``disturb`` it, forgets its cache in between."""
+    text, config = Tokenizer(str(folder)), load_config(str(folder))
+    stops = {text.plain.eos_token_id}
+    limits = TorchEngineConfig(max_sequences=16, max_length=96)
+    engine = TorchEngine(limits, config, "float32", stops, lambda ids: text.decode([ids])[0], path=str(folder))
+    engine.swap(engine.prepare({name: weight.detach() for name, weight in model.named_parameters()}), 0)
+    tokens = [text.encode(prompt) for prompt in prompts]
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(n=3, max_new_tokens=12)
+        engine.submit(Request(number, 1, tokens[number], sampling, pictures=prompt.pictures))
+    done, steps = [], 0
+    while engine.pending():
+        done += engine.step()
+        steps += 1
+        if disturb and steps == 4:
+            engine.sleep()
+            engine.wake()
+    done.sort(key=lambda c: (c.number, c.sample))
+    return [join([tokens[c.number], c], "", c.finish, pictures=prompts[c.number].pictures) for c in done]
+
+
+def scored(model: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
+    """As trainer and reference do."""
+    rows = plan_rows(trajectories, range(len(trajectories)), 512, CPU, False)
+    with torch.no_grad():
+        return by_trajectory(trajectories, rows, lambda each: logprobs(model, each, 1.0))
+
+
+@torch.no_grad()
+def by_its_own_code(folder: Path, model: Any, trajectory: Trajectory) -> np.ndarray:
+    """float32 ``[tokens - 1]``: what transformers says of the whole sequence, told all that its processor gives."""
+    reader = PictureReader(str(folder))
+    ids = torch.from_numpy(trajectory.tokens[None].astype(np.int64))
+    told: dict[str, Any] = {}
+    if trajectory.pictures:
+        read = [reader.numbers(picture) for picture in trajectory.pictures]
+        told = {name: torch.cat([each[name] for each in read]) for name in read[0]}
+        shown = ((ids == placeholder(model.config)) & (torch.from_numpy(trajectory.loss_mask) == 0)).int()
+        told |= {"token_type_ids": shown} if model.config.model_type == "gemma3" else {"mm_token_type_ids": shown}
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **told).logits[0].log_softmax(-1)
+    return logits[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("family", seeing.SHOWN)
+def test_what_is_shown_counts_alike_for_engine_trainer_and_the_familys_own_code(family: str, tmp_path: Path) -> None:
+    seeing.write(family, tmp_path)
+    model = load_model(str(tmp_path), "float32", CPU).eval()
+    plain = load_model(str(tmp_path), "float32", CPU).eval()
+    give_sight(model, str(tmp_path), "float32", CPU)
+    trajectories = sampled(tmp_path, PROMPTS, model)
+    again = sampled(tmp_path, PROMPTS, model, disturb=True)
+    pad = placeholder(model.config)
+    for trajectory, other, values in zip(trajectories, again, scored(model, trajectories), strict=True):
+        said = trajectory.loss_mask == 1
+        assert np.array_equal(trajectory.tokens, other.tokens)
+        assert np.abs(trajectory.logprobs[said] - values[said]).max() < 1e-5
+        if pad not in trajectory.tokens[said]:  # transformers would take it for another picture
+            own = by_its_own_code(tmp_path, plain, trajectory)
+            assert np.abs(own[said[1:]] - values[said]).max() < 1e-5
+
+
+def test_other_pictures_give_other_numbers_and_a_sampled_placeholder_shows_nothing(tmp_path: Path) -> None:
+    seeing.write("qwen3_vl", tmp_path)
+    model = load_model(str(tmp_path), "float32", CPU).eval()
+    give_sight(model, str(tmp_path), "float32", CPU)
+    text, prompt = Tokenizer(str(tmp_path)), asked(f"{PICTURE}is", GREEN)
+    pad = placeholder(model.config)
+    answer = np.array([5, pad, 6, pad], np.int32)
+
+    def seen(picture: bytes, answer: np.ndarray = answer) -> np.ndarray:
+        tokens = text.encode(prompt.model_copy(update={"pictures": (picture,)}))
+        mask = np.concatenate([np.zeros(len(tokens), np.uint8), np.ones(len(answer), np.uint8)])
+        versions = mask.astype(np.int32) - 1
+        every = np.concatenate([tokens, answer])
+        one = Trajectory(every, mask, np.zeros(len(every), np.float32), versions, pictures=(picture,))
+        return scored(model, [one])[0][-len(answer) :]
+
+    green, white = seen(GREEN), seen(seeing.picture(seeing.COLOURS["w"]))
+    assert len(list(sight_tensors(model))) > 10
+    assert np.isfinite(green).all() and np.abs(green - white).max() > 1e-4
+    assert np.abs(seen(GREEN, answer[:3]) - green[:3]).max() < 1e-5
+
+
+def test_a_trainers_gradient_is_that_of_the_familys_own_code(tmp_path: Path) -> None:
+    seeing.write("qwen3_vl", tmp_path)
+    plain = load_model(str(tmp_path), "float32", CPU).eval()
+    mine = load_trainable(str(tmp_path), World(CPU), CPU, "float32").eval()
+    pad = placeholder(plain.config)
+    trajectories = [t for t in sampled(tmp_path, PROMPTS[:2], plain) if pad not in t.tokens[t.loss_mask == 1]]
+    assert trajectories
+    for rows in plan_rows(trajectories, range(len(trajectories)), 512, CPU, False):
+        logprobs(mine, rows, 1.0).sum().backward()
+    reader = PictureReader(str(tmp_path))
+    for trajectory in trajectories:
+        ids = torch.from_numpy(trajectory.tokens[None].astype(np.int64))
+        read = [reader.numbers(picture) for picture in trajectory.pictures]
+        told = {name: torch.cat([each[name] for each in read]) for name in read[0]}
+        kinds = (ids == pad).int()
+        logits = plain(input_ids=ids, mm_token_type_ids=kinds, **told).logits[0].log_softmax(-1)
+        values = logits[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+        values[torch.from_numpy(trajectory.loss_mask[1:] == 1)].sum().backward()
+    wanted = dict(plain.named_parameters())
+    for name, parameter in mine.named_parameters():
+        if ".visual." in name:
+            assert parameter.grad is None
+        elif wanted[name].grad is not None:
+            gap = (parameter.grad - wanted[name].grad).norm() / wanted[name].grad.norm().clamp(min=1e-6)
+            assert gap < 1e-4, name
+
+
+def test_what_does_not_fit_costs_its_prompt_alone(tmp_path: Path) -> None:
+    seeing.write("qwen3_vl", tmp_path)
+    text = Tokenizer(str(tmp_path))
+    with pytest.raises(TextError, match="a picture of 5 bytes cannot be read"):
+        text.encode(asked(f"{PICTURE}is", b"no.no"))
+    with pytest.raises(TextError, match="has <|image_pad|> 2 times, and shows 1 pictures"):
+        text.encode(asked(f"{PICTURE}is<|image_pad|>", GREEN))
+    with pytest.raises(ValueError, match="have 1 times <image>, and its pictures are 2"):
+        asked(f"{PICTURE}is", GREEN, RED)
+
+
+def test_a_model_that_does_not_see_says_so(tmp_path: Path) -> None:
+    seeing.write("qwen3_vl", tmp_path / "sees")
+    families.write("qwen3", tmp_path / "blind")
+    blind = load_model(str(tmp_path / "blind"), "float32", CPU).eval()
+    engine = TorchEngine(
+        TorchEngineConfig(max_sequences=4, max_length=32),
+        blind.config,
+        "float32",
+        {1},
+        str,
+        path=str(tmp_path / "blind"),
+    )
+    tokens = Tokenizer(str(tmp_path / "sees")).encode(PROMPTS[0])
+    with pytest.raises(RequestError, match="the prompt shows pictures"):
+        engine.submit(Request(0, 1, tokens, Sampling(max_new_tokens=4), pictures=(RED,)))
+    shown = sampled(tmp_path / "sees", PROMPTS[:1], load_model(str(tmp_path / "sees"), "float32", CPU))
+    with pytest.raises(SetupError, match="prompts show pictures, which qwen3 does not see"):
+        scored(blind, shown)
