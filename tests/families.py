@@ -71,7 +71,7 @@ PATCH = 8
 _EYES = {
     "depth": 1, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 32,
-    "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "image_size": 32, "patch_size": PATCH,
+    "num_position_embeddings": 16, "image_size": 32, "patch_size": PATCH,
     "fullatt_block_indexes": [0],
 }  # fmt: skip
 _SEES_BY = {"gemma4": "gemma4_vision"}
@@ -88,8 +88,13 @@ def config_of(family: str, vocab_size: int = 64, **more: Any) -> Any:
     eyes = AutoConfig.for_model(_SEES_BY[family]) if family in _SEES_BY else AutoConfig.for_model(family).vision_config
     return AutoConfig.for_model(
         family, text_config=_text(kind, own | {"vocab_size": vocab_size}).to_dict(),
-        vision_config=eyes.to_dict() | _EYES, pad_token_id=0, eos_token_id=1, tie_word_embeddings=False, **more,
+        vision_config=eyes.to_dict() | _EYES | _deep(family), pad_token_id=0, eos_token_id=1, tie_word_embeddings=False, **more,
     )  # fmt: skip
+
+
+def _deep(family: str) -> dict[str, Any]:
+    """Layers of the towers that the decoder is shown too."""
+    return {"deepstack_visual_indexes": [0] if family.startswith("qwen3_vl") else []}
 
 
 def write(family: str, folder: Path, **told: Any) -> Any:

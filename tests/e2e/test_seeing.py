@@ -1,4 +1,4 @@
-"""A model of words and pictures, trained on words through the whole pipeline."""
+"""A model of words and pictures, trained on both through the whole pipeline."""
 
 from __future__ import annotations
 
@@ -6,40 +6,74 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.run.summary import steps_of
-from tests import families
+from tests import seeing
 from tests.e2e.runs import Run, check_promises
 
 
 def test_it_learns_on_two_ranks_and_what_sees_stays_as_it_came(tmp_path: Path) -> None:
     came = tmp_path / "model"
-    families.write("qwen3_5", came)
-    make_tokenizer(set(ALPHABET[:48])).save_pretrained(came)
-    (came / "preprocessor_config.json").write_text('{"size": 3}')
+    seeing.write("qwen3_5", came)
+    rows: list[dict[str, Any]] = [{"question": f"say {n}", "image": None, "answer": str(n)} for n in range(8)]
+    for name, colour in seeing.COLOURS.items():
+        (tmp_path / f"{name}.png").write_bytes(seeing.picture(colour))
+        rows.append({"question": "what is it", "image": [f"{name}.png"], "answer": name})
+        rows.append({"question": "a <image> or <image>?", "image": ["r.png", f"{name}.png"], "answer": name})
+    seen = tmp_path / "seen.jsonl"
+    seen.write_text("\n".join(json.dumps(row) for row in rows))
+    shown = {
+        "type": "hub", "path": "json", "files": [str(seen)], "prompt_key": "question", "images_key": "image",
+        "truth_key": "answer",
+    }  # fmt: skip
     config: dict[str, Any] = {
         "model": {"type": "pretrained", "path": str(came)},
-        "prompts": {"train": {"type": "sort"}, "eval": {"type": "sort"}, "eval_size": 4},
+        "prompts": {"train": shown, "eval": shown, "eval_size": 16},
         "gate": {"max_lag": 1, "groups_per_step": 8},
         "rollout": {
-            "count": 1, "engine": {"type": "torch", "max_sequences": 32, "max_length": 48},
+            "count": 1, "engine": {"type": "torch", "max_sequences": 32, "max_length": 64},
             "sampling": {"n": 4, "max_new_tokens": 8},
         },
         "reward": {"functions": [{"function": "tests.e2e.rewards:parity"}]},
-        "trainer": {"steps": 2, "ranks": 2, "checkpoint": {"every": 2}},
+        "trainer": {
+            "steps": 2, "ranks": 2, "checkpoint": {"every": 2}, "algorithm": {"kl": {"coefficient": 0.001}},
+        },
     }  # fmt: skip
     (path := tmp_path / "config.yaml").write_text(json.dumps(config))
     run = Run(tmp_path, [], path)
     check_promises(run.wait())
     steps = steps_of(run.folder)
     assert steps[0]["mismatch_kl_k3"] < 1e-6 and all(row["grad_norm"] > 0 for row in steps)
+    assert steps[0]["reference_kl"] < 1e-6  # it has seen the same
     saved = run.folder / "checkpoints/step-000002"
-    assert (saved / "preprocessor_config.json").read_text() == '{"size": 3}'
+    assert (saved / "preprocessor_config.json").read_text() == (came / "preprocessor_config.json").read_text()
     before, after = load_file(came / "model.safetensors"), load_file(saved / "model.safetensors")
     assert before.keys() == after.keys()
     sees = {name for name in before if ".visual." in name}
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert sees and not moved & sees and moved >= {name for name in before if name.endswith("proj.weight")} - sees
+
+
+@pytest.mark.learning
+def test_it_learns_what_it_sees(tmp_path: Path) -> None:
+    seeing.write("qwen3_vl", tmp_path / "model")
+    shown = {"type": "custom", "function": "tests.seeing:colours", "pictures": True}
+    config: dict[str, Any] = {
+        "model": {"type": "pretrained", "path": str(tmp_path / "model")},
+        "prompts": {"train": shown, "eval": shown, "eval_size": 12},
+        "gate": {"max_lag": 1, "groups_per_step": 8},
+        "rollout": {
+            "count": 1, "engine": {"type": "torch", "max_sequences": 64, "max_length": 48},
+            "sampling": {"n": 8, "max_new_tokens": 1},
+        },
+        "reward": {"functions": [{"function": "exact_match"}]},
+        "trainer": {"steps": 100, "optimizer": {"lr": 3e-3, "warmup_steps": 0}},
+    }  # fmt: skip
+    (path := tmp_path / "config.yaml").write_text(json.dumps(config))
+    run = Run(tmp_path, [], path)
+    summary = run.wait()
+    check_promises(summary)
+    assert summary["eval_before"] <= 0.25 and summary["eval_after"] >= 0.75
