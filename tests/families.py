@@ -88,7 +88,8 @@ def config_of(family: str, vocab_size: int = 64, **more: Any) -> Any:
     eyes = AutoConfig.for_model(_SEES_BY[family]) if family in _SEES_BY else AutoConfig.for_model(family).vision_config
     return AutoConfig.for_model(
         family, text_config=_text(kind, own | {"vocab_size": vocab_size}).to_dict(),
-        vision_config=eyes.to_dict() | _EYES | _deep(family), pad_token_id=0, eos_token_id=1, tie_word_embeddings=False, **more,
+        vision_config=eyes.to_dict() | _EYES | _deep(family), pad_token_id=0, eos_token_id=1,
+        tie_word_embeddings=False, **more,
     )  # fmt: skip
 
 

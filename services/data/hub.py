@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, need
 from penstock.services.data.config import HubData
@@ -104,7 +106,7 @@ def make_prompt(
 def _prompt(index: int, answer: str | list[Any] | None, **said: Any) -> Prompt:
     try:
         return Prompt(index=index, answer=answer, **said)
-    except ValueError as error:
+    except ValidationError as error:
         every = [*(said.get("messages") or ()), *(answer if isinstance(answer, list) else ())]
         raise DataError(f"row {index}: {_unlike_chat(every, error)}") from None
 
@@ -125,7 +127,7 @@ def _without_nulls(message: Any) -> Any:
     return {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
 
 
-def _unlike_chat(messages: list[Any], error: ValueError) -> str:
+def _unlike_chat(messages: list[Any], error: ValidationError) -> str:
     """What keeps ``messages`` from being a chat, in a line."""
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
@@ -134,7 +136,7 @@ def _unlike_chat(messages: list[Any], error: ValueError) -> str:
             if not isinstance(value, str):
                 said = f"{part} of message {number} is {kind_of(value)}, not text"
                 return f"{said} (calls of tools and other parts cannot be used yet; pictures: images_key)"
-    return " ".join(str(error).split())
+    return error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
 def _what(config: HubData) -> str:

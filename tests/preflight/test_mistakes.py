@@ -33,6 +33,7 @@ reward: {functions: [{function: exact_match}]}
 trainer: {steps: 2}
 """
 ROWS = '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n'
+SHOWN = "{type: custom, function: 'mine:seen', pictures: true}"
 TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 MODULE = '''
 """Functions of a user's own, most of them wrong."""
@@ -81,6 +82,10 @@ class Angry:
 
 def rows():
     return [penstock.Prompt(index=0, text="1+1=", truth="2")]
+
+
+def seen():
+    return [penstock.Prompt(index=0, text="<image>1+1=", truth="2", pictures=(b"a picture",))]
 
 
 def of_two():
@@ -247,6 +252,17 @@ MISTAKES = [
     m("a line that is no map", "rows.jsonl, line 3: a list", files={"rows.jsonl": ROWS + "[1, 2]\n"}),
     m("a column that is not there", "prompts.train.prompt_key: no column 'prompt' in rows.jsonl; it has question",
       overrides=["prompts.train.prompt_key=prompt"]),
+    m("pictures for a tiny model", "model.type: a tiny model sees nothing, and prompts show pictures",
+      overrides=[f"prompts.train={SHOWN}"]),
+    m("pictures for agents and for a server", "gateway.count: agents are asked in words alone",
+      "rollout.engine.name: openai is handed no pictures",
+      overrides=[f"prompts.train={SHOWN}", "gateway.count=1",
+                 "rollout.engine={type: plugin, name: openai, options: {url: 'http://127.0.0.1:1', folder: v}}"]),
+    m("pictures that nobody is told of", "prompts: some show pictures, and none of the sources says so: set pictures:",
+      overrides=["prompts.train={type: custom, function: 'mine:seen'}"]),
+    m("a picture that is not there", "picture 0 (images_key): no such file: nowhere.png, also beside",
+      overrides=["prompts.train.files=[lost.jsonl]", "prompts.train.images_key=images"],
+      files={"lost.jsonl": '{"question": "1+1=", "answer": "2", "images": ["nowhere.png"]}\n'}),
     m("a local file as a hub name", "prompts.train.path: 'rows.jsonl' is a local file; say path: json, files: [rows",
       overrides=["prompts.train={type: hub, path: rows.jsonl}"]),
     m("files without their format", "prompts.train.path: with `files` it is a format", "say path: json",

@@ -1,0 +1,78 @@
+"""Rows whose prompts show pictures: whatever form these have, what is asked is the file as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from penstock.protocols.experience import PICTURE, Prompt
+from penstock.services.data import DataError, open_source
+from penstock.services.data.config import HubData
+from tests import seeing
+
+RED, GREEN = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
+
+
+def in_json(folder: Path, *rows: dict[str, Any], **config: Any) -> Any:
+    (folder / "red.png").write_bytes(RED)
+    (folder / "green.png").write_bytes(GREEN)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return open_source(HubData(path="json", files=[str(folder / "rows.jsonl")], images_key="images", **config))
+
+
+def content(prompt: Prompt) -> str:
+    assert prompt.messages is not None
+    return prompt.messages[-1]["content"]
+
+
+def test_files_are_looked_for_beside_the_data(tmp_path: Path) -> None:
+    both = {"prompt": f"is {PICTURE} or {PICTURE} red?", "images": ["red.png", "green.png"]}
+    rows = in_json(tmp_path, {"prompt": "what is it?", "images": ["red.png"]}, both, {"prompt": "1+1=", "images": None})
+    assert [content(row) for row in rows] == [f"{PICTURE}what is it?", both["prompt"], "1+1="]
+    assert [row.pictures for row in rows] == [(RED,), (RED, GREEN), ()]
+    assert rows[0].truth == {"prompt": "what is it?"}, "no reward is handed pictures with the row"
+    plain = in_json(tmp_path, {"prompt": "what?", "images": [str(tmp_path / "red.png")]}, chat=False)
+    assert plain[0].text == f"{PICTURE}what?" and plain[0].pictures == (RED,)
+
+
+def test_chats_show_pictures_where_their_parts_say_or_before_the_users_first_words(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "is "}, {"type": "image"}, {"type": "text", "text": " red?"}]
+    asked = {"prompt": [{"role": "user", "content": parts}], "images": ["red.png"]}
+    assert content(in_json(tmp_path, asked)[0]) == f"is {PICTURE} red?"
+    asked["prompt"] = [{"role": "system", "content": "Look."}, {"role": "user", "content": "what?"}]
+    assert content(in_json(tmp_path, asked, system="Well.")[0]) == f"{PICTURE}what?"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_images_of_a_data_set_stay_the_files_that_they_were(tmp_path: Path, several: bool) -> None:
+    image = {"bytes": RED, "path": None}
+    kind = datasets.List(datasets.Image()) if several else datasets.Image()
+    rows = {"prompt": ["what?"], "truth": ["red"], "images": [[image] if several else image]}
+    kinds = {"prompt": datasets.Value("string"), "truth": datasets.Value("string"), "images": kind}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).to_parquet(tmp_path / "rows.parquet")
+    files = [str(tmp_path / "rows.parquet")]
+    source = open_source(HubData(path="parquet", files=files, images_key="images", truth_key="truth"))
+    assert source[0].pictures == (RED,) and source[0].truth == "red"
+
+
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [
+        (["blue.png"], r"row 0: picture 0 \(images_key\): no such file: blue.png, also beside "),
+        (["https://x.org/a.png"], "no picture is fetched: keep its file"),
+        ([""], "picture 0 .* is empty; it must be an image of a data set, or the path of a file"),
+        ([7], "picture 0 .* is a number"),
+        (["red.png", "green.png"], "row 0: its words have 1 times <image>, and its pictures are 2"),
+    ],
+)
+def test_a_picture_that_is_none_costs_its_row(tmp_path: Path, images: list[Any], says: str) -> None:
+    bad = {"prompt": f"is {PICTURE} red?", "images": images}
+    rows = in_json(tmp_path, bad, {"prompt": "what?", "images": ["red.png"] if isinstance(images[0], str) else [8]})
+    with pytest.raises(DataError, match=says):
+        rows[0]
+    if isinstance(images[0], str):
+        assert rows[1].pictures == (RED,)
