@@ -21,7 +21,8 @@ from penstock.pipeline.report.console import RunConsole, print_findings
 from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.resume import NOWHERE
 from penstock.protocols.experience import Prompt
-from penstock.services.data.written import Written, line
+from penstock.services.data import DataError
+from penstock.services.data.written import Written, line, shows
 
 Choice = str | Mapping[str, Any] | Defined
 """A built-in by its name, a section of the config, or a function of your own."""
@@ -33,9 +34,9 @@ class Trainer:
     what the config says:
 
     ``reward``: a function, or several, each with a weight of 1 (or ``{"function": …, "weight": …}``).
-    ``prompts``, ``evaluation``: rows with ``prompt`` (a user's text, or messages) and ``truth``, and for
-    `rollout.given` ``answer``, a `datasets.Dataset` for instance, or `penstock.Prompt`; or a function that returns a
-    sequence of the latter.
+    ``prompts``, ``evaluation``: rows with ``prompt`` (a user's text, or messages) and ``truth``, for `rollout.given`
+    ``answer``, and ``images`` where it shows some, a `datasets.Dataset` for instance, or `penstock.Prompt`; or a
+    function that returns a sequence of the latter.
     ``advantage``, ``loss``, ``correction``: an algorithm's parts. ``environment``: a class with ``step(answer)``.
     ``overrides``: any other keys, e.g. ``{"trainer.steps": 50}``.
 
@@ -168,13 +169,16 @@ class Trainer:
             except KeyError:
                 has = ", ".join(map(str, row)) or "nothing"
                 raise ConfigError(f"{key}: row {number} has no prompt; it has {has}") from None
+            except DataError as error:
+                raise ConfigError(f"{key}: row {number}: {error}") from None
             except TypeError as error:
                 raise ConfigError(
                     f"{key}: row {number}: {error}; a prompt is text or messages, a truth is JSON"
                 ) from None
         self._rows[f"{key}.jsonl"] = lines
-        file = str(self._own / f"{key}.jsonl")
-        return {"type": "custom", "function": f"{Written.__module__}:{Written.__name__}", "options": {"file": file}}
+        made = f"{Written.__module__}:{Written.__name__}"
+        options = {"file": str(self._own / f"{key}.jsonl")}
+        return {"type": "custom", "function": made, "options": options, "pictures": any(map(shows, lines))}
 
 
 def _check(given: Mapping[str, tuple[Any, Any]]) -> None:

@@ -74,7 +74,8 @@ class HubSource(PromptSource):
         elif key and not isinstance(answer, str | list):
             words = f"{key!r} (answer_key) is {kind_of(answer)}, not text or a list of messages; write it as text"
             raise DataError(f"row {index}: {words}: {str(answer)[:80]}")
-        pictures = read_pictures(images, [Path(name) for name in self._config.files], index)
+        beside = [Path(name) for name in self._config.files]
+        pictures = read_pictures(images, beside, f"row {index}: {self._config.images_key}")
         return make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures)
 
 

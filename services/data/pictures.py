@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from penstock.services.data.json_rows import kind_of
 from penstock.services.runtime.user_folders import find_file
 
 
-def read_pictures(found: Any, beside: Sequence[Path], index: int) -> tuple[bytes, ...]:
-    """The files of what row ``index`` has in its column: None, one picture, or a list. A picture is a map of ``bytes``
-    or ``path``, as data sets of the hub have it, bytes, or a path, which is looked for as the user's other files are,
-    and in the folders of the files ``beside``. Raises `DataError`."""
+def read_pictures(found: Any, beside: Sequence[Path], where: str) -> tuple[bytes, ...]:
+    """The files of what a row has in its column: None, one picture, or a list. A picture is a map of ``bytes`` or
+    ``path``, as data sets of the hub have it, an image of Pillow, bytes, or a path, which is looked for as the user's
+    other files are, and in the folders of the files ``beside``. Raises `DataError`, which says ``where`` it is."""
     if found is None:
         return ()
     every = found if isinstance(found, list | tuple) else [found]
-    return tuple(_file_of(each, beside, f"row {index}: picture {number}") for number, each in enumerate(every))
+    return tuple(_file_of(each, beside, f"{where}: picture {number}") for number, each in enumerate(every))
 
 
 def undecoded(rows: Any, column: str) -> Any:
@@ -75,24 +76,26 @@ def _as_words(message: Any) -> Any:
 def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
     if isinstance(found, dict):
         found = found.get("bytes") or found.get("path")
+    if hasattr(found, "save"):
+        file = io.BytesIO()
+        found.save(file, "PNG")
+        return file.getvalue()
     if isinstance(found, bytes) and found:
         return found
     if not isinstance(found, str) or not found:
         raise DataError(
-            f"{where} (images_key) is {kind_of(found) if found else 'empty'}; it must be an image of a data set, or "
-            "the path of a file"
+            f"{where} is {kind_of(found) if found else 'empty'}; it must be an image of a data set, or the path of a "
+            "file"
         )
     if "://" in found or found.startswith("data:"):
-        raise DataError(
-            f"{where} (images_key) is {found[:80]}; no picture is fetched: keep its file, and give the path"
-        )
+        raise DataError(f"{where} is {found[:80]}; no picture is fetched: keep its file, and give the path")
     folders = [(find_file(str(path)) or path).parent for path in beside]
     places = [find_file(found), *(folder / found for folder in folders)]
-    file = next((place for place in places if place is not None and place.is_file()), None)
-    if file is None:
+    path = next((place for place in places if place is not None and place.is_file()), None)
+    if path is None:
         looked = f", also beside {', '.join(map(str, beside))}" if beside else ""
-        raise DataError(f"{where} (images_key): no such file: {found}{looked}")
-    content = file.read_bytes()
+        raise DataError(f"{where}: no such file: {found}{looked}")
+    content = path.read_bytes()
     if not content:
-        raise DataError(f"{where} (images_key): {file} is empty")
+        raise DataError(f"{where}: {path} is empty")
     return content

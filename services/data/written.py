@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.protocols.experience import Prompt
 from penstock.services.data.hub import make_prompt
+from penstock.services.data.pictures import read_pictures
 from penstock.services.data.source import PromptSource
 
 
 def line(row: Mapping[str, Any] | Prompt) -> str:
-    """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth`` and ``answer``,
-    as JSON. Raises `KeyError` where it has no prompt, and `TypeError` for what JSON has not."""
+    """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer`` and
+    ``images``, as JSON. Raises `KeyError` where it has no prompt, `TypeError` for what JSON has not, and `DataError`
+    for images that are none."""
     if isinstance(row, Prompt):
-        return json.dumps(row.model_dump()) + "\n"
+        return json.dumps({**row.model_dump(), "pictures": _as_text(row.pictures)}) + "\n"
     own = {"answer": row["answer"]} if row.get("answer") is not None else {}
+    if row.get("images") is not None:
+        own["images"] = _as_text(read_pictures(row["images"], [], "images"))
     return json.dumps({"prompt": row["prompt"], "truth": row.get("truth"), **own}) + "\n"
+
+
+def shows(line: str) -> bool:
+    """One of `line` has pictures."""
+    row = json.loads(line)
+    return bool(row.get("images") or row.get("pictures"))
+
+
+def _as_text(pictures: Sequence[bytes]) -> list[str]:
+    return [base64.b64encode(picture).decode() for picture in pictures]
+
+
+def _as_files(texts: Sequence[str]) -> tuple[bytes, ...]:
+    return tuple(map(base64.b64decode, texts))
 
 
 class Written(PromptSource):
@@ -34,5 +53,6 @@ class Written(PromptSource):
         """See `PromptSource`."""
         row = json.loads(self._lines[index])
         if "prompt" in row:
-            return make_prompt(index, row["prompt"], row["truth"], chat=True, system=None, answer=row.get("answer"))
-        return Prompt.model_validate(row)
+            pictures = _as_files(row.get("images", ()))
+            return make_prompt(index, row["prompt"], row["truth"], True, None, row.get("answer"), pictures)
+        return Prompt.model_validate({**row, "pictures": _as_files(row["pictures"])})

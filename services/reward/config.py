@@ -27,7 +27,7 @@ GROUP_HANDLER = "penstock.services.reward.function:GroupRewardFunction"
 class FunctionConfig(Section):
     """One reward function, plain or async: it returns a number, and is given what it asks for by name, out of
     ``response``, ``response_tokens``, ``turns``, ``truth``, ``source``, ``prompt``, ``messages``, ``finish_reason``,
-    ``group``, ``sample``, ``step``, the columns below, and the options."""
+    ``group``, ``sample``, ``step``, ``pictures``, the columns below, and the options."""
 
     function: str = "exact_match"
     """A name of the registry (choice, code_tests, exact_match, f1, judge, length, math_verify, number, overlong,

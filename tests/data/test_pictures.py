@@ -10,8 +10,9 @@ import datasets
 import pytest
 
 from penstock.protocols.experience import PICTURE, Prompt
-from penstock.services.data import DataError, open_source
+from penstock.services.data import DataError, open_source, written
 from penstock.services.data.config import HubData
+from penstock.services.modeling.pictures import open_picture
 from tests import seeing
 
 RED, GREEN = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
@@ -62,10 +63,10 @@ def test_images_of_a_data_set_stay_the_files_that_they_were(tmp_path: Path, seve
 @pytest.mark.parametrize(
     ("images", "says"),
     [
-        (["blue.png"], r"row 0: picture 0 \(images_key\): no such file: blue.png, also beside "),
+        (["blue.png"], r"row 0: images: picture 0: no such file: blue.png, also beside "),
         (["https://x.org/a.png"], "no picture is fetched: keep its file"),
-        ([""], "picture 0 .* is empty; it must be an image of a data set, or the path of a file"),
-        ([7], "picture 0 .* is a number"),
+        ([""], "row 0: images: picture 0 is empty; it must be an image of a data set, or the path of a file"),
+        ([7], "picture 0 is a number"),
         (["red.png", "green.png"], "row 0: its words have 1 times <image>, and its pictures are 2"),
     ],
 )
@@ -76,3 +77,22 @@ def test_a_picture_that_is_none_costs_its_row(tmp_path: Path, images: list[Any],
         rows[0]
     if isinstance(images[0], str):
         assert rows[1].pictures == (RED,)
+
+
+def test_what_a_script_gives_is_written_down_and_read_again(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(RED)
+    rows = [
+        {"prompt": "what?", "truth": "red", "images": [str(tmp_path / "red.png"), {"bytes": GREEN, "path": None}]},
+        {"prompt": "1+1=", "truth": "2"},
+        {"prompt": "and this?", "images": open_picture(GREEN)},
+        Prompt(index=3, text=f"{PICTURE}?", pictures=(RED,)),
+    ]
+    lines = [written.line(row) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    assert [written.shows(line) for line in lines] == [True, False, True, True]
+    read = written.Written(str(tmp_path / "rows.jsonl"))
+    assert content(read[0]) == f"{PICTURE}{PICTURE}what?" and read[0].pictures == (RED, GREEN)
+    assert read[1].pictures == () and read[3] == rows[3]
+    assert open_picture(read[2].pictures[0]).tobytes() == open_picture(GREEN).tobytes()
+    with pytest.raises(DataError, match="images: picture 0: no such file: nowhere.png"):
+        written.line({"prompt": "what?", "images": ["nowhere.png"]})

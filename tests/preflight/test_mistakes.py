@@ -260,7 +260,7 @@ MISTAKES = [
                  "rollout.engine={type: plugin, name: openai, options: {url: 'http://127.0.0.1:1', folder: v}}"]),
     m("pictures that nobody is told of", "prompts: some show pictures, and none of the sources says so: set pictures:",
       overrides=["prompts.train={type: custom, function: 'mine:seen'}"]),
-    m("a picture that is not there", "picture 0 (images_key): no such file: nowhere.png, also beside",
+    m("a picture that is not there", "images: picture 0: no such file: nowhere.png, also beside",
       overrides=["prompts.train.files=[lost.jsonl]", "prompts.train.images_key=images"],
       files={"lost.jsonl": '{"question": "1+1=", "answer": "2", "images": ["nowhere.png"]}\n'}),
     m("a local file as a hub name", "prompts.train.path: 'rows.jsonl' is a local file; say path: json, files: [rows",
