@@ -28,7 +28,7 @@ ELSEWHERE = {
     "launch ray": "make ray-test",
     "agents": "tests/gateway",
     "play": "tests/players",
-    "keys add": "tests/gateway",
+    "keys": "tests/gateway",
     "page runs/first-try runs/second-try": "tests/e2e/test_page.py",
     "bench": "docs/benchmarks.md has what each has printed",
 }
