@@ -32,7 +32,7 @@ from penstock.services.learning import muon
 from penstock.services.modeling import attention, head
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import attention_of, load_config
+from penstock.services.modeling.load import attention_of, empty_model, load_config
 from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.packing import Rows
@@ -139,7 +139,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     whole = keeps_whole_gradients(of_stage(trainer), shape.stage(world.stage, trainer.pipeline_parallel), gpu_gib)
     # Decided above, for a GPU: the learner would look at this machine's memory.
     trainer = trainer.model_copy(update={"sum_gradients": "step" if whole else "micro_batch"})
-    model = start._empty(str(folder), "language", "model.path")
+    model = empty_model(str(folder))
     lora = trainer.lora
     adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant) if lora else None
     memory = Memory()

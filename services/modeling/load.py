@@ -84,6 +84,30 @@ def load_model(path: str, dtype: str, device: torch.device, key: str = "model.pa
     return model.to(device)
 
 
+MASTER = torch.float32
+"""What is trained is fp32 whatever is computed with and published: small updates would vanish in 16 bits."""
+
+
+def empty_model(path: str, head: Head = "language", key: str = "model.path") -> Any:
+    """As `load_model`, in fp32, without memory for its parameters and buffers."""
+    from transformers import GenerationConfig
+
+    config = load_config(path, key)
+    try:
+        with torch.device("meta"):
+            model = with_head(config, head).from_config(config, dtype=MASTER, attn_implementation=attention_of(config))
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(not_loaded(path, "model", error, key)) from error
+    if head == "value":
+        return model
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    except OSError:
+        pass  # a model need not have one
+    model.tie_weights()
+    return model
+
+
 def vocabulary_of(model: Any) -> int:
     """Tokens that ``model`` knows: ids are below."""
     found: int = model.config.get_text_config().vocab_size

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import ModelError, folder_of, load_config, load_model, sees, with_head
+from penstock.services.modeling.load import ModelError, empty_model, folder_of, load_model, sees
 from penstock.services.modeling.pictures import PictureError, PictureReader
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.weight_files import WeightFiles
@@ -182,11 +182,9 @@ def _other_than(token: int) -> int:
 
 def _load_towers(path: str, dtype: str, device: torch.device, key: str) -> Any:
     """The base model with its towers alone: what else there is of it has no memory."""
-    config = load_config(path, key)
-    with torch.device("meta"):
-        model = with_head(config, "language").from_config(config, dtype=DTYPES[dtype])
+    model = empty_model(path, key=key)
     names = {name: [name for name, _ in tower.named_parameters(prefix=name)] for name, tower in towers(model).items()}
-    with WeightFiles(folder_of(path, key)) as files:
+    with WeightFiles(folder_of(path, key), model) as files:
         if any(name not in files for each in names.values() for name in each):
             return _only_towers(load_model(path, dtype, torch.device("cpu"), key), device)
         for place in names:

@@ -12,18 +12,22 @@ import torch
 from safetensors import safe_open
 
 from penstock.services.modeling.experts import counted, matrices_of
+from penstock.services.modeling.file_names import names_in_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 class WeightFiles:
-    """``folder``'s tensors by name; empty where it has no safetensors. A context: files are open as long as it is."""
+    """``folder``'s tensors by the names that ``model``, which may be without memory, has for them; None: by the files'
+    own. Empty where it has no safetensors. A context: files are open as long as it is."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._stack = folder, ExitStack()
+    def __init__(self, folder: Path, model: Any = None) -> None:
+        self._folder, self._model, self._stack = folder, model, ExitStack()
         self._open: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._own: dict[str, str] = {}
+        """Of those that the files call otherwise: how."""
         self._experts: dict[str, int] = {}
 
     def __enter__(self) -> WeightFiles:
@@ -32,6 +36,11 @@ class WeightFiles:
             self._file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif index.is_file():
             self._file_of = json.loads(index.read_text())["weight_map"]
+        if self._model is not None:
+            self._own = names_in_files(self._model, self._file_of)
+            renamed = set(self._own.values())
+            kept = {name: file for name, file in self._file_of.items() if name not in renamed}
+            self._file_of = kept | {name: self._file_of[own] for name, own in self._own.items()}
         self._experts = counted(self._file_of)
         return self
 
@@ -65,7 +74,7 @@ class WeightFiles:
         return torch.stack(each)[(slice(None), *inner)]
 
     def _slice(self, name: str) -> Any:
-        return self._file(self._file_of[name]).get_slice(name)
+        return self._file(self._file_of[name]).get_slice(self._own.get(name, name))
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

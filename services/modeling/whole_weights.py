@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import ModelError, folder_of
+from penstock.services.modeling.load import ModelError, empty_model, folder_of
 from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.runtime.errors import SetupError
 
@@ -41,7 +41,7 @@ class AdapterBase:
 
     @cached_property
     def _files(self) -> WeightFiles:
-        return WeightFiles(folder_of(self._path)).__enter__()
+        return WeightFiles(folder_of(self._path), empty_model(self._path)).__enter__()
 
     def check(self, names: Iterable[str]) -> None:
         """Finds the files, which takes long where they come from the hub. Raises `ModelError`, or `SetupError` where

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.experts import as_in_files
 from penstock.services.modeling.families import is_recurrent
-from penstock.services.modeling.load import load_config
+from penstock.services.modeling.load import empty_model, load_config
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.packing import plan_rows
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.towers import towers
+from penstock.services.modeling.weight_files import WeightFiles
 from penstock.services.rollout.engines.torch.fitting import fitting_model
 from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.hybrid import HybridModel
@@ -57,6 +58,9 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path) -> None:
     for name, parameter in learned.named_parameters():
         assert (parameter.grad is None) == name.startswith(tuple(f"{tower}." for tower in towers(learned))), name
 
+    with WeightFiles(tmp_path, empty_model(str(tmp_path))) as files:
+        lacking = [name for name, _ in learned.named_parameters() if name not in files]
+        assert bool(lacking) == (family in WHOLE), "who reads it whole on each rank's host"
     in_files = {name for name, _ in as_in_files(learned.config.model_type, learned.state_dict())}
     assert (in_files == load_file(tmp_path / "model.safetensors").keys()) == (family not in RENAMED)
 
@@ -82,6 +86,7 @@ def test_a_family_is_what_the_page_says(family: str, tmp_path: Path) -> None:
     assert not any(name.startswith(tower) for name in trained for tower in towers(learned))
 
 
+WHOLE = {"minimax_m2"}
 RENAMED = {"gemma3", "mistral3", "qwen2_5_vl", "minimax_m2", "granitemoehybrid", "nemotron_h", "gpt_neox"}
 """transformers has other names for what files have: read whole by each rank, and written as transformers has them."""
 RECURRENT = {

@@ -17,12 +17,9 @@ from penstock.services.modeling import lora
 from penstock.services.modeling.load import (
     Head,
     ModelError,
-    attention_of,
+    empty_model,
     folder_of,
-    load_config,
     load_model,
-    not_loaded,
-    with_head,
 )
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
@@ -33,9 +30,6 @@ from penstock.services.modeling.towers import freeze_towers, towers
 from penstock.services.modeling.weight_files import WeightFiles
 
 log = structlog.get_logger()
-
-MASTER = torch.float32
-"""What is trained is fp32 whatever is computed with and published: small updates would vanish in 16 bits."""
 
 
 def load_trainable(
@@ -48,7 +42,7 @@ def load_trainable(
     ``adapter`` that alone is to be trained: what is frozen takes no more bits than are computed with. Towers are frozen
     (`modeling/towers.py`). Raises `ModelError`."""
     folder = folder_of(path, key)
-    model, processor = _empty(path, head, key), read_processor(folder)
+    model, processor = empty_model(path, head, key), read_processor(folder)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     new = new if head == "value" else set()
 
@@ -60,7 +54,7 @@ def load_trainable(
             give_sight(model, path, dtype, device, key)
         return model
 
-    with WeightFiles(folder) as files:
+    with WeightFiles(folder, model) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and _buffers_are_known(model, files):
             _prepare(model, adapter, path, dtype)
@@ -87,26 +81,6 @@ def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None
             for parameter in model.parameters():  # and no buffer: rotations are computed in fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
         lora.inject(model, adapter, path)
-
-
-def _empty(path: str, head: Head, key: str) -> Any:
-    """The model without memory for its parameters and buffers."""
-    from transformers import GenerationConfig
-
-    config = load_config(path, key)
-    try:
-        with torch.device("meta"):
-            model = with_head(config, head).from_config(config, dtype=MASTER, attn_implementation=attention_of(config))
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(not_loaded(path, "model", error, key)) from error
-    if head == "value":
-        return model
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    except OSError:
-        pass  # a model need not have one
-    model.tie_weights()
-    return model
 
 
 def _buffers_are_known(model: Any, files: WeightFiles) -> bool:
