@@ -75,7 +75,9 @@ def test_every_documented_command_does_what_it_says(tmp_path: Path) -> None:
         if mine[1] == "page" and "--out" not in mine:
             continue  # it serves until it is told to end: tests/e2e/test_page.py
         found = subprocess.run(mine, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-        assert found.returncode == 0, f"{shlex.join(mine)}\n{found.stdout}\n{found.stderr}"
+        # A plan that does not fit, and says which would, is an answer too.
+        right = (0, 1) if mine[1] == "plan" and "take the first:" in found.stdout else (0,)
+        assert found.returncode in right, f"{shlex.join(mine)}\n{found.stdout}\n{found.stderr}"
         assert found.stdout.strip(), mine
         done += 1
     assert done >= 22 and not known, f"no page has these any more: {known}"
