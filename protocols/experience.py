@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Strict, model_validator
 from pydantic_core import core_schema
 
 from penstock.protocols import routing as routes
@@ -104,7 +104,7 @@ class Prompt(BaseModel):
     answer: str | list[dict[str, str]] | None = None
     """The row's own answer, for `rollout.given`: text, or, of a chat, messages that go on from it, the last of which is
     the assistant's. None: the row has none but its truth."""
-    pictures: tuple[bytes, ...] = ()
+    pictures: tuple[Annotated[bytes, Strict()], ...] = ()
     """What it shows, each a whole file of a common format (PNG, JPEG, WebP), in the order of the `PICTURE` marks in its
     words: as many as there are."""
 

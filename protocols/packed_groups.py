@@ -31,7 +31,7 @@ def _are_numbers(value: Any) -> bool:
     )
 
 
-_LISTS: dict[str, Callable[[Any], bool]] = {
+_SAID: dict[str, Callable[[Any], bool]] = {
     "text": _is_text,
     "finish": lambda value: value in ("stop", "length"),
     "turns": lambda value: isinstance(value, list | tuple) and all(map(_is_text, value)),
@@ -42,8 +42,8 @@ _LISTS: dict[str, Callable[[Any], bool]] = {
     "metrics": _are_numbers,
 }
 """What a packed group has for each trajectory, beside arrays; and what such a value is."""
-_SAID = tuple(_LISTS)
-_LISTS["shows"] = _is_truth
+_LISTS = {**_SAID, "shows": _is_truth}
+"""With whether it shows its prompt's pictures."""
 
 
 def pack_group(group: Group) -> bytes:

@@ -106,9 +106,12 @@ def unpack(data: bytes | memoryview) -> Any:
 
 
 def check(value: Any) -> None:
-    """Raises `WireError` where ``value`` would not arrive: it has what cannot be packed, or maps with keys other than
-    text."""
-    unpack(pack(value))
+    """Raises `WireError` where ``value`` would not arrive: it has what cannot be packed, maps with keys other than
+    text, or more than half of what a header takes."""
+    packed = pack(value)
+    if len(packed) > MAX_HEADER_BYTES // 2:
+        raise WireError(f"{len(packed)} bytes are more than a message takes of one value ({MAX_HEADER_BYTES // 2})")
+    unpack(packed)
 
 
 def _is_id(value: Any) -> bool:

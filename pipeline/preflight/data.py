@@ -80,7 +80,7 @@ def _usable(prompts: Sequence[Prompt], begin: int = 0, rows: int = ROWS) -> tupl
     for index in range(begin, min(begin + rows, len(prompts))):
         try:
             prompt = prompts[index]
-            wire.pack(prompt.model_dump())
+            wire.check(prompt.model_dump())
             usable.append(prompt)
         except (DataError, wire.WireError) as error:
             why.append(str(error))

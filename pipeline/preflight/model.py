@@ -11,11 +11,14 @@ from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight import given
 from penstock.pipeline.preflight.data import ROWS, check_length
 from penstock.pipeline.preflight.report import Report
+from penstock.protocols.experience import Prompt
 from penstock.services.data import DataError, open_source
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.user_folders import may_be_on_hub
 
+PICTURED = 8
+"""So many prompts with pictures are made tokens of: each takes a while."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 READ = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Whichever comes first is read; indices of others may lie beside it."""
@@ -149,7 +152,7 @@ def _encode(config: Config, report: Report) -> None:
     """The first rows as tokens: the tokenizer and its chat template work, and there is room for an answer."""
     from penstock.services.modeling.lengths import positions_of
     from penstock.services.modeling.load import load_config
-    from penstock.services.turns.tokenizer import Tokenizer
+    from penstock.services.turns.tokenizer import TextError, Tokenizer
 
     assert isinstance(config.model, PretrainedModel)
     model = load_config(config.model.path)
@@ -167,22 +170,32 @@ def _encode(config: Config, report: Report) -> None:
         )
     if report.row is None:
         return
-    sizes, source, rows = [], open_source(config.prompts.train), []
+    sizes: list[int] = []
+    source, rows = open_source(config.prompts.train), list[Prompt]()
+    unseen: list[str] = []
     for index in range(min(ROWS, len(source))):
         try:
             prompt = source[index]
         except DataError:
             continue  # told of already
+        if prompt.pictures and sum(bool(row.pictures) for row in rows) >= PICTURED:
+            continue
         try:
             sizes.append(len(tokenizer.encode(prompt)))
             rows.append(prompt)
         except SetupError:
             raise
         except Exception as error:  # a template may raise anything
-            raise SetupError(
-                f"prompts.train: the tokenizer of {config.model.path} cannot encode row {index}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            words = f"row {index}: {type(error).__name__}: {error}"
+            if not (prompt.pictures and isinstance(error, TextError)):
+                raise SetupError(
+                    f"prompts.train: the tokenizer of {config.model.path} cannot encode {words}"
+                ) from error
+            unseen.append(words)
+    if unseen and not rows:
+        raise SetupError(f"prompts.train: no prompt of the first {len(unseen)} can be shown; {unseen[0]}")
+    if unseen:
+        report.notes.append(f"prompts.train: {len(unseen)} prompts cannot be shown and will be dropped; {unseen[0]}")
     report.lines.append(
         f"model.path: {config.model.path}; the first {len(sizes)} prompts are {min(sizes)} to {max(sizes)} tokens"
     )

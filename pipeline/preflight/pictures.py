@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.model import readers
 from penstock.pipeline.preflight.report import Report
+from penstock.protocols.experience import Prompt
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
+
+if TYPE_CHECKING:  # it imports torch
+    from penstock.services.modeling.pictures import PictureReader
 
 BLIND = ("reward_model",)
 """Scorers that read words alone."""
@@ -27,9 +32,17 @@ def look(config: Config, report: Report) -> None:
     report.problems += _problems(config)
     if blind := [f"scorers.{kind}" for kind, scorer in config.scorers.items() if scorer.scorer in BLIND]:
         report.notes.append(f"{', '.join(blind)}: it reads the words of prompts alone, with <image> for each picture")
+    alike = None
     for key, path in _models(config):
         with report.collect():
-            _check_sees(key, path)
+            reader = _reader_of(key, path)
+            alike = alike or reader
+            _check_alike(key, path, alike, reader, report.row)
+    if isinstance(config.rollout.engine, VllmEngineConfig) and alike and not alike.folds:
+        report.problems.append(
+            "rollout.engine.type: vLLM joins line breaks around this model's pictures as transformers does "
+            "not; use rollout.engine.type=torch"
+        )
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -38,6 +51,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield "model.type: a tiny model sees nothing, and prompts show pictures; take a pretrained one that sees"
     if config.gateway.count:
         yield "gateway.count: agents are asked in words alone, and prompts show pictures; set it to 0"
+    if config.with_critic:
+        yield "trainer.algorithm.advantage: prompts show pictures, which no critic sees; take one without, e.g. grpo"
     if isinstance(engine, PluginEngineConfig):
         yield (
             f"rollout.engine.name: {engine.name} is handed no pictures, and prompts show some; use "
@@ -54,10 +69,25 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
     yield from readers(config)
 
 
-def _check_sees(key: str, path: str) -> None:
+def _check_alike(key: str, path: str, policy: PictureReader, reader: PictureReader, row: Prompt | None) -> None:
+    """Raises `SetupError` where a model reads other tokens than the policy in the pictures of the first row."""
+    from penstock.services.modeling.pictures import PictureError
+
+    try:
+        for picture in row.pictures if row and reader is not policy else ():
+            mine, theirs = (len(each.expansion(picture)) for each in (policy, reader))
+            if mine != theirs:
+                raise SetupError(
+                    f"{key}: {path} has {theirs} tokens for a picture for which the policy has {mine}; take a model of "
+                    "the same family, with the same processor files"
+                )
+    except PictureError:
+        return  # it costs its row
+
+
+def _reader_of(key: str, path: str) -> PictureReader:
     from penstock.services.modeling.load import load_config
-    from penstock.services.modeling.pictures import PictureReader
-    from penstock.services.modeling.sight import placeholder
+    from penstock.services.modeling.pictures import PictureReader, placeholder
 
     config = load_config(path, key)
     if placeholder(config) < 0:
@@ -65,4 +95,4 @@ def _check_sees(key: str, path: str) -> None:
             f"{key}: {path} ({config.model_type}) sees nothing, and prompts show pictures; take a model that sees "
             "(docs/models.md), or leave images_key out"
         )
-    PictureReader(path, key=key)
+    return PictureReader(path, key=key)

@@ -107,4 +107,5 @@ def _offered(function: FunctionConfig, table: ColumnTable, row: Prompt, answer: 
         "group": 0,
         "sample": 0,
         "step": 0,
+        "pictures": list(row.pictures),
     } | read

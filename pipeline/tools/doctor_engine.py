@@ -66,7 +66,10 @@ def examine_engine(console: Console, config: Config, prompts: int) -> bool:
         say(f"starting the engine ({config.rollout.engine.type})")
         started = time.monotonic()
         try:
-            engine = make_engine(config.rollout, path, config.model.dtype, text, head_dtype=config.model.head_dtype)
+            engine = make_engine(
+                config.rollout, path, config.model.dtype, text, head_dtype=config.model.head_dtype,
+                pictures=config.prompts.show_pictures,
+            )  # fmt: skip
             findings.add(True, "start", f"{time.monotonic() - started:.1f} s")
             try:
                 _examine(engine, config, path, text, prompts, findings, say)

@@ -12,6 +12,8 @@ from penstock.services.data import DataError
 from penstock.services.data.json_rows import kind_of
 from penstock.services.runtime.user_folders import find_file
 
+LONGEST_PATH = 4096
+
 
 def read_pictures(found: Any, beside: Sequence[Path], where: str) -> tuple[bytes, ...]:
     """The files of what a row has in its column: None, one picture, or a list. A picture is a map of ``bytes`` or
@@ -20,7 +22,15 @@ def read_pictures(found: Any, beside: Sequence[Path], where: str) -> tuple[bytes
     if found is None:
         return ()
     every = found if isinstance(found, list | tuple) else [found]
-    return tuple(_file_of(each, beside, f"{where}: picture {number}") for number, each in enumerate(every))
+    files = []
+    for number, each in enumerate(every):
+        try:
+            files.append(_file_of(each, beside, f"{where}: picture {number}"))
+        except DataError:
+            raise
+        except (OSError, ValueError) as error:  # a path too long, a picture of Pillow's that no PNG holds
+            raise DataError(f"{where}: picture {number}: {str(error)[:80]}") from error
+    return tuple(files)
 
 
 def undecoded(rows: Any, column: str) -> Any:
@@ -78,15 +88,15 @@ def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
         found = found.get("bytes") or found.get("path")
     if hasattr(found, "save"):
         file = io.BytesIO()
-        found.save(file, "PNG")
+        found.convert("RGB").save(file, "PNG")
         return file.getvalue()
     if isinstance(found, bytes) and found:
         return found
     if not isinstance(found, str) or not found:
-        raise DataError(
-            f"{where} is {kind_of(found) if found else 'empty'}; it must be an image of a data set, or the path of a "
-            "file"
-        )
+        what = "empty" if found in ("", b"", None) else kind_of(found)
+        raise DataError(f"{where} is {what}; it must be an image of a data set, or the path of a file")
+    if len(found) > LONGEST_PATH:
+        raise DataError(f"{where} is a text of {len(found)} characters, no path; keep its file, and give the path")
     if "://" in found or found.startswith("data:"):
         raise DataError(f"{where} is {found[:80]}; no picture is fetched: keep its file, and give the path")
     folders = [(find_file(str(path)) or path).parent for path in beside]

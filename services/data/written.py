@@ -16,13 +16,14 @@ from penstock.services.data.source import PromptSource
 
 def line(row: Mapping[str, Any] | Prompt) -> str:
     """A prompt as it is, or a row with ``prompt`` (text of a user, or messages) and perhaps ``truth``, ``answer`` and
-    ``images``, as JSON. Raises `KeyError` where it has no prompt, `TypeError` for what JSON has not, and `DataError`
-    for images that are none."""
+    ``images`` (or ``image``), as JSON. Raises `KeyError` where it has no prompt, `TypeError` for what JSON has not, and
+    `DataError` for images that are none."""
     if isinstance(row, Prompt):
         return json.dumps({**row.model_dump(), "pictures": _as_text(row.pictures)}) + "\n"
     own = {"answer": row["answer"]} if row.get("answer") is not None else {}
-    if row.get("images") is not None:
-        own["images"] = _as_text(read_pictures(row["images"], [], "images"))
+    images = row.get("images", row.get("image"))
+    if images is not None:
+        own["images"] = _as_text(read_pictures(images, [], "images"))
     return json.dumps({"prompt": row["prompt"], "truth": row.get("truth"), **own}) + "\n"
 
 
@@ -55,4 +56,4 @@ class Written(PromptSource):
         if "prompt" in row:
             pictures = _as_files(row.get("images", ()))
             return make_prompt(index, row["prompt"], row["truth"], True, None, row.get("answer"), pictures)
-        return Prompt.model_validate({**row, "pictures": _as_files(row["pictures"])})
+        return Prompt.model_validate({**row, "pictures": _as_files(row.get("pictures", ()))})

@@ -33,7 +33,7 @@ from penstock.services.modeling.parallel.tensor import Turned, is_turned, sum_pa
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.resting import Resting
 from penstock.services.modeling.routing import mixture_of
-from penstock.services.modeling.sight import sight_tensors
+from penstock.services.modeling.sight import resting_sight
 
 log = structlog.get_logger()
 
@@ -211,7 +211,7 @@ class ModelLearner:
         """All that it holds between two steps."""
         yield from self.model.parameters()
         yield from self.model.buffers()
-        yield from sight_tensors(self.model)
+        yield from resting_sight(self.model)
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
         yield from (weight.local() for weight in self.published.values() if isinstance(weight, Turned))

@@ -130,7 +130,9 @@ def _shown(model: Any, rows: Rows) -> dict[str, Any]:
             f"prompts show pictures, which {model.config.model_type} does not see; take a model that does "
             "(docs/models.md), or leave images_key out"
         )
-    return sight.inputs(rows.tokens, rows.attention, rows.pictures)
+    # Up to the first token that was sampled; where none was, all of them.
+    begun = torch.where(rows.mask.any(1), rows.mask.int().argmax(1) + 1, rows.tokens.shape[1])
+    return sight.inputs(rows.tokens, rows.attention, rows.pictures, begun)
 
 
 def shares_prompts(model: Any) -> bool:

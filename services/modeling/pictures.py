@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded
+from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded, sees
 from penstock.services.runtime.install import install
 
-KEPT = 32
-"""Pictures whose numbers are remembered: a group's prompt is read several times in a row."""
+MOST_PIXELS = 100_000_000
+KEPT = 256
+"""Pictures whose tokens are remembered: they are asked for with each answer."""
 
 
 class PictureError(ValueError):
@@ -30,7 +30,13 @@ class PictureReader:
 
     def __init__(self, path: str, tokenizer: Any = None, key: str = "model.path") -> None:
         self._processor = _load(path, tokenizer or load_tokenizer(path, key=key), key)
-        self._read: dict[bytes, tuple[dict[str, torch.Tensor], list[int]]] = {}
+        config = load_config(path, key)
+        ids = (getattr(config, f"vision_{name}_token_id", None) for name in ("start", "end"))
+        self._frame = [self._processor.tokenizer.convert_ids_to_tokens(id) for id in ids if id is not None]
+        """What the family puts around a picture; nothing: its processor does, or nobody."""
+        self._in_runs = placeholder(config) if self._frame else None
+        """The token whose runs are pictures to the family's positions: two of them must not touch."""
+        self._expansions: dict[bytes, list[int]] = {}
 
     @property
     def mark(self) -> str:
@@ -43,10 +49,14 @@ class PictureReader:
         return int(self._processor.tokenizer.convert_tokens_to_ids(self.mark))
 
     @property
+    def folds(self) -> bool:
+        """A picture's tokens can be found again in those of a prompt: they do not join with what stands beside them."""
+        return "\n" not in getattr(self._processor, "full_image_sequence", "")
+
+    @property
     def framed_mark(self) -> str:
         """`mark`, with what the family's own template puts around it."""
-        begin, end = (getattr(self._processor, f"vision_{name}_token", "") for name in ("start", "end"))
-        return f"{begin}{self.mark}{end}"
+        return self.mark.join(self._frame) if self._frame else self.mark
 
     def encode(self, text: str, pictures: Sequence[bytes], begun: bool) -> np.ndarray:
         """int32 ``[tokens]`` of ``text`` with a `mark` for each of ``pictures``, which becomes as many tokens as that
@@ -56,25 +66,29 @@ class PictureReader:
                 f"the prompt has {self.mark} {marks} times, and shows {len(pictures)} pictures: leave it out of the "
                 "words, and let the chat template show each picture once"
             )
-        ids = self._call(text, pictures, add_special_tokens=not begun)["input_ids"][0]
-        return np.array(ids, np.int32)
+        ids = np.array(self._call(text, pictures, add_special_tokens=not begun)["input_ids"][0], np.int32)
+        if self._in_runs is not None:
+            runs = int(np.count_nonzero(np.diff((ids == self._in_runs).astype(np.int8), prepend=0) == 1))
+            if runs != len(pictures):
+                raise PictureError(
+                    f"{len(pictures)} pictures became {runs} runs of {self.mark}: the chat template must put "
+                    f"{' and '.join(self._frame)} around each"
+                )
+        return ids
 
     def numbers(self, picture: bytes) -> dict[str, torch.Tensor]:
         """What the family's ``get_image_features`` is given for one picture. Raises `PictureError`."""
-        return self._one(picture)[0]
+        found = self._call(self.mark, [picture])
+        return {name: torch.as_tensor(np.asarray(of)) for name, of in found.items() if name not in _OF_TEXT}
 
     def expansion(self, picture: bytes) -> list[int]:
         """The tokens that stand for a picture in the place of the token of `mark`. Raises `PictureError`."""
-        return self._one(picture)[1]
-
-    def _one(self, picture: bytes) -> tuple[dict[str, torch.Tensor], list[int]]:
-        if picture not in self._read:
-            if len(self._read) >= KEPT:
-                del self._read[next(iter(self._read))]
+        if picture not in self._expansions:
+            if len(self._expansions) >= KEPT:
+                del self._expansions[next(iter(self._expansions))]
             found = self._call(self.mark, [picture], add_special_tokens=False)
-            numbers = {name: torch.as_tensor(np.asarray(of)) for name, of in found.items() if name not in _OF_TEXT}
-            self._read[picture] = numbers, list(found["input_ids"][0])
-        return self._read[picture]
+            self._expansions[picture] = list(found["input_ids"][0])
+        return self._expansions[picture]
 
     def _call(self, text: str, pictures: Sequence[bytes], **how: Any) -> Mapping[str, Any]:
         images = [open_picture(picture) for picture in pictures]
@@ -89,15 +103,27 @@ _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 
 
 def open_picture(picture: bytes) -> Any:
-    """As an RGB image of Pillow. Raises `PictureError`."""
-    from PIL import Image
+    """As an RGB image of Pillow, turned as its camera says. Raises `PictureError`."""
+    from PIL import Image, ImageOps
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            return Image.open(io.BytesIO(picture)).convert("RGB")
+        image = Image.open(io.BytesIO(picture))
+        if image.width * image.height > MOST_PIXELS:
+            raise PictureError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS}; make it smaller")
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except PictureError:
+        raise
     except Exception as error:  # its decoders raise anything
         raise PictureError(f"a picture of {len(picture)} bytes cannot be read: {error}") from error
+
+
+def placeholder(config: Any) -> int:
+    """The token that stands where a model of transformers' ``config`` reads what its towers have seen; -1: it sees
+    nothing."""
+    if not sees(config):
+        return -1
+    found = getattr(config, "image_token_id", None)
+    return getattr(config, "image_token_index", -1) if found is None else found
 
 
 def _load(path: str, tokenizer: Any, key: str) -> Any:

@@ -7,16 +7,18 @@ scores or samples, in whatever shape the decoder is cut; and ranks whose rows sh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.load import ModelError, empty_model, folder_of, load_model, sees
-from penstock.services.modeling.pictures import PictureError, PictureReader
+from penstock.services.modeling.load import ModelError, empty_model, folder_of, load_model
+from penstock.services.modeling.pictures import PictureError, PictureReader, placeholder
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -37,15 +39,11 @@ class Sight:
         self._shown: torch.Tensor | None = None
         """bool ``[rows, length]``: where the rows of the forward pass show something that was asked for last."""
 
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """What lies on the device, but for what was found."""
-        for tower in towers(self._base).values() if self._base is not None else ():
-            yield from (*tower.parameters(), *tower.buffers())
-
-    def forget(self) -> None:
-        """What was found lies on the device too."""
+    def resting(self) -> list[torch.Tensor]:
+        """Forgets what was found, which lies on the device; returns what else does."""
         self._found.clear()
+        every = towers(self._base).values() if self._base is not None else ()
+        return [part for tower in every for part in (*tower.parameters(), *tower.buffers())]
 
     def attach(self, model: Any) -> None:
         """Has ``model``, which may be cut, take what `inputs` gives."""
@@ -61,19 +59,23 @@ class Sight:
         base.get_placeholder_mask = mask
         model.penstock_sight = self
 
-    def inputs(self, tokens: torch.Tensor, real: torch.Tensor, pictures: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+    def inputs(
+        self, tokens: torch.Tensor, real: torch.Tensor, pictures: Sequence[tuple[bytes, ...]],
+        prompts: torch.Tensor | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """What a model is called with beside ``tokens`` ``[rows, length]``, of which those are ``real`` where that is 1
-        (same shape, right-padded), each of which begins with a prompt that shows its ``pictures``. Raises
-        `PictureError` where a row has not as many placeholders as they need."""
+        (same shape, right-padded), each of which begins with a prompt that shows its ``pictures``: of so many tokens as
+        ``prompts`` says ``[rows]``, or of whatever length. Raises `PictureError` where a row has not as many
+        placeholders as they need."""
         found = [[self._look(picture) for picture in row] for row in pictures]
         base = self._loaded()[0]
         counts = torch.tensor([sum(each.tokens for each in row) for row in found], device=tokens.device)
-        placeholders = (tokens == self._token) & real.bool()
-        self._shown = placeholders & (placeholders.cumsum(1) <= counts[:, None])
-        if not torch.equal(self._shown.sum(1), counts):
-            raise PictureError(
-                f"rows have {self._shown.sum(1).tolist()} places for {counts.tolist()} vectors of their pictures"
-            )
+        self._shown = (tokens == self._token) & real.bool()
+        if prompts is None:
+            self._shown &= self._shown.cumsum(1) <= counts[:, None]
+        else:
+            self._shown &= torch.arange(tokens.shape[1], device=tokens.device) < prompts[:, None]
+        self._check(self._shown.sum(1).tolist(), counts.tolist())
         every = [each for row in found for each in row]
         kinds = self._shown.int()
         inputs: dict[str, Any] = {"mm_encoder_outputs": {"image": _joined([each.outputs for each in every])}}
@@ -85,6 +87,20 @@ class Sight:
                 tokens, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=real
             )[0]
         return inputs
+
+    def check(self, trajectory: Trajectory) -> None:
+        """See `check_shown`."""
+        begun = int(trajectory.loss_mask.argmax()) if trajectory.sampled else len(trajectory.tokens)
+        places = int(np.count_nonzero(trajectory.tokens[:begun] == self._token))
+        self._check([places], [sum(self._look(picture).tokens for picture in trajectory.pictures)])
+
+    def _check(self, places: list[int], vectors: list[int]) -> None:
+        if places != vectors:
+            raise PictureError(
+                f"{self._key}: rows have {places} places for {vectors} vectors of their pictures: whoever made their "
+                f"tokens reads pictures otherwise than {self._path}; give all the same processor files, and the same "
+                "version of transformers"
+            )
 
     @torch.no_grad()
     def _look(self, picture: bytes) -> _Found:
@@ -118,7 +134,7 @@ class _Found:
         self.tokens = sum(part.shape[:-1].numel() for part in vectors)
         """Vectors, each of which the decoder reads in a placeholder's place."""
         every = [*vectors, *_flat(outputs.deepstack_features or ())]
-        self.nbytes = sum(part.numel() * part.element_size() for part in every)
+        self.nbytes = sum(part.nbytes for part in every)
 
     @classmethod
     def of(cls, base: Any, numbers: dict[str, torch.Tensor]) -> _Found:
@@ -159,21 +175,19 @@ def give_sight(model: Any, path: str, dtype: str, device: torch.device, key: str
         sight.attach(model)
 
 
-def sight_tensors(model: Any) -> Iterator[torch.Tensor]:
-    """What ``model`` has on its device for its sight, which from now on remembers nothing: its device is left to
-    others."""
-    if sight := getattr(model, "penstock_sight", None):
-        sight.forget()
-        yield from sight.tensors
+def check_shown(model: Any, trajectories: Sequence[Trajectory]) -> None:
+    """Raises `PictureError` where ``model`` sees more or less in pictures of ``trajectories`` than their prompts have
+    places for."""
+    sight: Sight | None = getattr(model, "penstock_sight", None)
+    if sight and (shown := [trajectory for trajectory in trajectories if trajectory.pictures]):
+        for trajectory in shown:
+            sight.check(trajectory)
 
 
-def placeholder(config: Any) -> int:
-    """The token that stands where a model of transformers' ``config`` reads what its towers have seen; -1: it sees
-    nothing."""
-    if not sees(config):
-        return -1
-    found = getattr(config, "image_token_id", None)
-    return getattr(config, "image_token_index", -1) if found is None else found
+def resting_sight(model: Any) -> list[torch.Tensor]:
+    """What ``model`` has on its device for its sight, where that is left to others: it remembers no picture."""
+    sight: Sight | None = getattr(model, "penstock_sight", None)
+    return sight.resting() if sight else []
 
 
 def _other_than(token: int) -> int:

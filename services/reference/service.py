@@ -19,8 +19,9 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import check_vocabulary, device_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.pictures import PictureError
 from penstock.services.modeling.resting import Resting, release
-from penstock.services.modeling.sight import give_sight, sight_tensors
+from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.runtime import device_turn, health
 from penstock.services.runtime.actor import ActorContext
@@ -47,12 +48,13 @@ class Reference:
         self._resting = Resting(self._device)
         key = "reference.path" if config.path else "model.path"
         check_vocabulary(model_path, config.path or model_path, key)
-        self._model = self._load(config.path or model_path, self._device, key)
+        self._path, self._key = config.path or model_path, key
+        self._model = self._load(self._path, self._device, key)
 
     def _load(self, path: str, device: torch.device, key: str) -> Any:
         model = load_model(path, self._dtype, device, key).eval()
         compute_head_in(model, self._head_dtype)
-        give_sight(model, path, self._dtype, self._device, key)
+        give_sight(model, self._path, self._dtype, self._device, self._key)
         return model
 
     def room(self, in_hand: int) -> int:
@@ -75,7 +77,8 @@ class Reference:
         """The model knows its tokens; where not, that is the answer."""
         try:
             task.group.check_ids(vocabulary_of(self._model))
-        except ExperienceError as error:
+            check_shown(self._model, task.group.trajectories)
+        except (ExperienceError, PictureError) as error:
             answer(task, REFERENCE, unusable=str(error))
             return False
         return True
@@ -118,7 +121,7 @@ class Reference:
 
     def sleep(self) -> None:
         """Gives its device's memory back."""
-        self._resting.rest([*self._model.parameters(), *self._model.buffers(), *sight_tensors(self._model)])
+        self._resting.rest([*self._model.parameters(), *self._model.buffers(), *resting_sight(self._model)])
 
     def wake(self) -> None:
         """Takes its place on its device again."""

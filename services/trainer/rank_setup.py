@@ -23,6 +23,7 @@ from penstock.services.modeling.lora import Adapter, is_adapters, plain_name
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import Shape, World, local_device
 from penstock.services.modeling.routing import Replay, mixture_of
+from penstock.services.modeling.sight import give_sight
 from penstock.services.modeling.whole_weights import AdapterBase
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
@@ -127,10 +128,13 @@ def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfi
     """The model to train, as it is at ``path``: where the run began, ``start``, or a checkpoint; which, with ``lora``,
     has the adapter alone."""
     if lora is None:
-        return load_trainable(path, world, world.device, dtype, offload=offload)
-    begun = Path(path) if path != start else Path(lora.start) if lora.start else None
-    adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant, begun)
-    return load_trainable(start, world, world.device, dtype, adapter=adapter, offload=offload)
+        model = load_trainable(path, world, world.device, dtype, offload=offload)
+    else:
+        begun = Path(path) if path != start else Path(lora.start) if lora.start else None
+        adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant, begun)
+        model = load_trainable(start, world, world.device, dtype, adapter=adapter, offload=offload)
+    give_sight(model, start, dtype, world.device)  # a checkpoint may be gone when the first picture comes
+    return model
 
 
 def self_teacher(trainer: TrainerConfig, model_path: str, template: dict[str, Any]) -> SelfTeacher | None:

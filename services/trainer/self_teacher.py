@@ -13,12 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import structlog
 
 from penstock.protocols.experience import PICTURE, UNSAMPLED, Prompt, Trajectory
 from penstock.protocols.routing import no_routing
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.trainer.advantage_config import SelfDistillationAdvantage
-from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tokenizer import TextError, Tokenizer
+
+log = structlog.get_logger()
 
 _THOUGHT = re.compile(r"\A(?:(?!<think>).)*?</think>\s*|<think>.*?</think>\s*", re.DOTALL)
 """Some templates put its beginning into the prompt."""
@@ -36,8 +39,13 @@ class SelfTeacher:
         longer than ``longest`` tokens, or than the config allows, is left out."""
         found = {}
         for place, solution in self._solutions(step).items():
-            told, answer = self._ask(step.prompts[place], solution), step.trajectories[place]
-            begun = int(np.argmax(answer.loss_mask))
+            prompt, answer = step.prompts[place], step.trajectories[place]
+            try:
+                told = self._ask(prompt, solution)
+            except TextError as error:  # what is shown has a picture's own mark, say
+                log.warning("nothing can be shown", prompt=prompt.index, error=str(error))
+                continue
+            answer, begun = replace(answer, pictures=prompt.pictures), int(np.argmax(answer.loss_mask))
             if len(told) + len(answer.tokens) - begun <= min(longest, self.config.longest):
                 found[place] = _after(told, answer, begun)
         return found

@@ -99,4 +99,10 @@ def _parts(prompt: Prompt, turns: Turns) -> tuple[Prompt, Sequence[dict[str, Any
     first = spoken[0] if turns == "all" else spoken[-1]
     if not first:
         raise TextError("the row's conversation begins with the assistant, who was asked nothing")
-    return prompt.model_copy(update={"messages": talk[:first]}), talk[first:]
+    asked = prompt.model_copy(update={"messages": talk[:first]})
+    if prompt.pictures and asked.marks != prompt.marks:
+        raise TextError(
+            "the row shows a picture behind the assistant's first words, and what is learned may show none; set "
+            "rollout.given.turns=last"
+        )
+    return asked, talk[first:]

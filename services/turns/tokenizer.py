@@ -59,7 +59,10 @@ class Tokenizer:
             )
         chat = prompt.messages is not None and self.has_template
         if chat:
-            parts = [{**message, "content": _in_parts(message["content"])} for message in prompt.messages or ()]
+            parts = [
+                {**message, "content": _in_parts(message["content"])} if PICTURE in message["content"] else message
+                for message in prompt.messages or ()
+            ]
             text = self._rendered(parts, tools, tokenize=False)
         else:
             text = prompt.as_text().replace(PICTURE, self.pictures.framed_mark)

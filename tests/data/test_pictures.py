@@ -67,6 +67,8 @@ def test_images_of_a_data_set_stay_the_files_that_they_were(tmp_path: Path, seve
         (["https://x.org/a.png"], "no picture is fetched: keep its file"),
         ([""], "row 0: images: picture 0 is empty; it must be an image of a data set, or the path of a file"),
         ([7], "picture 0 is a number"),
+        (["A" * 5000], "picture 0 is a text of 5000 characters, no path"),
+        (["A" * 4000], "picture 0: .*File name too long"),
         (["red.png", "green.png"], "row 0: its words have 1 times <image>, and its pictures are 2"),
     ],
 )
@@ -84,7 +86,7 @@ def test_what_a_script_gives_is_written_down_and_read_again(tmp_path: Path) -> N
     rows = [
         {"prompt": "what?", "truth": "red", "images": [str(tmp_path / "red.png"), {"bytes": GREEN, "path": None}]},
         {"prompt": "1+1=", "truth": "2"},
-        {"prompt": "and this?", "images": open_picture(GREEN)},
+        {"prompt": "and this?", "image": open_picture(GREEN).convert("CMYK")},
         Prompt(index=3, text=f"{PICTURE}?", pictures=(RED,)),
     ]
     lines = [written.line(row) for row in rows]
@@ -93,6 +95,11 @@ def test_what_a_script_gives_is_written_down_and_read_again(tmp_path: Path) -> N
     read = written.Written(str(tmp_path / "rows.jsonl"))
     assert content(read[0]) == f"{PICTURE}{PICTURE}what?" and read[0].pictures == (RED, GREEN)
     assert read[1].pictures == () and read[3] == rows[3]
-    assert open_picture(read[2].pictures[0]).tobytes() == open_picture(GREEN).tobytes()
+    assert open_picture(read[2].pictures[0]).size == open_picture(GREEN).size
+    old = written.line(Prompt(index=0, text="?")).replace('"pictures": []', '"source": ""')
+    (tmp_path / "rows.jsonl").write_text(old)
+    assert written.Written(str(tmp_path / "rows.jsonl"))[0].pictures == (), "of a run that older code began"
+    with pytest.raises(ValueError, match="pictures"):
+        Prompt(index=0, text=f"{PICTURE}?", pictures=["left.png"])  # type: ignore[arg-type]
     with pytest.raises(DataError, match="images: picture 0: no such file: nowhere.png"):
         written.line({"prompt": "what?", "images": ["nowhere.png"]})

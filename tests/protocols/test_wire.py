@@ -174,3 +174,9 @@ def test_a_token_without_a_version_is_refused() -> None:
     fields["versions"] = np.full_like(fields["versions"], -1)
     with pytest.raises(ExperienceError, match="has a version exactly where"):
         unpack_group(wire.pack(fields))
+
+
+def test_a_value_that_no_message_could_carry_is_refused_before_it_is_sent() -> None:
+    wire.check({"pictures": [bytes(1 << 20)]})
+    with pytest.raises(wire.WireError, match="bytes are more than a message takes of one value"):
+        wire.check({"pictures": [bytes(20 << 20), bytes(20 << 20)]})

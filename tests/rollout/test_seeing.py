@@ -19,7 +19,8 @@ from penstock.services.rollout.config import GivenConfig, TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.single_turn import SingleTurn
-from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.given import given_trajectory
+from penstock.services.turns.tokenizer import TextError, Tokenizer
 from tests import seeing
 
 RED = seeing.picture(seeing.COLOURS["r"])
@@ -70,6 +71,17 @@ def test_all_answers_show_what_their_prompt_does(engine: tuple[TorchEngine, Toke
     blind = dataclasses.replace(group.trajectories[0], pictures=())
     again = unpack_group(pack_group(Group(0, group.prompt, [blind, group.trajectories[1]])))
     assert [t.pictures for t in again.trajectories] == [(), (RED,)]
+
+
+def test_a_picture_behind_the_first_answer_is_given_with_the_last_turn_alone(
+    engine: tuple[TorchEngine, Tokenizer],
+) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    asked = [*talk, {"role": "user", "content": f"{PICTURE}is"}]
+    prompt = Prompt(index=0, messages=asked, answer="r", pictures=(RED,))
+    assert given_trajectory(engine[1], prompt, "last", 0, 96).pictures == (RED,)
+    with pytest.raises(TextError, match="set rollout.given.turns=last"):
+        given_trajectory(engine[1], prompt, "all", 0, 96)
 
 
 class Renaming:

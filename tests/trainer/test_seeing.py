@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ from penstock.protocols.experience import PICTURE, Prompt, Sampling, Trajectory
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.packing import by_trajectory, plan_rows
-from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
-from penstock.services.modeling.pictures import PictureReader
-from penstock.services.modeling.sight import give_sight, placeholder, sight_tensors
+from penstock.services.modeling.pictures import PictureError, PictureReader, open_picture, placeholder
+from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Request, RequestError
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.runtime.errors import SetupError
+from penstock.services.trainer.rank_setup import load_policy
 from penstock.services.turns.joining import join
 from penstock.services.turns.tokenizer import TextError, Tokenizer
 from tests import families, seeing
@@ -37,7 +39,7 @@ PROMPTS = [
     asked(f"ab{PICTURE}cd", RED),
     asked(f"a{PICTURE}cd{PICTURE}", GREEN, RED),
     asked("abcd"),
-    Prompt(index=0, text=f"{PICTURE}ab", pictures=(GREEN,)),
+    Prompt(index=0, text=f"{PICTURE}{PICTURE}ab", pictures=(GREEN, GREEN)),
 ]
 
 
@@ -120,7 +122,7 @@ def test_other_pictures_give_other_numbers_and_a_sampled_placeholder_shows_nothi
         return scored(model, [one])[0][-len(answer) :]
 
     green, white = seen(GREEN), seen(seeing.picture(seeing.COLOURS["w"]))
-    assert len(list(sight_tensors(model))) > 10
+    assert len(resting_sight(model)) > 10
     assert np.isfinite(green).all() and np.abs(green - white).max() > 1e-4
     assert np.abs(seen(GREEN, answer[:3]) - green[:3]).max() < 1e-5
 
@@ -128,7 +130,7 @@ def test_other_pictures_give_other_numbers_and_a_sampled_placeholder_shows_nothi
 def test_a_trainers_gradient_is_that_of_the_familys_own_code(tmp_path: Path) -> None:
     seeing.write("qwen3_vl", tmp_path)
     plain = load_model(str(tmp_path), "float32", CPU).eval()
-    mine = load_trainable(str(tmp_path), World(CPU), CPU, "float32").eval()
+    mine = load_policy(str(tmp_path), str(tmp_path), World(CPU), "float32", None).eval()
     pad = placeholder(plain.config)
     trajectories = [t for t in sampled(tmp_path, PROMPTS[:2], plain) if pad not in t.tokens[t.loss_mask == 1]]
     assert trajectories
@@ -159,8 +161,40 @@ def test_what_does_not_fit_costs_its_prompt_alone(tmp_path: Path) -> None:
         text.encode(asked(f"{PICTURE}is", b"no.no"))
     with pytest.raises(TextError, match="has <|image_pad|> 2 times, and shows 1 pictures"):
         text.encode(asked(f"{PICTURE}is<|image_pad|>", GREEN))
+    text.plain.chat_template = text.plain.chat_template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    with pytest.raises(TextError, match="2 pictures became 1 runs of <|image_pad|>: the chat template must put"):
+        text.encode(asked(f"{PICTURE}{PICTURE}is", GREEN, RED))
     with pytest.raises(ValueError, match="have 1 times <image>, and its pictures are 2"):
         asked(f"{PICTURE}is", GREEN, RED)
+
+
+def test_a_text_has_the_frames_that_a_chat_has(tmp_path: Path) -> None:
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        seeing.write(family, tmp_path)
+        text = Tokenizer(str(tmp_path))
+        told = text.encode(Prompt(index=0, text=f"{PICTURE}is", pictures=(GREEN,)))
+        assert told.tolist() == text.encode(asked(f"{PICTURE}is", GREEN)).tolist()
+
+
+def test_a_picture_is_seen_as_its_camera_held_it() -> None:
+    from PIL import Image
+
+    file, turned = io.BytesIO(), Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (64, 32)).save(file, "JPEG", exif=turned)
+    assert open_picture(file.getvalue()).size == (32, 64)
+
+
+def test_who_reads_pictures_otherwise_than_the_policy_says_so(tmp_path: Path) -> None:
+    seeing.write("qwen3_vl", tmp_path)
+    model = load_model(str(tmp_path), "float32", CPU).eval()
+    shown = sampled(tmp_path, PROMPTS[:1], model)
+    told = tmp_path / "preprocessor_config.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"size": {"shortest_edge": 4096, "longest_edge": 8192}}))
+    give_sight(model, str(tmp_path), "float32", CPU)
+    for ask in (lambda: check_shown(model, shown), lambda: scored(model, shown)):
+        with pytest.raises(PictureError, match=r"model\.path: rows have .* give all the same processor files"):
+            ask()
 
 
 def test_a_model_that_does_not_see_says_so(tmp_path: Path) -> None:
@@ -176,7 +210,7 @@ def test_a_model_that_does_not_see_says_so(tmp_path: Path) -> None:
         path=str(tmp_path / "blind"),
     )
     tokens = Tokenizer(str(tmp_path / "sees")).encode(PROMPTS[0])
-    with pytest.raises(RequestError, match="the prompt shows pictures"):
+    with pytest.raises(RequestError, match="the prompt shows pictures, and a qwen3 sees none"):
         engine.submit(Request(0, 1, tokens, Sampling(max_new_tokens=4), pictures=(RED,)))
     shown = sampled(tmp_path / "sees", PROMPTS[:1], load_model(str(tmp_path / "sees"), "float32", CPU))
     with pytest.raises(SetupError, match="prompts show pictures, which qwen3 does not see"):

@@ -25,7 +25,6 @@ from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.processor_files import read_processor
-from penstock.services.modeling.sight import give_sight
 from penstock.services.modeling.towers import freeze_towers, towers
 from penstock.services.modeling.weight_files import WeightFiles
 
@@ -50,8 +49,6 @@ def load_trainable(
         if adapter is not None:
             lora.begin(model, adapter)
         model.penstock_processor = processor
-        if head == "language":
-            give_sight(model, path, dtype, device, key)
         return model
 
     with WeightFiles(folder, model) as files:

@@ -12,7 +12,15 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from penstock.services.rollout.engines.base import Completion, EngineError, Refusal, Request, RequestError, refuse_unfit
+from penstock.services.rollout.engines.base import (
+    BLIND,
+    Completion,
+    EngineError,
+    Refusal,
+    Request,
+    RequestError,
+    refuse_unfit,
+)
 from penstock.services.rollout.engines.torch.sampling import stream_key
 from penstock.services.runtime import health
 from penstock.services.runtime.errors import SetupError
@@ -37,8 +45,8 @@ class AsyncEngine(ABC):
     """The half of `base.Engine` that submits, waits and aborts. What is made of it says how one continuation is
     generated (`generate`), and sets ``version``. ``seats``: continuations that it is given at once."""
 
-    sees = False
-    """Requests may show pictures."""
+    blind = BLIND
+    """Why requests may show no pictures; empty: they may."""
 
     def __init__(self, name: str, vocabulary: int, max_length: int, seats: int) -> None:
         self.version, self.ended = -1, False
@@ -65,7 +73,7 @@ class AsyncEngine(ABC):
 
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
-        refuse_unfit(request, self._vocabulary, self._max_length, self.sees)
+        refuse_unfit(request, self._vocabulary, self._max_length, self.blind)
         if self.version < 0:
             self._early.append(request)
         else:

@@ -15,9 +15,7 @@ from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import FUSED
 from penstock.services.weights.receiver.loader import WeightLoader
 
-SEES_NOTHING = (
-    "the prompt shows pictures, and this engine hands none to its model; use rollout.engine.type=torch or vllm"
-)
+BLIND = "the prompt shows pictures, and this engine hands none to its model; use rollout.engine.type=torch or vllm"
 
 
 class RequestError(ValueError):
@@ -69,9 +67,9 @@ class Request:
         return self.number if self.of is None else self.of
 
 
-def refuse_unfit(request: Request, vocabulary: int, max_length: int, sees: bool = False) -> None:
+def refuse_unfit(request: Request, vocabulary: int, max_length: int, blind: str = BLIND) -> None:
     """Raises `RequestError` where its ids are not the model's, prompt and response could exceed ``max_length``, a stop
-    text is empty, which every answer would contain, or it shows pictures and the engine's model ``sees`` none."""
+    text is empty, which every answer would contain, or it shows pictures, by the words of ``blind``; empty: it may."""
     size, new = len(request.tokens), request.sampling.max_new_tokens
     if size < 1 or request.tokens.min() < 0 or request.tokens.max() >= vocabulary:
         raise RequestError(f"the prompt has {size} tokens or ids outside the vocabulary of {vocabulary}")
@@ -79,8 +77,8 @@ def refuse_unfit(request: Request, vocabulary: int, max_length: int, sees: bool 
         raise RequestError(f"the experts of {request.known} tokens are called known, of a prompt of {size}")
     if "" in request.sampling.stop:
         raise RequestError("one of the texts that end an answer is empty; leave it out")
-    if request.pictures and not sees:
-        raise RequestError(SEES_NOTHING)
+    if request.pictures and blind:
+        raise RequestError(blind)
     if size + new > max_length:
         raise RequestError(
             f"a prompt of {size} tokens and max_new_tokens={new} exceed rollout.engine.max_length={max_length}"

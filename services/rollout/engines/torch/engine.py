@@ -87,12 +87,11 @@ class TorchEngine:
         self.device = device_of(config.device, "rollout.engine.device")
         self._length = min(config.max_length, positions_of(model_config) or config.max_length)
         self._model = fitting_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device, head_dtype)
-        if (
-            path
-            and isinstance(self._model, HostedModel)
-            and (sight := sight_of(model_config, path, dtype, self.device))
-        ):
+        self._blind = f"the prompt shows pictures, and a {model_config.model_type} sees none; take a model that does"
+        sight = sight_of(model_config, path, dtype, self.device) if path else None
+        if sight and isinstance(self._model, HostedModel):
             self._model.see(sight)
+            self._blind = ""
         self._vocabulary = model_config.get_text_config().vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._slots = _Slots.empty(self._capacity, self._length)
@@ -121,7 +120,7 @@ class TorchEngine:
 
     def submit(self, request: Request) -> None:
         """See `base.Engine.submit`."""
-        refuse_unfit(request, self._vocabulary, self._length, getattr(self._model, "sight", None) is not None)
+        refuse_unfit(request, self._vocabulary, self._length, self._blind)
         sampling = request.sampling
         if sampling.n > self._capacity:
             raise RequestError(f"n={sampling.n} exceeds rollout.engine.max_sequences={self._capacity}")

@@ -12,7 +12,7 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
-from penstock.services.modeling.sight import Sight, sight_tensors
+from penstock.services.modeling.sight import Sight, resting_sight
 
 
 class TransformersModel:
@@ -56,7 +56,7 @@ class TransformersModel:
     def kept(self) -> list[torch.Tensor]:
         """Both copies of the weights, and what it sees with."""
         kept = [tensor for model in self._spare for tensor in (*model.parameters(), *model.buffers())]
-        return [*kept, *sight_tensors(self._spare[0])]
+        return [*kept, *resting_sight(self._spare[0])]
 
     def logits(self, weights: Any, tokens: torch.Tensor) -> torch.Tensor:
         """As `NativeModel.logits`."""

@@ -106,8 +106,9 @@ def engine_arguments(
         "generation_config": "vllm",
         "max_logprobs": max(LOGPROBS, top_k),
         "language_model_only": not shown,  # where no picture comes, nothing is kept for one
-        # Else vLLM keeps the processor's mean and deviation among its weights, where dummies take their place.
-        **({"mm_device_do_normalize": False} if shown else {}),
+        # vLLM would keep the processor's mean and deviation among its weights, where dummies take their place; and its
+        # cache of pictures is in two halves, which a pause, a sleep or an abort sets at odds.
+        **({"mm_device_do_normalize": False, "mm_processor_cache_gb": 0} if shown else {}),
         **({"enable_return_routed_experts": True} if routed else {}),
         **config.vllm,
     }

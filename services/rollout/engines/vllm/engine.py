@@ -31,7 +31,7 @@ from penstock.services.rollout.engines.base import (
 )
 from penstock.services.rollout.engines.torch import native
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, lora_request
-from penstock.services.rollout.engines.vllm.prompts import check_shown, shown_prompt
+from penstock.services.rollout.engines.vllm.prompts import BLIND, check_shown, shown_prompt
 from penstock.services.rollout.engines.vllm.results import as_recorded, completion_of
 from penstock.services.runtime.errors import SetupError
 from penstock.services.weights.buffers import HostBuffer
@@ -119,7 +119,7 @@ class VllmEngine(AsyncEngine):
             head_dtype, is_recurrent(model_config), pictures is not None,
         )  # fmt: skip
         self._model_config, self._adapter = model_config, lora_request() if beside else None
-        self._pictures, self.sees = pictures, pictures is not None
+        self._pictures, self.blind = pictures, "" if pictures else BLIND
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
         self.llm: Any = self.call(self._start(arguments), config.start_s, "start")
         parallel = self.llm.vllm_config.parallel_config

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from penstock.services.modeling.pictures import PictureReader, open_picture
-from penstock.services.rollout.engines.base import SEES_NOTHING, EngineError, Request, RequestError
+from penstock.services.rollout.engines.base import EngineError, Request, RequestError
+
+BLIND = (
+    "the prompt shows pictures, and vLLM was started for words alone; set images_key, or pictures: true of the custom "
+    "source that it is from"
+)
 
 
 def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, Any]:
@@ -17,15 +23,19 @@ def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, An
     if not request.pictures:
         return {"prompt_token_ids": tokens}
     if reader is None:
-        raise RequestError(SEES_NOTHING)
+        raise RequestError(BLIND)
     folded: list[int] = []
     for picture in request.pictures:
         expansion = reader.expansion(picture)
         place = _place_of(expansion, tokens)
         folded += [*tokens[:place], reader.mark_id]
         tokens = tokens[place + len(expansion) :]
-    images = [open_picture(picture) for picture in request.pictures]
-    return {"prompt_token_ids": folded + tokens, "multi_modal_data": {"image": images}}
+    return {"prompt_token_ids": folded + tokens, "multi_modal_data": {"image": _opened(request.pictures)}}
+
+
+@lru_cache(maxsize=8)  # a group's answers follow each other
+def _opened(pictures: tuple[bytes, ...]) -> list[Any]:
+    return [open_picture(picture) for picture in pictures]
 
 
 def check_shown(request: Request, run: list[int] | None) -> None:
