@@ -212,7 +212,8 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     """What its agent has measured, by name."""
     pictures: tuple[bytes, ...] = ()
-    """What its first tokens show: `Prompt.pictures`, or nothing."""
+    """What its tokens show where the policy did not sample them, in their order: `Prompt.pictures`, and those that an
+    environment has answered with."""
 
     def __post_init__(self) -> None:
         for name, dtype in (

@@ -21,6 +21,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _are_places(value: Any) -> bool:
+    return isinstance(value, list) and all(type(place) is int and place >= 0 for place in value)
+
+
 def _is_truth(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -42,16 +46,20 @@ _SAID: dict[str, Callable[[Any], bool]] = {
     "metrics": _are_numbers,
 }
 """What a packed group has for each trajectory, beside arrays; and what such a value is."""
-_LISTS = {**_SAID, "shows": _is_truth}
-"""With whether it shows its prompt's pictures."""
+_LISTS = {**_SAID, "shows": _are_places}
+"""With which pictures it shows: of its prompt's, and those behind them that no prompt has."""
 
 
 def pack_group(group: Group) -> bytes:
-    """``group`` as one buffer: its trajectories' arrays concatenated, with their lengths (int32 ``[n]``). Raises
-    `ExperienceError` where one shows other pictures than its prompt."""
+    """``group`` as one buffer: its trajectories' arrays concatenated, with their lengths (int32 ``[n]``); each picture
+    once."""
     trajectories = group.trajectories
-    if any(t.pictures and t.pictures != group.prompt.pictures for t in trajectories):
-        raise ExperienceError("pictures: a trajectory shows those of its prompt, or none")
+    places = {picture: place for place, picture in reversed([*enumerate(group.prompt.pictures)])}
+    more: list[bytes] = []
+    for picture in (picture for trajectory in trajectories for picture in trajectory.pictures):
+        if picture not in places:
+            places[picture] = len(group.prompt.pictures) + len(more)
+            more.append(picture)
     lengths = [len(t.tokens) for t in trajectories]
     columns = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in _COLUMNS}
     return wire.pack(
@@ -62,7 +70,8 @@ def pack_group(group: Group) -> bytes:
             "routing": routing.joined([t.routing for t in trajectories], lengths),
             **columns,
             **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in (*_CANDIDATES, "rewards")},
-            "shows": [bool(t.pictures) for t in trajectories],
+            "pictures": more,
+            "shows": [[places[picture] for picture in t.pictures] for t in trajectories],
             **{name: [getattr(t, name) for t in trajectories] for name in _SAID},
         }
     )
@@ -74,9 +83,10 @@ def unpack_group(data: bytes | memoryview) -> Group:
     if isinstance(fields, dict):
         fields.setdefault("routing", routing.no_routing())  # archives of older code have none of these
         if isinstance(fields.get("greedy"), list):
-            for later in ("given", "shows"):
-                fields.setdefault(later, [False] * len(fields["greedy"]))
-    expected = {"number", "prompt", "lengths", "rewards", "routing", *_LISTS, *_COLUMNS, *_CANDIDATES}
+            fields.setdefault("given", [False] * len(fields["greedy"]))
+            fields.setdefault("shows", [[]] * len(fields["greedy"]))
+            fields.setdefault("pictures", [])
+    expected = {"pictures", "number", "prompt", "lengths", "rewards", "routing", *_LISTS, *_COLUMNS, *_CANDIDATES}
     if not isinstance(fields, dict) or fields.keys() != expected:
         raise ExperienceError(f"a group has the fields {', '.join(sorted(expected))}")
     lengths = fields["lengths"]
@@ -108,11 +118,19 @@ def unpack_group(data: bytes | memoryview) -> Group:
     starts = [0, *bounds[:-1].tolist()]
     before = np.concatenate([[0], np.cumsum(fields["candidate_counts"], dtype=np.int64)])
     said = zip(*(fields[name] for name in _SAID), strict=True)
+    pictures = _pictures(prompt, fields["pictures"], fields["shows"])
     trajectories = [
-        _cut(columns, slice(start, end), before, words, prompt.pictures if shows else ())
+        _cut(columns, slice(start, end), before, words, tuple(pictures[place] for place in shows))
         for start, end, words, shows in zip(starts, bounds.tolist(), said, fields["shows"], strict=True)
     ]
     return Group(fields["number"], prompt, trajectories)
+
+
+def _pictures(prompt: Prompt, more: Any, shows: list[list[int]]) -> list[bytes]:
+    every = [*prompt.pictures, *(more if isinstance(more, list) else [None])]
+    if not all(isinstance(each, bytes) for each in every) or any(place >= len(every) for row in shows for place in row):
+        raise ExperienceError("pictures: files, of which shows names those that there are")
+    return every
 
 
 def lengths_of(data: Bytes) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,3 +22,6 @@ class Turn:
     """For this turn. A trajectory's reward is the sum over its turns."""
     done: bool = False
     """The task is over; the observation, if there is one, is not read any more."""
+    pictures: Sequence[Any] = ()
+    """What the observation shows, for models that see: files as bytes, images of Pillow, or paths. `<image>` in its
+    words is where each stands; without, they stand before the words."""

@@ -251,8 +251,12 @@ class Config(Section):
         """What the tokenizer's chat template is told beside the messages; and, as ``chat_template``, another one."""
         if not isinstance(self.model, PretrainedModel):
             return {}
-        own = {"chat_template": self.model.chat_template} if self.model.chat_template else {}
-        return self.model.chat_template_kwargs | own
+        return self.model.chat_template_kwargs | ({"chat_template": own} if (own := self.model.chat_template) else {})
+
+    @property
+    def show_pictures(self) -> bool:
+        """Prompts may, or what an environment answers."""
+        return self.prompts.show_pictures or bool(self.rollout.environment and self.rollout.environment.pictures)
 
     @property
     def with_reference(self) -> bool:

@@ -21,7 +21,7 @@ BLIND = ("reward_model",)
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found."""
-    shown = config.prompts.show_pictures
+    shown = config.show_pictures
     if not shown:
         if any(prompt.pictures for prompt in [*report.rows.values(), report.row] if prompt):
             report.problems.append(

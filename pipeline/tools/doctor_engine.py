@@ -68,7 +68,7 @@ def examine_engine(console: Console, config: Config, prompts: int) -> bool:
         try:
             engine = make_engine(
                 config.rollout, path, config.model.dtype, text, head_dtype=config.model.head_dtype,
-                pictures=config.prompts.show_pictures,
+                pictures=config.show_pictures,
             )  # fmt: skip
             findings.add(True, "start", f"{time.monotonic() - started:.1f} s")
             try:

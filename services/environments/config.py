@@ -29,6 +29,9 @@ class EnvironmentConfig(Section):
     """Turns that the policy has at most, e.g. ``4``; each may be `rollout.sampling.max_new_tokens` long."""
     timeout_s: float = Field(30.0, gt=0)
     """Seconds. A call of reset or step that takes longer ends its trajectory without a reward."""
+    pictures: bool = False
+    """It shows pictures of its own (``penstock.Turn(pictures=…)``), e.g. ``true``: engines must know before the first
+    comes."""
     workers: int | None = Field(None, ge=1)
     """Processes that a plain class runs in, for each rollout. null: one, and for a class whose step is async always
     one; e.g. ``4`` where step computes."""

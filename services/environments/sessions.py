@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.protocols.experience import FLOAT32_MAX, Prompt
+from penstock.protocols.experience import FLOAT32_MAX, PICTURE, Prompt
 from penstock.protocols.turn import Turn
 from penstock.protocols.wire import WireError, check
+from penstock.services.data.pictures import marked, marked_chat, read_pictures
 from penstock.services.runtime.plugins import load_plugin
 
 LOST = "lost"
@@ -75,14 +76,20 @@ def _check_options(where: str, made: type, options: dict[str, Any]) -> None:
 
 
 def _begun(found: Any, made: Any) -> dict[str, Any]:
-    """What reset returned: None for the prompt as it is, text, or messages; and the tools that it may have set."""
+    """What reset returned: None for the prompt as it is, text, messages, or a `Turn` of these and pictures; and the
+    tools that it may have set."""
     tools = getattr(made, "tools", None)
+    pictures: tuple[bytes, ...] = ()
+    if isinstance(found, Turn):
+        found, pictures = found.observation, read_pictures(list(found.pictures), [], "reset")
+        if found is None:
+            raise ValueError("reset gave a Turn without an observation, which is what the policy is asked")
     if found is not None and not isinstance(found, str):
         _check_messages("reset", found)
         found = list(found)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"tools is no list of maps (JSON schemas of functions): {str(tools)[:80]}")
-    return {"prompt": found, "tools": tools}
+    return {"prompt": _marked("reset", found, pictures), "tools": tools, "pictures": list(pictures)}
 
 
 def _went_on(found: Any) -> dict[str, Any]:
@@ -104,7 +111,20 @@ def _went_on(found: Any) -> dict[str, Any]:
         observation = list(observation)
     if not observation and not turn.done:
         raise ValueError("step gave no observation, though the task is not done")
-    return {"observation": observation, "reward": reward, "done": bool(turn.done)}
+    pictures = read_pictures(list(turn.pictures), [], "step")
+    shown = _marked("step", observation, pictures)
+    return {"observation": shown, "reward": reward, "done": bool(turn.done), "pictures": list(pictures)}
+
+
+def _marked(method: str, said: Any, pictures: tuple[bytes, ...]) -> Any:
+    """What was ``said``, with the places of its pictures."""
+    if not pictures or said is None:
+        return said
+    said = marked(said, pictures) if isinstance(said, str) else marked_chat(said, pictures)
+    words = said if isinstance(said, str) else "".join(message["content"] for message in said)
+    if words.count(PICTURE) != len(pictures):
+        raise ValueError(f"{method} says {PICTURE} {words.count(PICTURE)} times, and gave {len(pictures)} pictures")
+    return said
 
 
 def _check_messages(method: str, found: Any) -> None:

@@ -130,9 +130,8 @@ def _shown(model: Any, rows: Rows) -> dict[str, Any]:
             f"prompts show pictures, which {model.config.model_type} does not see; take a model that does "
             "(docs/models.md), or leave images_key out"
         )
-    # Up to the first token that was sampled; where none was, all of them.
-    begun = torch.where(rows.mask.any(1), rows.mask.int().argmax(1) + 1, rows.tokens.shape[1])
-    return sight.inputs(rows.tokens, rows.attention, rows.pictures, begun)
+    sampled = torch.nn.functional.pad(rows.mask, (1, 0))  # it begins with the second token
+    return sight.inputs(rows.tokens, rows.attention, sampled, rows.pictures)
 
 
 def shares_prompts(model: Any) -> bool:

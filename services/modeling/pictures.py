@@ -66,7 +66,23 @@ class PictureReader:
                 f"the prompt has {self.mark} {marks} times, and shows {len(pictures)} pictures: leave it out of the "
                 "words, and let the chat template show each picture once"
             )
-        ids = np.array(self._call(text, pictures, add_special_tokens=not begun)["input_ids"][0], np.int32)
+        return self._apart(self._call(text, pictures, add_special_tokens=not begun)["input_ids"][0], pictures)
+
+    def expand(self, ids: np.ndarray, pictures: Sequence[bytes]) -> np.ndarray:
+        """int32 ``[tokens]``: ``ids`` with each picture's tokens in the place of its `mark_id`. Raises
+        `PictureError`."""
+        places = np.flatnonzero(ids == self.mark_id)
+        if len(places) != len(pictures):
+            raise PictureError(f"{len(pictures)} pictures, and {self.mark} {len(places)} times in what shows them")
+        parts = np.split(ids, places)
+        found = [*parts[:1]]
+        for picture, part in zip(pictures, parts[1:], strict=True):
+            found += [np.array(self.expansion(picture), np.int32), part[1:]]
+        return self._apart(np.concatenate(found), pictures)
+
+    def _apart(self, given: Any, pictures: Sequence[bytes]) -> np.ndarray:
+        """As int32. Raises `PictureError` where two pictures touch that must not."""
+        ids = np.array(given, np.int32)
         if self._in_runs is not None:
             runs = int(np.count_nonzero(np.diff((ids == self._in_runs).astype(np.int8), prepend=0) == 1))
             if runs != len(pictures):

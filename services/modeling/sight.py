@@ -37,7 +37,7 @@ class Sight:
         self._reader: PictureReader | None = None
         self._found: dict[bytes, _Found] = {}
         self._shown: torch.Tensor | None = None
-        """bool ``[rows, length]``: where the rows of the forward pass show something that was asked for last."""
+        """bool ``[rows, length]``: where rows show something, of the forward pass that was asked for last."""
 
     def resting(self) -> list[torch.Tensor]:
         """Forgets what was found, which lies on the device; returns what else does."""
@@ -60,21 +60,15 @@ class Sight:
         model.penstock_sight = self
 
     def inputs(
-        self, tokens: torch.Tensor, real: torch.Tensor, pictures: Sequence[tuple[bytes, ...]],
-        prompts: torch.Tensor | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, tokens: torch.Tensor, real: torch.Tensor, sampled: torch.Tensor, pictures: Sequence[tuple[bytes, ...]]
+    ) -> dict[str, Any]:
         """What a model is called with beside ``tokens`` ``[rows, length]``, of which those are ``real`` where that is 1
-        (same shape, right-padded), each of which begins with a prompt that shows its ``pictures``: of so many tokens as
-        ``prompts`` says ``[rows]``, or of whatever length. Raises `PictureError` where a row has not as many
-        placeholders as they need."""
+        (same shape, right-padded), and those no part of a row's ``pictures`` that were ``sampled`` (bool, same shape).
+        Raises `PictureError` where a row has not as many placeholders as its pictures need."""
         found = [[self._look(picture) for picture in row] for row in pictures]
         base = self._loaded()[0]
         counts = torch.tensor([sum(each.tokens for each in row) for row in found], device=tokens.device)
-        self._shown = (tokens == self._token) & real.bool()
-        if prompts is None:
-            self._shown &= self._shown.cumsum(1) <= counts[:, None]
-        else:
-            self._shown &= torch.arange(tokens.shape[1], device=tokens.device) < prompts[:, None]
+        self._shown = (tokens == self._token) & real.bool() & ~sampled
         self._check(self._shown.sum(1).tolist(), counts.tolist())
         every = [each for row in found for each in row]
         kinds = self._shown.int()
@@ -90,8 +84,7 @@ class Sight:
 
     def check(self, trajectory: Trajectory) -> None:
         """See `check_shown`."""
-        begun = int(trajectory.loss_mask.argmax()) if trajectory.sampled else len(trajectory.tokens)
-        places = int(np.count_nonzero(trajectory.tokens[:begun] == self._token))
+        places = int(np.count_nonzero((trajectory.tokens == self._token) & (trajectory.loss_mask == 0)))
         self._check([places], [sum(self._look(picture).tokens for picture in trajectory.pictures)])
 
     def _check(self, places: list[int], vectors: list[int]) -> None:

@@ -48,7 +48,7 @@ class OwnPlayer:
 
     async def _play(self, session: AsyncAgentSession, number: int) -> Played:
         begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
-        first, tools, rewards = begun["prompt"], begun["tools"], 0.0
+        first, tools, rewards = _in_words(begun)["prompt"], begun["tools"], 0.0
         messages = as_messages(session.task) if first is None else _messages(first)
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
@@ -59,7 +59,7 @@ class OwnPlayer:
             rewards += found["reward"]
             if found["done"]:
                 break
-            messages = [*messages, reply.message, *_messages(found["observation"])]
+            messages = [*messages, reply.message, *_messages(_in_words(found)["observation"])]
         return Played(rewards, {"turns": float(turn)})
 
     async def close(self) -> None:
@@ -74,6 +74,12 @@ def as_said(reply: Reply) -> str:
         for name, arguments, _ in reply.calls
     ]
     return "\n".join([*([reply.text] if reply.text or not calls else []), *calls])
+
+
+def _in_words(found: dict[str, Any]) -> dict[str, Any]:
+    if found["pictures"]:
+        raise PlayError("it shows pictures, and agents are asked in words alone; give it to rollout.environment")
+    return found
 
 
 def _messages(observation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class _Session:
     """Of the turns that are over."""
     lost: int = 0
     pictures: tuple[bytes, ...] = ()
-    """What its first part shows."""
+    """What it shows so far."""
 
     @property
     def turns(self) -> list[Completion]:
@@ -54,6 +54,12 @@ class _Session:
     def tokens(self) -> np.ndarray:
         """int32: all of it so far."""
         return np.concatenate([part.tokens if isinstance(part, Completion) else part for part in self.parts])
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool ``[tokens]``: which of them."""
+        said = [(p.tokens, True) if isinstance(p, Completion) else (p, False) for p in self.parts]
+        return np.concatenate([np.full(len(tokens), sampled) for tokens, sampled in said])
 
     @property
     def greedy(self) -> bool:
@@ -172,8 +178,9 @@ class MultiTurn:
         if said is not None:
             form = {"text": said} if isinstance(said, str) else {"messages": said}
             prompt = Prompt(index=leased.index, truth=leased.truth, **form)
-            if prompt.marks == len(leased.pictures):  # it shows them in words of its own
-                prompt = prompt.model_copy(update={"pictures": leased.pictures})
+            shown = tuple(found["pictures"]) or leased.pictures
+            if prompt.marks == len(shown):  # else it shows none of its row's
+                prompt = prompt.model_copy(update={"pictures": shown})
         session.chat, session.pictures = prompt.messages is not None, prompt.pictures
         if reason := self._too_long([said, found["tools"]]):
             return self._refused(session, reason)
@@ -194,7 +201,10 @@ class MultiTurn:
         if reason := self._too_long(found["observation"]):
             return self._refused(session, reason)
         try:
-            session.parts.append(self._text.observe(found["observation"], session.chat, int(last.tokens[-1])))
+            pictures = tuple(found["pictures"])
+            told = self._text.observe(found["observation"], session.chat, int(last.tokens[-1]), pictures=pictures)
+            session.parts.append(told)
+            session.pictures += pictures
         except Exception as error:  # a template may raise anything
             return self._end(session, failure=f"an observation cannot be used: {error}")
         return self._generate(session)
@@ -218,8 +228,12 @@ class MultiTurn:
         try:
             sampling = lease.sampling.one(session.greedy, max_new_tokens=new)
             known = routed_before(len(tokens), len(given))
-            pictures = session.pictures
-            self._engine.submit(Request(self._requests, lease.seed, tokens, sampling, stream, known, pictures=pictures))
+            said = session.sampled if session.pictures else None
+            self._engine.submit(
+                Request(
+                    self._requests, lease.seed, tokens, sampling, stream, known, pictures=session.pictures, sampled=said
+                )
+            )  # fmt: skip
         except RequestError as error:
             return self._refused(session, str(error))
         self._generating[self._requests] = session

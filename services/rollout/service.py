@@ -302,7 +302,7 @@ def make(context: ActorContext, config: Any, kind: str) -> Rollout:
         config.trainer.lora.rank if config.trainer.sends_adapter else 0,
         turn,
         config.model.head_dtype,
-        config.prompts.show_pictures,
+        config.show_pictures,
     )
 
 

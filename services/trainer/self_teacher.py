@@ -45,7 +45,9 @@ class SelfTeacher:
             except TextError as error:  # what is shown has a picture's own mark, say
                 log.warning("nothing can be shown", prompt=prompt.index, error=str(error))
                 continue
-            answer, begun = replace(answer, pictures=prompt.pictures), int(np.argmax(answer.loss_mask))
+            own = len(prompt.pictures) if answer.pictures[: len(prompt.pictures)] == prompt.pictures else 0
+            answer = replace(answer, pictures=prompt.pictures + answer.pictures[own:])
+            begun = int(np.argmax(answer.loss_mask))
             if len(told) + len(answer.tokens) - begun <= min(longest, self.config.longest):
                 found[place] = _after(told, answer, begun)
         return found

@@ -172,13 +172,17 @@ class Tokenizer:
         )
 
     def observe(
-        self, observation: str | Sequence[Message], chat: bool, ended_with: int, answer: Message | None = None
-    ) -> np.ndarray:
+        self, observation: str | Sequence[Message], chat: bool, ended_with: int, answer: Message | None = None,
+        pictures: Sequence[bytes] = (),
+    ) -> np.ndarray:  # fmt: skip
         """int32 ``[tokens]``: what stands between an answer, whose last token is ``ended_with``, and the next one. In
         a ``chat`` it is what the template puts there, less the end of the answer where that was sampled; else the
         observation alone. ``answer``, as a message, tells the template which tools it asked for. Tokens that were
-        sampled are never made again from text."""
+        sampled are never made again from text. ``pictures``: what the observation shows, by its marks. Raises
+        `TextError`."""
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        if pictures:
+            return self._observe_shown(messages, chat and self.has_template, ended_with, answer, pictures)
         if not chat or not self.has_template:
             text = _contents(messages)
         else:
@@ -191,6 +195,21 @@ class Tokenizer:
                     return np.array(ids[1:], np.int32)
                 text = text.removeprefix(end)
         return np.array(self._tokenize(text), np.int32)
+
+    def _observe_shown(
+        self, messages: Sequence[Message], chat: bool, ended_with: int, answer: Message | None,
+        pictures: Sequence[bytes],
+    ) -> np.ndarray:  # fmt: skip
+        told: list[Message]
+        if chat:
+            told = [{**message, "content": _in_parts(message["content"])} for message in messages]
+        else:
+            mark = self.pictures.framed_mark
+            told = [{**message, "content": message["content"].replace(PICTURE, mark)} for message in messages]
+        try:
+            return self.pictures.expand(self.observe(told, chat, ended_with, answer), pictures)
+        except PictureError as error:
+            raise TextError(str(error)) from error
 
     def _tokenize(self, text: str) -> list[int]:
         """Of a part of a conversation: nothing is put before or behind it."""

@@ -70,6 +70,14 @@ class Stepless:
     pass
 
 
+class Shows:
+    def reset(self, prompt):
+        return penstock.Turn("what?", pictures=[b"a picture"])
+
+    def step(self, answer):
+        return None
+
+
 class Guess:
     def step(self, answer):
         return penstock.Turn(reward=0.5, done=True)
@@ -260,6 +268,8 @@ MISTAKES = [
                  "rollout.engine={type: plugin, name: openai, options: {url: 'http://127.0.0.1:1', folder: v}}"]),
     m("pictures that nobody is told of", "prompts: some show pictures, and none of the sources says so: set pictures:",
       overrides=["prompts.train={type: custom, function: 'mine:seen'}"]),
+    m("an environment that shows pictures", "rollout.environment.pictures: mine:Shows: reset, tried on row 0, shows",
+      overrides=["rollout.environment={environment: 'mine:Shows'}"]),
     m("a picture that is not there", "images: picture 0: no such file: nowhere.png, also beside",
       overrides=["prompts.train.files=[lost.jsonl]", "prompts.train.images_key=images"],
       files={"lost.jsonl": '{"question": "1+1=", "answer": "2", "images": ["nowhere.png"]}\n'}),

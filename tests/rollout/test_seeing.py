@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import queue
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from penstock.protocols import wire
 from penstock.protocols.experience import PICTURE, ExperienceError, Group, Prompt, Sampling
 from penstock.protocols.messages import Lease
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.modeling.load import load_config, load_model
+from penstock.services.modeling.sight import check_shown, give_sight
 from penstock.services.rollout.config import GivenConfig, TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.rollout.multi_turn import MultiTurn
@@ -22,8 +26,9 @@ from penstock.services.rollout.single_turn import SingleTurn
 from penstock.services.turns.given import given_trajectory
 from penstock.services.turns.tokenizer import TextError, Tokenizer
 from tests import seeing
+from tests.trainer.test_seeing import scored
 
-RED = seeing.picture(seeing.COLOURS["r"])
+RED, GREEN = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +70,22 @@ def test_all_answers_show_what_their_prompt_does(engine: tuple[TorchEngine, Toke
     maker = SingleTurn(*engine, GivenConfig(answers=1), 96)
     group = made(maker, engine[0], queue.Queue(), lease(answer="r"))
     assert [t.given for t in group.trajectories] == [False, False, True, False]
-    assert all(t.pictures == (RED,) for t in group.trajectories) and not engine[0]._pictures
-    with pytest.raises(ExperienceError, match="shows those of its prompt"):
-        pack_group(Group(0, group.prompt.model_copy(update={"pictures": (b"another",)}), group.trajectories))
-    blind = dataclasses.replace(group.trajectories[0], pictures=())
-    again = unpack_group(pack_group(Group(0, group.prompt, [blind, group.trajectories[1]])))
-    assert [t.pictures for t in again.trajectories] == [(), (RED,)]
+    assert all(t.pictures == (RED,) for t in group.trajectories) and not engine[0]._shown
+
+
+def test_a_group_has_each_picture_once(engine: tuple[TorchEngine, Tokenizer]) -> None:
+    group = made(SingleTurn(*engine, max_length=96), engine[0], queue.Queue(), lease())
+    shown = [(), (RED, GREEN, RED), (GREEN,), (RED,)]
+    changed = [dataclasses.replace(t, pictures=each) for t, each in zip(group.trajectories, shown, strict=True)]
+    packed = pack_group(Group(0, group.prompt, changed))
+    assert packed.count(GREEN) == packed.count(RED) == 1
+    assert [t.pictures for t in unpack_group(packed).trajectories] == shown
+    fields = wire.unpack(packed)
+    for odd in ({"shows": [[0], [2], [], []]}, {"pictures": [7]}, {"shows": [[0], [-1], [], []]}):
+        with pytest.raises(ExperienceError):
+            unpack_group(wire.pack(fields | odd))
+    older = {name: value for name, value in fields.items() if name not in ("pictures", "shows")}
+    assert [t.pictures for t in unpack_group(wire.pack(older)).trajectories] == [(), (), (), ()]
 
 
 def test_a_picture_behind_the_first_answer_is_given_with_the_last_turn_alone(
@@ -84,34 +99,96 @@ def test_a_picture_behind_the_first_answer_is_given_with_the_last_turn_alone(
         given_trajectory(engine[1], prompt, "all", 0, 96)
 
 
-class Renaming:
-    """Asks in words of its own."""
+class Asking:
+    """Asks in words of its own, and shows what it has to show, each turn."""
 
-    def __init__(self, shows: bool = True) -> None:
-        self._shows = shows
+    def __init__(self, shows: str) -> None:
+        self._shows, self._turn = shows, 0
 
-    def reset(self, prompt: Prompt) -> str:
-        return f"see {PICTURE}" if self._shows else "see nothing"
+    def reset(self, prompt: Prompt) -> Any:
+        import penstock
+
+        match self._shows:
+            case "row":
+                return f"see {PICTURE}"
+            case "own":
+                return penstock.Turn(f"see {PICTURE} or {PICTURE}", pictures=[RED, GREEN])
+        return "see nothing"
+
+    def step(self, answer: str) -> Any:
+        from PIL import Image
+
+        import penstock
+
+        self._turn += 1
+        if self._shows == "nothing":
+            return penstock.Turn("again ", reward=0.5)
+        image = Image.open(io.BytesIO(GREEN))
+        return penstock.Turn(
+            "look " if self._turn == 1 else f"and {PICTURE}then {PICTURE}",
+            0.5,
+            pictures=([image] if self._turn == 1 else [RED, RED]),
+        )
+
+
+@pytest.mark.parametrize(
+    ("shows", "pictures", "chat"), [("row", 4, True), ("own", 5, False), ("own", 5, True), ("nothing", 0, False)]
+)
+def test_what_an_environment_shows_is_seen_alike_by_engine_and_trainer(
+    engine: tuple[TorchEngine, Tokenizer], shows: str, pictures: int, chat: bool
+) -> None:
+    inbox: queue.Queue[object] = queue.Queue()
+    told = {"environment": "tests.rollout.test_seeing:Asking", "options": {"shows": shows}, "max_turns": 3}
+    leased = lease()
+    if chat:
+        told["environment"] = "tests.rollout.test_seeing:AskingChat"
+    else:
+        leased = leased.model_copy(update={"prompt": Prompt(index=3, text=f"{PICTURE}is", pictures=(RED,))})
+    maker = MultiTurn(*engine, EnvironmentConfig.model_validate(told), 96, inbox.put)
+    try:
+        group = made(maker, engine[0], inbox, leased)
+    finally:
+        maker.close()
+    path = str(engine[1]._path)
+    model = load_model(path, "float32", torch.device("cpu")).eval()
+    give_sight(model, path, "float32", torch.device("cpu"))
+    trajectories = list(group.trajectories)
+    check_shown(model, trajectories)
+    for trajectory, values in zip(trajectories, scored(model, trajectories), strict=True):
+        assert not trajectory.failure and len(trajectory.turns) == 3, trajectory.failure
+        assert len(trajectory.pictures) == pictures
+        said = trajectory.loss_mask == 1
+        if not trajectory.greedy:
+            assert np.abs(trajectory.logprobs[said] - values[said]).max() < 1e-5
+
+
+class AskingChat(Asking):
+    """The same, as messages."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        import penstock
+
+        found = super().reset(prompt)
+        words = found if isinstance(found, str) else found.observation
+        pictures = () if isinstance(found, str) else found.pictures
+        return penstock.Turn([{"role": "user", "content": words}], pictures=pictures)
+
+
+class Confused:
+    """Gives more than it has a place for."""
 
     def step(self, answer: str) -> Any:
         import penstock
 
-        return penstock.Turn(observation="again ", reward=0.5, done=False)
+        return penstock.Turn(f"see {PICTURE}", pictures=[RED, GREEN])
 
 
-@pytest.mark.parametrize("shows", [True, False])
-def test_what_an_environment_asks_shows_the_pictures_that_it_has_a_place_for(
-    engine: tuple[TorchEngine, Tokenizer], shows: bool
-) -> None:
+def test_a_picture_without_a_place_costs_its_trajectory(engine: tuple[TorchEngine, Tokenizer]) -> None:
     inbox: queue.Queue[object] = queue.Queue()
-    told = {"environment": "tests.rollout.test_seeing:Renaming", "options": {"shows": shows}, "max_turns": 2}
-    maker = MultiTurn(*engine, EnvironmentConfig.model_validate(told), 96, inbox.put)
+    told = EnvironmentConfig.model_validate({"environment": "tests.rollout.test_seeing:Confused"})
+    maker = MultiTurn(*engine, told, 96, inbox.put)
     try:
         group = made(maker, engine[0], inbox, lease())
     finally:
         maker.close()
-    pad = load_config(str(engine[1]._path)).image_token_id
-    for trajectory in group.trajectories:
-        assert not trajectory.failure and len(trajectory.turns) == 2
-        assert trajectory.pictures == ((RED,) if shows else ())
-        assert ((trajectory.tokens == pad) & (trajectory.loss_mask == 0)).any() == shows
+    assert all("step says <image> 1 times, and gave 2 pictures" in t.failure for t in group.trajectories)

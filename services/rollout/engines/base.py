@@ -59,7 +59,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end an answer, besides the engine's own: those of `Sampling.stop` that no decoded text shows."""
     pictures: tuple[bytes, ...] = ()
-    """What the tokens show: see `Prompt.pictures`."""
+    """What the tokens show: see `Trajectory.pictures`."""
+    sampled: np.ndarray | None = None
+    """bool ``[prompt tokens]``: which of them the policy has sampled in earlier turns; None: none."""
 
     @property
     def stream(self) -> int:

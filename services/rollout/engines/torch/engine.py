@@ -25,6 +25,7 @@ from penstock.services.rollout.engines.torch.hosted import HostedModel
 from penstock.services.rollout.engines.torch.routing_table import RoutingTable
 from penstock.services.rollout.engines.torch.sampling import sample, stream_key, uniforms
 from penstock.services.rollout.engines.torch.stops import Stops
+from penstock.services.rollout.engines.torch.transformers_model import NOTHING, Shown
 from penstock.services.weights.receiver.loader import MappedVersion
 
 
@@ -102,8 +103,8 @@ class TorchEngine:
         """Requests whose candidates are recorded."""
         self._kept: dict[tuple[int, int], list[np.ndarray]] = {}
         """By request and sample: for each new token, what it was chosen from."""
-        self._pictures: dict[int, tuple[bytes, ...]] = {}
-        """Of requests whose prompts show some."""
+        self._shown: dict[int, Shown] = {}
+        """Of requests whose prompts show pictures."""
         self._routed: dict[int, int] = {}
         """Requests whose routing is noted, and from which token on it is wanted."""
         self._routing: RoutingTable | None = None
@@ -128,7 +129,11 @@ class TorchEngine:
             self._route(request)
         self._queue.append(request)
         if request.pictures:
-            self._pictures[request.number] = request.pictures
+            said = request.sampled
+            self._shown[request.number] = (
+                request.pictures,
+                np.zeros(len(request.tokens), bool) if said is None else said,
+            )
         self._stops.add(request)
         if sampling.candidates and sampling.temperature > 0:
             self._masked.add(request.number)
@@ -156,7 +161,7 @@ class TorchEngine:
             self._compact(gone)
         self._stops.drop(number)
         self._masked.discard(number)
-        self._pictures.pop(number, None)
+        self._shown.pop(number, None)
         self._routed.pop(number, None)
         self._kept = {key: recorded for key, recorded in self._kept.items() if key[0] != number}
 
@@ -285,7 +290,7 @@ class TorchEngine:
             mine = [slots[r] for r in rows]
             with routing.prefilling(mine, lengths[rows], width) if routing else nullcontext():
                 places = [torch.tensor(each, device=self.device) for each in mine]
-                more = {"pictures": [self._pictures.get(numbers[r], ()) for r in rows]} if self._pictures else {}
+                more = {"shown": [self._shown.get(numbers[r], NOTHING) for r in rows]} if self._shown else {}
                 logits.append(self._model.prefill(block, sizes, places, **more))
             start = end
         return torch.cat(logits)[torch.from_numpy(np.argsort(order)).to(self.device)]
@@ -354,11 +359,11 @@ class TorchEngine:
             return []
         done = [self._completion(int(slot), bool(stopped[slot - start])) for slot in finished]
         self._compact(finished)
-        if self._stops or self._masked or self._routed or self._pictures:
+        if self._stops or self._masked or self._routed or self._shown:
             running = set(s.number[: self._active].tolist()) | {r.number for r in self._queue}
             self._stops.keep(running)
             self._masked &= running
-            self._pictures = {number: shown for number, shown in self._pictures.items() if number in running}
+            self._shown = {number: shown for number, shown in self._shown.items() if number in running}
             self._routed = {number: known for number, known in self._routed.items() if number in running}
         return done
 

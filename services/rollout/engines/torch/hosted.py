@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from penstock.services.modeling.precision import LOGITS
 from penstock.services.rollout.engines.torch.cache import SlotCache
-from penstock.services.rollout.engines.torch.transformers_model import Pictures, TransformersModel, logit_rows
+from penstock.services.rollout.engines.torch.transformers_model import Shown, TransformersModel, logit_rows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -89,18 +90,18 @@ class HostedModel(TransformersModel):
             self._try(length, dtype)
 
     def prefill(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], pictures: Pictures = ()
+        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], shown: Sequence[Shown] = ()
     ) -> torch.Tensor:
-        """As `NativeModel.prefill`, of rows that show ``pictures``; nothing: none does."""
+        """As `NativeModel.prefill`, of rows of which each is ``shown`` something; nothing: none is."""
         # Where the model cannot be told which logits are wanted, those of few rows at a time.
         rows = len(tokens) if self._told else logit_rows(self._vocabulary, tokens.shape[1])
         parts = zip(tokens.split(rows), lengths.split(rows), range(0, len(tokens), rows), strict=True)
         return torch.cat(
-            [self._prefill(part, sizes, slots[at : at + rows], pictures[at : at + rows]) for part, sizes, at in parts]
+            [self._prefill(part, sizes, slots[at : at + rows], shown[at : at + rows]) for part, sizes, at in parts]
         )
 
     def _prefill(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], pictures: Pictures
+        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], shown: Sequence[Shown]
     ) -> torch.Tensor:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         cache, (last, place) = self._new_cache(), torch.unique(lengths - 1, return_inverse=True)
@@ -109,8 +110,16 @@ class HostedModel(TransformersModel):
             "attention_mask": (steps[None] < lengths[:, None]).long(),
             "position_ids": steps.expand(tokens.shape),
         }
-        if self.sight and any(pictures):
-            inputs |= self.sight.inputs(tokens, inputs["attention_mask"], pictures)
+        if self.sight and any(pictures for pictures, _ in shown):
+            sampled = np.ones(tokens.shape, bool)
+            for row, (_, said) in enumerate(shown):
+                sampled[row, : len(said)] = said[: tokens.shape[1]]
+            inputs |= self.sight.inputs(
+                tokens,
+                inputs["attention_mask"],
+                torch.from_numpy(sampled).to(tokens.device),
+                [each[0] for each in shown],
+            )
         out = self.weights(
             **inputs, past_key_values=cache, use_cache=True, **({"logits_to_keep": last} if self._told else {})
         )

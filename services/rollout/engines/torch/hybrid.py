@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 
 from penstock.services.rollout.engines.torch.cache import SlotCache
 from penstock.services.rollout.engines.torch.hosted import FULL, HostedModel, SlotLayer, UnfitError
-from penstock.services.rollout.engines.torch.transformers_model import Pictures
+from penstock.services.rollout.engines.torch.transformers_model import Shown
 
 KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 """Of layers, in transformers' cache: keys and values, a state, both."""
@@ -82,15 +82,15 @@ class HybridModel(HostedModel):
         return [tensor for states in self._states if states for tensor in states.tensors]
 
     def prefill(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], pictures: Pictures = ()
+        self, tokens: torch.Tensor, lengths: torch.Tensor, slots: list[torch.Tensor], shown: Sequence[Shown] = ()
     ) -> torch.Tensor:
         """As `HostedModel.prefill`."""
         found = torch.empty((len(tokens), self._vocabulary), device=tokens.device)
         for length in lengths.unique().tolist():
             rows = (lengths == length).nonzero()[:, 0]
             mine = rows.tolist()
-            shown = [pictures[row] for row in mine] if pictures else ()
-            found[rows] = super().prefill(tokens[rows, :length], lengths[rows], [slots[row] for row in mine], shown)
+            some = [shown[row] for row in mine] if shown else ()
+            found[rows] = super().prefill(tokens[rows, :length], lengths[rows], [slots[row] for row in mine], some)
         return found
 
     def _new_cache(self) -> DynamicCache:

@@ -3,9 +3,10 @@ shadow that the next version is prepared in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.services.modeling.head import compute_head_in
@@ -63,8 +64,9 @@ class TransformersModel:
         return weights(input_ids=tokens[None], use_cache=False).logits[0].float()
 
 
-Pictures = Sequence[tuple[bytes, ...]]
-"""Of each row, what its first tokens show."""
+Shown = tuple[tuple[bytes, ...], np.ndarray]
+"""What a row shows; and, bool, which of its first tokens were sampled: all behind them were."""
+NOTHING: Shown = ((), np.zeros(0, bool))
 
 
 def logit_rows(vocabulary: int, length: int) -> int:
