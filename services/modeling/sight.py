@@ -210,7 +210,7 @@ def _made(tower: Any, dtype: torch.dtype) -> Any:
         return type(tower)._from_config(tower.config, dtype=dtype)
     if any(True for _ in tower.buffers()):
         raise ModelError(f"model.path: {type(tower).__name__} keeps numbers that no file has; prompts must be text")
-    return tower.to_empty(device="cpu")
+    return tower.to_empty(device="cpu").to(dtype)
 
 
 def _only_towers(model: Any, device: torch.device) -> Any:

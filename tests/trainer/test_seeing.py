@@ -127,6 +127,20 @@ def test_other_pictures_give_other_numbers_and_a_sampled_placeholder_shows_nothi
     assert np.abs(seen(GREEN, answer[:3]) - green[:3]).max() < 1e-5
 
 
+@pytest.mark.parametrize("family", seeing.SHOWN)
+@torch.no_grad()
+def test_towers_by_themselves_find_what_the_whole_model_does(family: str, tmp_path: Path) -> None:
+    seeing.write(family, tmp_path)
+    path = str(tmp_path)
+    whole, reader = load_model(path, "bfloat16", CPU).eval(), PictureReader(path)
+    give_sight(whole, path, "bfloat16", CPU)
+    found = whole.penstock_sight._look(RED).outputs.pooler_output
+    numbers = {name: of.bfloat16() if of.is_floating_point() else of for name, of in reader.numbers(RED).items()}
+    own = whole.base_model.get_image_features(**numbers, return_dict=True).pooler_output
+    for mine, theirs in zip(found, own, strict=True):
+        assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs)
+
+
 def test_a_trainers_gradient_is_that_of_the_familys_own_code(tmp_path: Path) -> None:
     seeing.write("qwen3_vl", tmp_path)
     plain = load_model(str(tmp_path), "float32", CPU).eval()
