@@ -86,13 +86,19 @@ def _check_alike(key: str, path: str, policy: PictureReader, reader: PictureRead
 
 
 def _reader_of(key: str, path: str) -> PictureReader:
-    from penstock.services.modeling.load import load_config
+    from penstock.services.modeling.load import empty_model, load_config
     from penstock.services.modeling.pictures import PictureReader, placeholder
+    from penstock.services.modeling.sight import can_be_shown
 
     config = load_config(path, key)
     if placeholder(config) < 0:
         raise SetupError(
             f"{key}: {path} ({config.model_type}) sees nothing, and prompts show pictures; take a model that sees "
             "(docs/models.md), or leave images_key out"
+        )
+    if not can_be_shown(empty_model(path, key=key)):
+        raise SetupError(
+            f"{key}: transformers has no way to tell a {config.model_type} what its towers have seen "
+            "(mm_encoder_outputs); take a model of another family (docs/models.md)"
         )
     return PictureReader(path, key=key)

@@ -155,17 +155,22 @@ def _joined(outputs: list[Any]) -> Any:
     return SimpleNamespace(pooler_output=together([each.pooler_output for each in outputs]), deepstack_features=layers)
 
 
-def sight_of(config: Any, path: str, dtype: str, device: torch.device, key: str = "model.path") -> Sight | None:
-    """Of the model of transformers' ``config``, which lies at ``path``; None where it sees nothing, or in a way that
-    the decoder cannot be told of."""
-    token = placeholder(config)
-    return Sight(path, token, dtype, device, key) if token >= 0 else None
+def sight_of(model: Any, path: str, dtype: str, device: torch.device, key: str = "model.path") -> Sight | None:
+    """Of ``model``, which lies at ``path``; None where it cannot be shown pictures."""
+    return Sight(path, placeholder(model.config), dtype, device, key) if can_be_shown(model) else None
 
 
 def give_sight(model: Any, path: str, dtype: str, device: torch.device, key: str = "model.path") -> None:
     """``model``, which is the one at ``path``, can be shown pictures, where it sees."""
-    if sight := sight_of(model.config, path, dtype, device, key):
+    if sight := sight_of(model, path, dtype, device, key):
         sight.attach(model)
+
+
+def can_be_shown(model: Any) -> bool:
+    """``model`` sees, and its decoder can be told what its towers have found."""
+    base = model.base_model
+    told = "mm_encoder_outputs" in inspect.signature(type(base).forward).parameters
+    return placeholder(model.config) >= 0 and told and hasattr(base, "get_placeholder_mask")
 
 
 def check_shown(model: Any, trajectories: Sequence[Trajectory]) -> None:

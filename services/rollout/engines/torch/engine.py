@@ -17,7 +17,6 @@ from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.lengths import positions_of
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.resting import Resting, forget, remember
-from penstock.services.modeling.sight import sight_of
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Completion, Refusal, Request, RequestError, refuse_unfit
 from penstock.services.rollout.engines.torch.fitting import fitting_model
@@ -89,9 +88,7 @@ class TorchEngine:
         self._length = min(config.max_length, positions_of(model_config) or config.max_length)
         self._model = fitting_model(model_config, self._capacity, self._length, DTYPES[dtype], self.device, head_dtype)
         self._blind = f"the prompt shows pictures, and a {model_config.model_type} sees none; take a model that does"
-        sight = sight_of(model_config, path, dtype, self.device) if path else None
-        if sight and isinstance(self._model, HostedModel):
-            self._model.see(sight)
+        if path and isinstance(self._model, HostedModel) and self._model.see(path, dtype):
             self._blind = ""
         self._vocabulary = model_config.get_text_config().vocab_size
         self._stop_ids = np.array(sorted(stop_ids), np.int32)

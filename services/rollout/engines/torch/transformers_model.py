@@ -13,7 +13,7 @@ from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
 from penstock.services.modeling.routing import Recorder
-from penstock.services.modeling.sight import Sight, resting_sight
+from penstock.services.modeling.sight import Sight, resting_sight, sight_of
 
 
 class TransformersModel:
@@ -26,11 +26,13 @@ class TransformersModel:
         self.sight: Sight | None = None
         self._recorders = [Recorder(model) for model in self._spare]
 
-    def see(self, sight: Sight) -> None:
-        """From now on prompts may show pictures."""
-        self.sight = sight
-        for model in self._spare:
-            sight.attach(model)
+    def see(self, path: str, dtype: str) -> bool:
+        """From now on prompts may show pictures, which the model at ``path`` sees; False: it does not."""
+        self.sight = sight_of(self._spare[0], path, dtype, self._device)
+        if self.sight:
+            for model in self._spare:
+                self.sight.attach(model)
+        return self.sight is not None
 
     @property
     def recorder(self) -> Recorder:
