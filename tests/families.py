@@ -62,7 +62,6 @@ SEEING = {
     ),
     "qwen3_5": ("qwen3_5_text", LINEAR), "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR | MIXTURE),
     "qwen3_vl": ("qwen3_vl_text", _TURNS),
-    "qwen3_vl_moe": ("qwen3_vl_moe_text", _TURNS | MIXTURE),
     "gemma3": ("gemma3_text", SLIDING), "gemma4": ("gemma4_text", TEXT["gemma4_text"]), "mistral3": ("ministral3", {}),
 }  # fmt: skip
 """Of words and pictures, each with its decoder."""

@@ -59,11 +59,7 @@ class Tokenizer:
             )
         chat = prompt.messages is not None and self.has_template
         if chat:
-            parts = [
-                {**message, "content": _in_parts(message["content"])} if PICTURE in message["content"] else message
-                for message in prompt.messages or ()
-            ]
-            text = self._rendered(parts, tools, tokenize=False)
+            text = self._rendered(_shown_in_parts(prompt.messages or ()), tools, tokenize=False)
         else:
             text = prompt.as_text().replace(PICTURE, self.pictures.framed_mark)
         try:
@@ -202,7 +198,7 @@ class Tokenizer:
     ) -> np.ndarray:  # fmt: skip
         told: list[Message]
         if chat:
-            told = [{**message, "content": _in_parts(message["content"])} for message in messages]
+            told = _shown_in_parts(messages)
         else:
             mark = self.pictures.framed_mark
             told = [{**message, "content": message["content"].replace(PICTURE, mark)} for message in messages]
@@ -347,6 +343,11 @@ def _letters() -> dict[str, int]:
 def _says(told: str, written: str) -> bool:
     """All of ``written`` is there, whatever a template does to the space around it."""
     return "".join(written.split()) in "".join(told.split())
+
+
+def _shown_in_parts(messages: Sequence[Message]) -> list[Message]:
+    """Those that show pictures in parts; others stay text, which is all that some templates take of them."""
+    return [{**m, "content": _in_parts(m["content"])} if PICTURE in m["content"] else m for m in messages]
 
 
 def _in_parts(content: str) -> list[dict[str, str]]:
