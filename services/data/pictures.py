@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def _as_words(message: Any) -> Any:
 def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
     if isinstance(found, dict):
         found = found.get("bytes") or found.get("path")
+    if isinstance(found, os.PathLike):
+        found = os.fspath(found)
     if hasattr(found, "save"):
         file = io.BytesIO()
         found.convert("RGB").save(file, "PNG")

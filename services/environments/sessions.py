@@ -81,7 +81,7 @@ def _begun(found: Any, made: Any) -> dict[str, Any]:
     tools = getattr(made, "tools", None)
     pictures: tuple[bytes, ...] = ()
     if isinstance(found, Turn):
-        found, pictures = found.observation, read_pictures(list(found.pictures), [], "reset")
+        found, pictures = found.observation, read_pictures(found.pictures, [], "reset")
         if found is None:
             raise ValueError("reset gave a Turn without an observation, which is what the policy is asked")
     if found is not None and not isinstance(found, str):
@@ -109,10 +109,10 @@ def _went_on(found: Any) -> dict[str, Any]:
     if observation is not None and not isinstance(observation, str):
         _check_messages("step", observation)
         observation = list(observation)
-    if not observation and not turn.done:
-        raise ValueError("step gave no observation, though the task is not done")
-    pictures = read_pictures(list(turn.pictures), [], "step")
+    pictures = read_pictures(turn.pictures, [], "step")
     shown = _marked("step", observation, pictures)
+    if not shown and not turn.done:
+        raise ValueError("step gave no observation, though the task is not done")
     return {"observation": shown, "reward": reward, "done": bool(turn.done), "pictures": list(pictures)}
 
 

@@ -131,7 +131,8 @@ def _shown(model: Any, rows: Rows) -> dict[str, Any]:
             "(docs/models.md), or leave images_key out"
         )
     sampled = torch.nn.functional.pad(rows.mask, (1, 0))  # it begins with the second token
-    return sight.inputs(rows.tokens, rows.attention, sampled, rows.pictures)
+    blind = torch.tensor([not pictures for pictures in rows.pictures], device=sampled.device)
+    return sight.inputs(rows.tokens, rows.attention, sampled | blind[:, None], rows.pictures)
 
 
 def shares_prompts(model: Any) -> bool:

@@ -58,7 +58,7 @@ class Rows:
     taught: Taught | None = None
     """What teachers say of each sampled token, in `mask`'s order. None where nobody compares."""
     pictures: tuple[tuple[bytes, ...], ...] = ()
-    """Of each trajectory, what its first tokens show; empty: none shows anything."""
+    """`Trajectory.pictures` of each; empty: none shows anything."""
 
     def scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` float32 ``[sampled tokens]``, in `mask`'s order, as ``[trajectories, longest - 1]``; 0 elsewhere."""

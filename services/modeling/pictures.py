@@ -34,8 +34,7 @@ class PictureReader:
         ids = (getattr(config, f"vision_{name}_token_id", None) for name in ("start", "end"))
         self._frame = [self._processor.tokenizer.convert_ids_to_tokens(id) for id in ids if id is not None]
         """What the family puts around a picture; nothing: its processor does, or nobody."""
-        self._in_runs = placeholder(config) if self._frame else None
-        """The token whose runs are pictures to the family's positions: two of them must not touch."""
+        self._token = placeholder(config)
         self._expansions: dict[bytes, list[int]] = {}
 
     @property
@@ -81,10 +80,16 @@ class PictureReader:
         return self._apart(np.concatenate(found), pictures)
 
     def _apart(self, given: Any, pictures: Sequence[bytes]) -> np.ndarray:
-        """As int32. Raises `PictureError` where two pictures touch that must not."""
+        """As int32. Raises `PictureError` where words have a picture's own tokens, or two pictures touch that must
+        not: of a family with frames, runs of such tokens are what positions go by."""
         ids = np.array(given, np.int32)
-        if self._in_runs is not None:
-            runs = int(np.count_nonzero(np.diff((ids == self._in_runs).astype(np.int8), prepend=0) == 1))
+        places = sum(self.expansion(picture).count(self._token) for picture in pictures)
+        if (there := int(np.count_nonzero(ids == self._token))) != places:
+            raise PictureError(
+                f"{there} tokens of pictures, and what is shown has {places}: leave them out of the words"
+            )
+        if self._frame:
+            runs = int(np.count_nonzero(np.diff((ids == self._token).astype(np.int8), prepend=0) == 1))
             if runs != len(pictures):
                 raise PictureError(
                     f"{len(pictures)} pictures became {runs} runs of {self.mark}: the chat template must put "

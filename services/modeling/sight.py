@@ -82,10 +82,11 @@ class Sight:
             )[0]
         return inputs
 
-    def check(self, trajectory: Trajectory) -> None:
-        """See `check_shown`."""
-        places = int(np.count_nonzero((trajectory.tokens == self._token) & (trajectory.loss_mask == 0)))
-        self._check([places], [sum(self._look(picture).tokens for picture in trajectory.pictures)])
+    def check(self, tokens: np.ndarray, sampled: np.ndarray, pictures: Sequence[bytes]) -> None:
+        """Raises `PictureError` where ``tokens``, less those that were ``sampled``, have more or fewer places than
+        ``pictures`` need."""
+        places = int(np.count_nonzero((tokens == self._token) & ~sampled))
+        self._check([places], [sum(self._look(picture).tokens for picture in pictures)])
 
     def _check(self, places: list[int], vectors: list[int]) -> None:
         if places != vectors:
@@ -179,7 +180,7 @@ def check_shown(model: Any, trajectories: Sequence[Trajectory]) -> None:
     sight: Sight | None = getattr(model, "penstock_sight", None)
     if sight and (shown := [trajectory for trajectory in trajectories if trajectory.pictures]):
         for trajectory in shown:
-            sight.check(trajectory)
+            sight.check(trajectory.tokens, trajectory.loss_mask == 1, trajectory.pictures)
 
 
 def resting_sight(model: Any) -> list[torch.Tensor]:

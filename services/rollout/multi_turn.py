@@ -44,6 +44,8 @@ class _Session:
     lost: int = 0
     pictures: tuple[bytes, ...] = ()
     """What it shows so far."""
+    answered: int = 0
+    """So many of them were there when the policy spoke last."""
 
     @property
     def turns(self) -> list[Completion]:
@@ -128,6 +130,7 @@ class MultiTurn:
         if isinstance(result, Refusal):
             return self._refused(session, result.reason)
         session.parts.append(result)
+        session.answered = len(session.pictures)
         answer = self._text.decode([result.tokens.tolist()])[0]
         self._pool.step(session.number, answer, self._hear(session, "step"))
         return None
@@ -203,6 +206,12 @@ class MultiTurn:
         try:
             pictures = tuple(found["pictures"])
             told = self._text.observe(found["observation"], session.chat, int(last.tokens[-1]), pictures=pictures)
+            # A picture's own tokens in words alone would be taken for a part of one, once any is shown.
+            bare = [told] if session.pictures and not pictures else []
+            if pictures and not session.pictures:
+                bare = [part for part in session.parts if isinstance(part, np.ndarray)]
+            for part in bare:
+                self._text.pictures.expand(part, ())
             session.parts.append(told)
             session.pictures += pictures
         except Exception as error:  # a template may raise anything
@@ -245,6 +254,7 @@ class MultiTurn:
             return self._end(session, failure=reason)
         if session.parts[-1] is not session.turns[-1]:
             session.parts.pop()  # what nobody answers is not part of it
+            session.pictures = session.pictures[: session.answered]
         return self._end(session)
 
     def _end(self, session: _Session, finish_of: Completion | None = None, failure: str = "") -> Made | None:

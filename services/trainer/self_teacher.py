@@ -45,8 +45,7 @@ class SelfTeacher:
             except TextError as error:  # what is shown has a picture's own mark, say
                 log.warning("nothing can be shown", prompt=prompt.index, error=str(error))
                 continue
-            own = len(prompt.pictures) if answer.pictures[: len(prompt.pictures)] == prompt.pictures else 0
-            answer = replace(answer, pictures=prompt.pictures + answer.pictures[own:])
+            answer = replace(answer, pictures=prompt.pictures)
             begun = int(np.argmax(answer.loss_mask))
             if len(told) + len(answer.tokens) - begun <= min(longest, self.config.longest):
                 found[place] = _after(told, answer, begun)

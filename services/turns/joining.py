@@ -52,7 +52,7 @@ def join(
     pictures: tuple[bytes, ...] = (),
 ) -> Trajectory:
     """A trajectory of ``parts``, one behind the other: int32 arrays of tokens that were not sampled, and what the
-    policy said, or was ``given`` to say. ``pictures``: what the first part shows."""
+    policy said, or was ``given`` to say. ``pictures``: see `Trajectory`."""
     sampled = [None if isinstance(part, np.ndarray | Again) else part for part in parts]
     tokens = [_tokens(part) for part in parts]
     candidates = any(said is not None and said.candidate_counts.size for said in sampled)

@@ -174,6 +174,48 @@ class AskingChat(Asking):
         return penstock.Turn([{"role": "user", "content": words}], pictures=pictures)
 
 
+class Endless(Asking):
+    """Shows until there is no room, or says what only pictures are."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        return f"see {PICTURE}"
+
+    def step(self, answer: str) -> Any:
+        import penstock
+
+        if self._shows == "echo":
+            return penstock.Turn("you said <|image_pad|>")
+        return penstock.Turn("look ", 0.5, pictures=[GREEN])
+
+
+def test_an_observation_that_nobody_answers_takes_its_pictures_with_it(engine: tuple[TorchEngine, Tokenizer]) -> None:
+    inbox: queue.Queue[object] = queue.Queue()
+    told = {"environment": "tests.rollout.test_seeing:Endless", "options": {"shows": "row"}, "max_turns": 9}
+    maker = MultiTurn(*engine, EnvironmentConfig.model_validate(told), 40, inbox.put)
+    try:
+        group = made(maker, engine[0], inbox, lease())
+    finally:
+        maker.close()
+    path = str(engine[1]._path)
+    model = load_model(path, "float32", torch.device("cpu")).eval()
+    give_sight(model, path, "float32", torch.device("cpu"))
+    assert all(not t.failure and 1 <= len(t.turns) < 9 and t.pictures for t in group.trajectories)
+    check_shown(model, list(group.trajectories))
+    scored(model, list(group.trajectories))
+
+
+def test_a_pictures_own_token_in_words_costs_its_trajectory(engine: tuple[TorchEngine, Tokenizer]) -> None:
+    inbox: queue.Queue[object] = queue.Queue()
+    told = {"environment": "tests.rollout.test_seeing:Endless", "options": {"shows": "echo"}}
+    maker = MultiTurn(*engine, EnvironmentConfig.model_validate(told), 96, inbox.put)
+    leased = lease().model_copy(update={"prompt": Prompt(index=3, text=f"{PICTURE}is", pictures=(RED,))})
+    try:
+        group = made(maker, engine[0], inbox, leased)
+    finally:
+        maker.close()
+    assert all("an observation cannot be used" in t.failure for t in group.trajectories)
+
+
 class Confused:
     """Gives more than it has a place for."""
 

@@ -124,13 +124,10 @@ class TorchEngine:
             raise RequestError(f"n={sampling.n} exceeds rollout.engine.max_sequences={self._capacity}")
         if sampling.routing_replay:
             self._route(request)
-        self._queue.append(request)
         if request.pictures:
-            said = request.sampled
-            self._shown[request.number] = (
-                request.pictures,
-                np.zeros(len(request.tokens), bool) if said is None else said,
-            )
+            assert isinstance(self._model, HostedModel), "no other sees"
+            self._shown[request.number] = self._model.shown(request)
+        self._queue.append(request)
         self._stops.add(request)
         if sampling.candidates and sampling.temperature > 0:
             self._masked.add(request.number)

@@ -12,8 +12,10 @@ import torch
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
+from penstock.services.modeling.pictures import PictureError
 from penstock.services.modeling.routing import Recorder
 from penstock.services.modeling.sight import Sight, resting_sight, sight_of
+from penstock.services.rollout.engines.base import Request, RequestError
 
 
 class TransformersModel:
@@ -33,6 +35,16 @@ class TransformersModel:
             for model in self._spare:
                 self.sight.attach(model)
         return self.sight is not None
+
+    def shown(self, request: Request) -> Shown:
+        """What ``request`` shows. Raises `RequestError` where its tokens have another number of places for it."""
+        assert self.sight, "see() said so"
+        said = np.zeros(len(request.tokens), bool) if request.sampled is None else request.sampled
+        try:
+            self.sight.check(request.tokens, said, request.pictures)
+        except PictureError as error:
+            raise RequestError(str(error)) from error
+        return request.pictures, said
 
     @property
     def recorder(self) -> Recorder:

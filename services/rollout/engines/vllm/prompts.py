@@ -11,8 +11,8 @@ from penstock.services.modeling.pictures import PictureReader, open_picture
 from penstock.services.rollout.engines.base import EngineError, Request, RequestError
 
 BLIND = (
-    "the prompt shows pictures, and vLLM was started for words alone; set images_key, or pictures: true of the custom "
-    "source that it is from"
+    "it shows pictures, and vLLM was started for words alone; set images_key, or pictures: true of the custom source "
+    "or the environment (rollout.environment.pictures) that shows them"
 )
 
 
@@ -24,6 +24,8 @@ def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, An
         return {"prompt_token_ids": tokens}
     if reader is None:
         raise RequestError(BLIND)
+    if request.sampled is not None and reader.mark_id in request.tokens[request.sampled]:
+        raise RequestError("the policy has sampled a picture's own token, which vLLM would take for a picture")
     folded: list[int] = []
     for picture in request.pictures:
         expansion = reader.expansion(picture)
