@@ -129,6 +129,10 @@ class Prompt(BaseModel):
         """The prompt as plain text: a chat's contents, with blank lines between."""
         return self.text if self.text is not None else "\n\n".join(m["content"] for m in self.messages or [])
 
+    def as_messages(self) -> list[dict[str, str]]:
+        """The prompt as a chat: a plain one is what a user says."""
+        return self.messages or [{"role": "user", "content": self.as_text()}]
+
 
 class Sampling(BaseModel):
     """How trajectories are drawn from the policy."""

@@ -38,20 +38,10 @@ def look(config: Config, folder: Path) -> Report:
     with without_hub(config, report):
         machine.look(config, folder, report)
         parts = (
-            gpus,
-            data,
-            pictures,
-            model,
-            lora,
-            learners,
-            rewards,
-            sources,
-            environment,
-            gateway,
-            algorithm,
-            scorers,
-        )
-        for part in (*parts, trackers):
+            gpus, data, pictures, model, lora, learners, rewards, sources, environment, gateway, algorithm, scorers,
+            trackers,
+        )  # fmt: skip
+        for part in parts:
             part.look(config, report)
     needs = plan(config)
     here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"

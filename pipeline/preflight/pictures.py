@@ -21,8 +21,7 @@ BLIND = ("reward_model",)
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found."""
-    shown = config.show_pictures
-    if not shown:
+    if not config.show_pictures:
         if any(prompt.pictures for prompt in [*report.rows.values(), report.row] if prompt):
             report.problems.append(
                 "prompts: some show pictures, and none of the sources says so: set pictures: true of the one that is "

@@ -12,6 +12,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
+from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.registry import actors
@@ -95,17 +96,13 @@ def _judge(key: str, function: FunctionConfig, row: Prompt, answers: list[str], 
 def _offered(function: FunctionConfig, table: ColumnTable, row: Prompt, answer: str) -> dict[str, Any]:
     token = table.by_token
     read = {name.replace("/", "_"): np.zeros(4, np.float32) if name in token else 0.0 for name in function.columns}
-    return {
+    offered = {
         "response": answer,
         "response_tokens": len(answer),
         "turns": [answer],
-        "truth": row.truth,
-        "source": row.source,
-        "prompt": row.as_text(),
-        "messages": row.messages or [{"role": "user", "content": row.as_text()}],
         "finish_reason": "stop",
         "group": 0,
         "sample": 0,
         "step": 0,
-        "pictures": list(row.pictures),
-    } | read
+    }
+    return of_prompt(row) | offered | read

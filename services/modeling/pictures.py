@@ -35,6 +35,7 @@ class PictureReader:
         self._frame = [self._processor.tokenizer.convert_ids_to_tokens(id) for id in ids if id is not None]
         """What the family puts around a picture; nothing: its processor does, or nobody."""
         self._token = placeholder(config)
+        self._word = self._processor.tokenizer.convert_ids_to_tokens(self._token)
         self._expansions: dict[bytes, list[int]] = {}
 
     @property
@@ -65,12 +66,16 @@ class PictureReader:
                 f"the prompt has {self.mark} {marks} times, and shows {len(pictures)} pictures: leave it out of the "
                 "words, and let the chat template show each picture once"
             )
+        if self._word != self.mark and self._word in text:
+            raise PictureError(f"the prompt has {self._word}, which stands for a part of a picture: leave it out")
         return self._apart(self._call(text, pictures, add_special_tokens=not begun)["input_ids"][0], pictures)
 
     def expand(self, ids: np.ndarray, pictures: Sequence[bytes]) -> np.ndarray:
         """int32 ``[tokens]``: ``ids`` with each picture's tokens in the place of its `mark_id`. Raises
         `PictureError`."""
         places = np.flatnonzero(ids == self.mark_id)
+        if self._word != self.mark and self._token in ids:
+            raise PictureError(f"what shows pictures has {self._word}, which stands for a part of one: leave it out")
         if len(places) != len(pictures):
             raise PictureError(f"{len(pictures)} pictures, and {self.mark} {len(places)} times in what shows them")
         parts = np.split(ids, places)
@@ -80,14 +85,9 @@ class PictureReader:
         return self._apart(np.concatenate(found), pictures)
 
     def _apart(self, given: Any, pictures: Sequence[bytes]) -> np.ndarray:
-        """As int32. Raises `PictureError` where words have a picture's own tokens, or two pictures touch that must
-        not: of a family with frames, runs of such tokens are what positions go by."""
+        """As int32. Raises `PictureError` where two pictures touch that must not: of a family with frames, runs of a
+        picture's tokens are what positions go by."""
         ids = np.array(given, np.int32)
-        places = sum(self.expansion(picture).count(self._token) for picture in pictures)
-        if (there := int(np.count_nonzero(ids == self._token))) != places:
-            raise PictureError(
-                f"{there} tokens of pictures, and what is shown has {places}: leave them out of the words"
-            )
         if self._frame:
             runs = int(np.count_nonzero(np.diff((ids == self._token).astype(np.int8), prepend=0) == 1))
             if runs != len(pictures):

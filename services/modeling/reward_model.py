@@ -55,7 +55,7 @@ class RewardModel:
     def _encode(self, group: Group, answer: str) -> list[int]:
         prompt = group.prompt
         if getattr(self._tokenizer, "chat_template", None):
-            asked = prompt.messages or [{"role": "user", "content": prompt.as_text()}]
+            asked = prompt.as_messages()
             chat = [*asked, {"role": "assistant", "content": answer}]
             found = self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
         else:

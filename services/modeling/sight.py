@@ -104,9 +104,10 @@ class Sight:
             numbers = reader.numbers(picture)
             taken = inspect.signature(base.get_image_features).parameters
             found = _Found.of(base, {name: self._placed(of) for name, of in numbers.items() if name in taken})
+            others = sum(each.nbytes for each in self._found.values())
+            while self._found and others + found.nbytes > FOUND_BYTES:
+                others -= self._found.pop(next(iter(self._found))).nbytes
         self._found[picture] = found
-        while len(self._found) > 1 and sum(each.nbytes for each in self._found.values()) > FOUND_BYTES:
-            del self._found[next(iter(self._found))]
         return found
 
     def _placed(self, values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from penstock.protocols.experience import FLOAT32_MAX
+from penstock.protocols.experience import FLOAT32_MAX, Prompt
 from penstock.services.runtime.plugins import load_plugin
 
 OFFERED = (
@@ -15,6 +15,17 @@ OFFERED = (
     "step", "pictures",
 )  # fmt: skip
 """What a function may ask for by name, beside its options and the columns that its config names."""
+
+
+def of_prompt(prompt: Prompt) -> dict[str, Any]:
+    """Those of `OFFERED` that are the prompt's."""
+    return {
+        "truth": prompt.truth,
+        "source": prompt.source,
+        "prompt": prompt.as_text(),
+        "messages": prompt.as_messages(),
+        "pictures": list(prompt.pictures),
+    }
 
 
 class RewardFunction:

@@ -14,6 +14,7 @@ import structlog
 
 from penstock.protocols.experience import Trajectory
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig, RewardConfig
+from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
 from penstock.services.runtime.actor import ActorContext
 from penstock.services.runtime.scorer import Answer, ScorerActor, ScoringTask
@@ -156,20 +157,15 @@ class _Answering:
 
 def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
     """What any function may ask for about one trajectory: see `function.OFFERED`."""
-    prompt, trajectory = task.group.prompt, task.group.trajectories[sample]
-    return {
+    trajectory = task.group.trajectories[sample]
+    return of_prompt(task.group.prompt) | {
         "response": trajectory.text,
         "response_tokens": trajectory.sampled,
         "turns": list(trajectory.turns) or [trajectory.text],
-        "truth": prompt.truth,
-        "source": prompt.source,
-        "prompt": prompt.as_text(),
-        "messages": prompt.messages or [{"role": "user", "content": prompt.as_text()}],
         "finish_reason": trajectory.finish,
         "group": task.key[1],
         "sample": sample,
         "step": task.step,
-        "pictures": list(prompt.pictures),
     }
 
 

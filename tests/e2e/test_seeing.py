@@ -15,6 +15,21 @@ from tests import seeing
 from tests.e2e.runs import Run, check_promises
 
 
+def begun(folder: Path, shown: dict[str, Any], reward: str, sampling: dict[str, int], trainer: dict[str, Any]) -> Run:
+    """Of the model in ``folder``, on prompts that show pictures."""
+    engine = {"type": "torch", "max_sequences": 64, "max_length": 64}
+    config: dict[str, Any] = {
+        "model": {"type": "pretrained", "path": str(folder / "model")},
+        "prompts": {"train": shown, "eval": shown, "eval_size": 16},
+        "gate": {"max_lag": 1, "groups_per_step": 8},
+        "rollout": {"count": 1, "engine": engine, "sampling": sampling},
+        "reward": {"functions": [{"function": reward}]},
+        "trainer": trainer,
+    }
+    (path := folder / "config.yaml").write_text(json.dumps(config))
+    return Run(folder, [], path)
+
+
 def test_it_learns_on_two_ranks_and_what_sees_stays_as_it_came(tmp_path: Path) -> None:
     came = tmp_path / "model"
     seeing.write("qwen3_5", came)
@@ -29,21 +44,8 @@ def test_it_learns_on_two_ranks_and_what_sees_stays_as_it_came(tmp_path: Path) -
         "type": "hub", "path": "json", "files": [str(seen)], "prompt_key": "question", "images_key": "image",
         "truth_key": "answer",
     }  # fmt: skip
-    config: dict[str, Any] = {
-        "model": {"type": "pretrained", "path": str(came)},
-        "prompts": {"train": shown, "eval": shown, "eval_size": 16},
-        "gate": {"max_lag": 1, "groups_per_step": 8},
-        "rollout": {
-            "count": 1, "engine": {"type": "torch", "max_sequences": 32, "max_length": 64},
-            "sampling": {"n": 4, "max_new_tokens": 8},
-        },
-        "reward": {"functions": [{"function": "tests.e2e.rewards:parity"}]},
-        "trainer": {
-            "steps": 2, "ranks": 2, "checkpoint": {"every": 2}, "algorithm": {"kl": {"coefficient": 0.001}},
-        },
-    }  # fmt: skip
-    (path := tmp_path / "config.yaml").write_text(json.dumps(config))
-    run = Run(tmp_path, [], path)
+    trainer = {"steps": 2, "ranks": 2, "checkpoint": {"every": 2}, "algorithm": {"kl": {"coefficient": 0.001}}}
+    run = begun(tmp_path, shown, "tests.e2e.rewards:parity", {"n": 4, "max_new_tokens": 8}, trainer)
     check_promises(run.wait())
     steps = steps_of(run.folder)
     assert steps[0]["mismatch_kl_k3"] < 1e-6 and all(row["grad_norm"] > 0 for row in steps)
@@ -61,19 +63,7 @@ def test_it_learns_on_two_ranks_and_what_sees_stays_as_it_came(tmp_path: Path) -
 def test_it_learns_what_it_sees(tmp_path: Path) -> None:
     seeing.write("qwen3_vl", tmp_path / "model")
     shown = {"type": "custom", "function": "tests.seeing:colours", "pictures": True}
-    config: dict[str, Any] = {
-        "model": {"type": "pretrained", "path": str(tmp_path / "model")},
-        "prompts": {"train": shown, "eval": shown, "eval_size": 12},
-        "gate": {"max_lag": 1, "groups_per_step": 8},
-        "rollout": {
-            "count": 1, "engine": {"type": "torch", "max_sequences": 64, "max_length": 48},
-            "sampling": {"n": 8, "max_new_tokens": 1},
-        },
-        "reward": {"functions": [{"function": "exact_match"}]},
-        "trainer": {"steps": 100, "optimizer": {"lr": 3e-3, "warmup_steps": 0}},
-    }  # fmt: skip
-    (path := tmp_path / "config.yaml").write_text(json.dumps(config))
-    run = Run(tmp_path, [], path)
-    summary = run.wait()
+    trainer = {"steps": 100, "optimizer": {"lr": 3e-3, "warmup_steps": 0}}
+    summary = begun(tmp_path, shown, "exact_match", {"n": 8, "max_new_tokens": 1}, trainer).wait()
     check_promises(summary)
     assert summary["eval_before"] <= 0.25 and summary["eval_after"] >= 0.75

@@ -14,13 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling import lora
-from penstock.services.modeling.load import (
-    Head,
-    ModelError,
-    empty_model,
-    folder_of,
-    load_model,
-)
+from penstock.services.modeling.load import Head, ModelError, empty_model, folder_of, load_model
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
 from penstock.services.modeling.parallel.world import World
@@ -44,13 +38,6 @@ def load_trainable(
     model, processor = empty_model(path, head, key), read_processor(folder)
     new = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
     new = new if head == "value" else set()
-
-    def begun(model: Any) -> Any:
-        if adapter is not None:
-            lora.begin(model, adapter)
-        model.penstock_processor = processor
-        return model
-
     with WeightFiles(folder, model) as files:
         missing = [name for name, _ in model.named_parameters() if name not in files and name not in new]
         if not missing and _buffers_are_known(model, files):
@@ -58,7 +45,7 @@ def load_trainable(
             shard(model, world, dtype, offload)
             _materialize(model, device, torch.device("cpu") if offload else device)
             _fill(model, files, f"{key}: {path}")
-            return begun(model)
+            return _begun(model, adapter, processor)
     log.warning("loaded whole on the host first: the files lack what the model wants", path=path, lacking=missing[:3])
     model = load_model(path, "float32", torch.device("cpu"), key, head)
     _prepare(model, adapter, path, dtype)
@@ -67,8 +54,8 @@ def load_trainable(
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return begun(model)
-    return begun(model.to(device))
+        return _begun(model, adapter, processor)
+    return _begun(model.to(device), adapter, processor)
 
 
 def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None:
@@ -78,6 +65,13 @@ def _prepare(model: Any, adapter: Adapter | None, path: str, dtype: str) -> None
             for parameter in model.parameters():  # and no buffer: rotations are computed in fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
         lora.inject(model, adapter, path)
+
+
+def _begun(model: Any, adapter: Adapter | None, processor: dict[str, bytes]) -> Any:
+    if adapter is not None:
+        lora.begin(model, adapter)
+    model.penstock_processor = processor
+    return model
 
 
 def _buffers_are_known(model: Any, files: WeightFiles) -> bool:

@@ -22,8 +22,7 @@ def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, An
     tokens = request.tokens.tolist()
     if not request.pictures:
         return {"prompt_token_ids": tokens}
-    if reader is None:
-        raise RequestError(BLIND)
+    assert reader, "submit() has refused it"
     if request.sampled is not None and reader.mark_id in request.tokens[request.sampled]:
         raise RequestError("the policy has sampled a picture's own token, which vLLM would take for a picture")
     folded: list[int] = []
@@ -32,12 +31,15 @@ def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, An
         place = _place_of(expansion, tokens)
         folded += [*tokens[:place], reader.mark_id]
         tokens = tokens[place + len(expansion) :]
-    return {"prompt_token_ids": folded + tokens, "multi_modal_data": {"image": _opened(request.pictures)}}
+    return {
+        "prompt_token_ids": folded + tokens,
+        "multi_modal_data": {"image": [_opened(picture) for picture in request.pictures]},
+    }
 
 
-@lru_cache(maxsize=8)  # a group's answers follow each other
-def _opened(pictures: tuple[bytes, ...]) -> list[Any]:
-    return [open_picture(picture) for picture in pictures]
+@lru_cache(maxsize=32)  # a group's answers follow each other, and a session's turns
+def _opened(picture: bytes) -> Any:
+    return open_picture(picture)
 
 
 def check_shown(request: Request, run: list[int] | None) -> None:
