@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.pipeline.config import Config, TinyModel
-from penstock.pipeline.preflight import given
+from penstock.pipeline.preflight import given, unshown
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols import wire
 from penstock.protocols.experience import Prompt
@@ -22,7 +22,7 @@ ROWS = 64
 
 def look(config: Config, report: Report) -> None:
     """Adds to ``report`` what is found; its ``row`` is a usable prompt."""
-    rows = _look_at(config.prompts.train, "prompts.train", False, report)
+    rows = _look_at(config, config.prompts.train, "prompts.train", False, report)
     report.row = next(iter(rows), None)
     report.trained = {prompt.source for prompt in rows}
     given.look_at_rows(config, rows, report)
@@ -33,7 +33,7 @@ def look(config: Config, report: Report) -> None:
             # Sources that only rows name are known once all that are asked were read.
             every = config.columns.by_source and isinstance(source, CustomData)
             most = max(ROWS, config.prompts.eval_size) if every else ROWS
-            if held_out := _look_at(source, f"prompts.eval.{name}", True, report, name, most):
+            if held_out := _look_at(config, source, f"prompts.eval.{name}", True, report, name, most):
                 report.evaluated[name] = {prompt.source or name for prompt in held_out}
     model = config.model
     if isinstance(model, TinyModel) and rows:
@@ -47,7 +47,7 @@ def look(config: Config, report: Report) -> None:
 
 
 def _look_at(
-    source: DataConfig, key: str, held_out: bool, report: Report, counts_to: str = "", rows: int = ROWS
+    config: Config, source: DataConfig, key: str, held_out: bool, report: Report, counts_to: str = "", rows: int = ROWS
 ) -> list[Prompt]:
     """The usable ones of the first ``rows``. One that says no source of its own ``counts_to`` this one."""
     with report.collect():
@@ -58,6 +58,8 @@ def _look_at(
         if not usable:
             raise DataError(f"{key}: none of the first {min(rows, len(prompts))} rows can be used; {why[0]}")
         report.lines.append(f"{key}: {len(prompts):,} rows; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
+        if not (config.rollout.environment and config.rollout.environment.pictures):
+            unshown.look_at_rows(source, key, prompts, usable, report)
         if why:
             report.notes.append(
                 f"{key}: {len(why)} of the first {len(why) + len(usable)} rows cannot be used and will be dropped; "

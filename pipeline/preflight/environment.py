@@ -37,14 +37,13 @@ def look(config: Config, report: Report) -> None:
             raise SetupError(str(error)) from error
         try:
             if report.row is not None:
-                _play(environment, pool, report.row, config.show_pictures, report)
+                _play(environment, pool, report.row, report)
         finally:
             pool.close()
 
 
-def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, shown: bool, report: Report) -> None:
-    """One turn, with an answer that need not make sense. Adds to ``report`` what came of it. Raises `SetupError`, also
-    where it shows pictures and the run is not told that any are ``shown``."""
+def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, report: Report) -> None:
+    """One turn, with an answer that need not make sense. Adds to ``report`` what came of it. Raises `SetupError`."""
     truth = row.truth if isinstance(row.truth, str) and row.truth else ANSWER
     calls: dict[str, Callable[[Answered], None]] = {
         "reset": lambda heard: pool.reset(0, row, heard),
@@ -62,11 +61,6 @@ def _play(environment: EnvironmentConfig, pool: EnvironmentPool, row: Prompt, sh
             return
         if found is None:
             raise SetupError(f"{KEY}: {environment.environment}: {name}, tried on row {row.index}, {error}")
-        if found["pictures"] and not shown:
-            raise SetupError(
-                f"{KEY}.pictures: {environment.environment}: {name}, tried on row {row.index}, shows pictures, and "
-                "engines must know before the first comes; set it to true"
-            )
         if found.get("tools") and not isinstance(found["prompt"], list) and row.messages is None:
             raise SetupError(
                 f"{KEY}: {environment.environment} has tools, which a chat template tells of, and row {row.index} is "

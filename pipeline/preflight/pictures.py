@@ -9,12 +9,15 @@ from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.model import readers
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
+from penstock.services.data.picture_files import PictureError, told
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 
 if TYPE_CHECKING:  # it imports torch
     from penstock.services.modeling.pictures import PictureReader
 
+TOLD = 4
+"""So many pictures of a row are told of."""
 BLIND = ("reward_model",)
 """Scorers that read words alone."""
 
@@ -32,11 +35,14 @@ def look(config: Config, report: Report) -> None:
     if blind := [f"scorers.{kind}" for kind, scorer in config.scorers.items() if scorer.scorer in BLIND]:
         report.notes.append(f"{', '.join(blind)}: it reads the words of prompts alone, with <image> for each picture")
     alike = None
+    shown = next((prompt for prompt in [report.row, *report.rows.values()] if prompt and prompt.pictures), None)
     for key, path in _models(config):
         with report.collect():
             reader = _reader_of(key, path)
+            if alike is None and shown:
+                report.lines.append(f"{key}: row {shown.index} shows {_told(reader, shown)}")
             alike = alike or reader
-            _check_alike(key, path, alike, reader, report.row)
+            _check_alike(key, path, alike, reader, shown)
     if isinstance(config.rollout.engine, VllmEngineConfig) and alike and not alike.folds:
         report.problems.append(
             "rollout.engine.type: vLLM joins line breaks around this model's pictures as transformers does "
@@ -69,9 +75,7 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _check_alike(key: str, path: str, policy: PictureReader, reader: PictureReader, row: Prompt | None) -> None:
-    """Raises `SetupError` where a model reads other tokens than the policy in the pictures of the first row."""
-    from penstock.services.modeling.pictures import PictureError
-
+    """Raises `SetupError` where a model reads other tokens than the policy in the pictures of ``row``."""
     try:
         for picture in row.pictures if row and reader is not policy else ():
             mine, theirs = (len(each.expansion(picture)) for each in (policy, reader))
@@ -82,6 +86,15 @@ def _check_alike(key: str, path: str, policy: PictureReader, reader: PictureRead
                 )
     except PictureError:
         return  # it costs its row
+
+
+def _told(policy: PictureReader, row: Prompt) -> str:
+    """The pictures of ``row``, and how many tokens of the policy's they are."""
+    try:
+        found = [f"{told(picture)}, {len(policy.expansion(picture))} tokens" for picture in row.pictures[:TOLD]]
+    except PictureError as error:  # it costs its row
+        return str(error)
+    return "; ".join([*found, *([f"{len(row.pictures) - TOLD} more"] if len(row.pictures) > TOLD else [])])
 
 
 def _reader_of(key: str, path: str) -> PictureReader:

@@ -100,6 +100,7 @@ def _offered(function: FunctionConfig, table: ColumnTable, row: Prompt, answer: 
         "response": answer,
         "response_tokens": len(answer),
         "turns": [answer],
+        "pictures": list(row.pictures),
         "finish_reason": "stop",
         "group": 0,
         "sample": 0,

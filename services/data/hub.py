@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.protocols.experience import Prompt
+from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data import DataError, need
 from penstock.services.data.config import HubData
 from penstock.services.data.csv_rows import CsvRows
 from penstock.services.data.json_rows import JsonRows, kind_of, words_of
-from penstock.services.data.pictures import marked, marked_chat, read_pictures, undecoded
+from penstock.services.data.pictures import marked, marked_chat, picture_columns, read_pictures, undecoded
 from penstock.services.data.source import PromptSource
 from penstock.services.runtime.user_folders import find_file, folders
 
@@ -41,7 +41,9 @@ class HubSource(PromptSource):
             if column and column not in rows.column_names:
                 there = ", ".join(rows.column_names)
                 raise DataError(f"{key}.{option}: no column {column!r} in {_what(config)}; it has {there}")
+        self._unshown: list[str] = []
         if not isinstance(rows, JsonRows | CsvRows):
+            self._unshown = [name for name in picture_columns(rows) if name != config.images_key]
             if config.truth_key:  # what else there is, pictures say, need not be decoded
                 read = (config.prompt_key, config.truth_key, config.answer_key, config.images_key)
                 rows = rows.select_columns(list(dict.fromkeys(filter(None, read))))
@@ -76,7 +78,14 @@ class HubSource(PromptSource):
             raise DataError(f"row {index}: {words}: {str(answer)[:80]}")
         beside = [Path(name) for name in self._config.files]
         pictures = read_pictures(images, beside, f"row {index}: {self._config.images_key}")
-        return make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures)
+        prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures)
+        if self._config.images_key and prompt.marks and not pictures:
+            raise DataError(f"row {index}: its words have {PICTURE}, and {self._config.images_key!r} has no picture")
+        return prompt
+
+    def unshown(self) -> list[str]:
+        """See `PromptSource`."""
+        return self._unshown
 
 
 def make_prompt(

@@ -56,6 +56,16 @@ class Mixture(PromptSource):
         found = self._sources[which][int(self._rows[index])]
         return found.model_copy(update={"source": self._names[which]})
 
+    def unshown(self) -> list[str]:
+        """See `PromptSource`."""
+        several = zip(self._names, self._sources, strict=True)
+        return [
+            f"{column} of {name}"
+            for name, each in several
+            if isinstance(each, PromptSource)
+            for column in each.unshown()
+        ]
+
     def one_of_each(self) -> list[int]:
         """The first prompt of each source."""
         return [int(np.argmax(self._which == which)) for which in range(len(self._names))]

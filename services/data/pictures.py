@@ -11,6 +11,7 @@ from typing import Any
 from penstock.protocols.experience import PICTURE
 from penstock.services.data import DataError
 from penstock.services.data.json_rows import kind_of
+from penstock.services.data.picture_files import PictureError, check_picture
 from penstock.services.runtime.user_folders import find_file
 
 LONGEST_PATH = 4096
@@ -25,12 +26,18 @@ def read_pictures(found: Any, beside: Sequence[Path], where: str) -> tuple[bytes
     every = found if isinstance(found, list | tuple) else [found]
     files = []
     for number, each in enumerate(every):
+        place = f"{where}: picture {number}"
         try:
-            files.append(_file_of(each, beside, f"{where}: picture {number}"))
+            files.append(file := _file_of(each, beside, place))
+            check_picture(file)
         except DataError:
             raise
+        except PictureError as error:
+            name = each.get("path") if isinstance(each, dict) else each
+            of = f" ({os.fspath(name)})" if isinstance(name, str | os.PathLike) else ""
+            raise DataError(f"{place}{of}: {error}") from error
         except (OSError, ValueError) as error:  # a path too long, a picture of Pillow's that no PNG holds
-            raise DataError(f"{where}: picture {number}: {str(error)[:80]}") from error
+            raise DataError(f"{place}: {str(error)[:80]}") from error
     return tuple(files)
 
 
@@ -38,12 +45,19 @@ def undecoded(rows: Any, column: str) -> Any:
     """``rows`` of ``datasets`` with the images of ``column`` as the files that they were."""
     import datasets
 
-    kind = rows.features[column]
-    if isinstance(kind, datasets.Image):
-        return rows.cast_column(column, datasets.Image(decode=False))
-    if isinstance(getattr(kind, "feature", None), datasets.Image):
-        return rows.cast_column(column, datasets.List(datasets.Image(decode=False)))
-    return rows
+    if column not in picture_columns(rows):
+        return rows
+    kind: Any = datasets.Image(decode=False)
+    several = not isinstance(rows.features[column], datasets.Image)
+    return rows.cast_column(column, datasets.List(kind) if several else kind)
+
+
+def picture_columns(rows: Any) -> list[str]:
+    """The columns of ``rows`` of ``datasets`` that are an image each, or a list of them."""
+    import datasets
+
+    kinds = {name: (kind, getattr(kind, "feature", None)) for name, kind in rows.features.items()}
+    return [name for name, found in kinds.items() if any(isinstance(each, datasets.Image) for each in found)]
 
 
 def marked(words: str, pictures: Sequence[bytes]) -> str:
@@ -96,8 +110,10 @@ def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
     if isinstance(found, bytes) and found:
         return found
     if not isinstance(found, str) or not found:
-        what = "empty" if found in ("", b"", None) else kind_of(found)
-        raise DataError(f"{where} is {what}; it must be an image of a data set, or the path of a file")
+        what = "empty" if found is None or isinstance(found, str | bytes) else kind_of(found)
+        raise DataError(
+            f"{where} is {what}; it must be an image of a data set or of Pillow, the bytes of a file, or its path"
+        )
     if len(found) > LONGEST_PATH:
         raise DataError(f"{where} is a text of {len(found)} characters, no path; keep its file, and give the path")
     if "://" in found or found.startswith("data:"):
@@ -105,6 +121,8 @@ def _file_of(found: Any, beside: Sequence[Path], where: str) -> bytes:
     folders = [(find_file(str(path)) or path).parent for path in beside]
     places = [find_file(found), *(folder / found for folder in folders)]
     path = next((place for place in places if place is not None and place.is_file()), None)
+    if path is None and any(place is not None and place.is_dir() for place in places):
+        raise DataError(f"{where}: {found} is a folder; name a file in it")
     if path is None:
         looked = f", also beside {', '.join(map(str, beside))}" if beside else ""
         raise DataError(f"{where}: no such file: {found}{looked}")

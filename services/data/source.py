@@ -17,6 +17,10 @@ class PromptSource(Sequence[Prompt]):
     def prompt(self, index: int) -> Prompt:
         """Prompt ``index``, from 0. May raise `DataError` for a row that is none."""
 
+    def unshown(self) -> list[str]:
+        """Its columns of pictures that no prompt shows, since nothing names them."""
+        return []
+
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
     @overload

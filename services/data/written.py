@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.protocols.experience import Prompt
+from penstock.protocols.experience import PICTURE, Prompt
+from penstock.services.data import DataError
 from penstock.services.data.hub import make_prompt
 from penstock.services.data.pictures import read_pictures
 from penstock.services.data.source import PromptSource
@@ -55,5 +56,8 @@ class Written(PromptSource):
         row = json.loads(self._lines[index])
         if "prompt" in row:
             pictures = _as_files(row.get("images", ()))
-            return make_prompt(index, row["prompt"], row["truth"], True, None, row.get("answer"), pictures)
+            prompt = make_prompt(index, row["prompt"], row["truth"], True, None, row.get("answer"), pictures)
+            if prompt.marks and not pictures:
+                raise DataError(f"row {index}: its words have {PICTURE}, and it has no images")
+            return prompt
         return Prompt.model_validate({**row, "pictures": _as_files(row.get("pictures", ()))})

@@ -18,6 +18,10 @@ before: the session is to begin again. Called from another thread."""
 
 CLOSE_S = 2.0
 """What the objects that are open have at the end to close."""
+SHOWS = (
+    "shows pictures, and rollout.environment.pictures is false: set it to true, so that engines know before the first "
+    "comes"
+)
 AT_ONCE = 1024
 """Calls that an async environment is given at once."""
 MOST_LOST = 20
@@ -33,6 +37,7 @@ class EnvironmentPool:
         count = 1 if first.worker.asynchronous else config.workers or 1
         self._queues = [first, *(WorkerQueue(program, AT_ONCE) for _ in range(count - 1))]
         self._open: set[int] = set()
+        self._pictures = config.pictures
         self._closing: set[Future[Any]] = set()
         """Calls of close that have no answer yet."""
         for each in self._queues:
@@ -82,6 +87,8 @@ class EnvironmentPool:
             elif LOST in call.future.result():
                 self._open.discard(session)
                 answered(None, LOST)
+            elif call.future.result().get("pictures") and not self._pictures:
+                answered(None, SHOWS)
             else:
                 answered(call.future.result(), "")
 

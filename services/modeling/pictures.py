@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -11,16 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.services.data.picture_files import PictureError, open_pictures
 from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded, sees
 from penstock.services.runtime.install import install
 
-MOST_PIXELS = 100_000_000
 KEPT = 256
 """Pictures whose tokens are remembered: they are asked for with each answer."""
-
-
-class PictureError(ValueError):
-    """A picture that cannot be read, or words that do not fit it; costs its prompt alone."""
 
 
 class PictureReader:
@@ -63,8 +58,9 @@ class PictureReader:
         picture has. ``begun``: the text says itself what begins one. Raises `PictureError`."""
         if (marks := text.count(self.mark)) != len(pictures):
             raise PictureError(
-                f"the prompt has {self.mark} {marks} times, and shows {len(pictures)} pictures: leave it out of the "
-                "words, and let the chat template show each picture once"
+                f"{len(pictures)} pictures, and {self.mark} {marks} times in the prompt: leave it out of the words; if "
+                "it is not in them, the chat template does not show each picture once: give another as "
+                "model.chat_template"
             )
         if self._word != self.mark and self._word in text:
             raise PictureError(f"the prompt has {self._word}, which stands for a part of a picture: leave it out")
@@ -77,7 +73,10 @@ class PictureReader:
         if self._word != self.mark and self._token in ids:
             raise PictureError(f"what shows pictures has {self._word}, which stands for a part of one: leave it out")
         if len(places) != len(pictures):
-            raise PictureError(f"{len(pictures)} pictures, and {self.mark} {len(places)} times in what shows them")
+            raise PictureError(
+                f"{len(pictures)} pictures, and {self.mark} {len(places)} times in what shows them: the chat template "
+                "(model.chat_template) must show each once"
+            )
         parts = np.split(ids, places)
         found = [*parts[:1]]
         for picture, part in zip(pictures, parts[1:], strict=True):
@@ -92,8 +91,8 @@ class PictureReader:
             runs = int(np.count_nonzero(np.diff((ids == self._token).astype(np.int8), prepend=0) == 1))
             if runs != len(pictures):
                 raise PictureError(
-                    f"{len(pictures)} pictures became {runs} runs of {self.mark}: the chat template must put "
-                    f"{' and '.join(self._frame)} around each"
+                    f"{len(pictures)} pictures became {runs} runs of {self.mark}: the chat template "
+                    f"(model.chat_template) must put {' and '.join(self._frame)} around each"
                 )
         return ids
 
@@ -112,7 +111,7 @@ class PictureReader:
         return self._expansions[picture]
 
     def _call(self, text: str, pictures: Sequence[bytes], **how: Any) -> Mapping[str, Any]:
-        images = [open_picture(picture) for picture in pictures]
+        images = list(open_pictures(pictures))
         try:
             found: Mapping[str, Any] = self._processor(images=images, text=[text], **how)
         except (ValueError, TypeError, IndexError, OSError) as error:
@@ -121,21 +120,6 @@ class PictureReader:
 
 
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops")
-
-
-def open_picture(picture: bytes) -> Any:
-    """As an RGB image of Pillow, turned as its camera says. Raises `PictureError`."""
-    from PIL import Image, ImageOps
-
-    try:
-        image = Image.open(io.BytesIO(picture))
-        if image.width * image.height > MOST_PIXELS:
-            raise PictureError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS}; make it smaller")
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except PictureError:
-        raise
-    except Exception as error:  # its decoders raise anything
-        raise PictureError(f"a picture of {len(picture)} bytes cannot be read: {error}") from error
 
 
 def placeholder(config: Any) -> int:

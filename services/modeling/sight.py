@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from penstock.protocols.experience import Trajectory
+from penstock.services.data.picture_files import PictureError
 from penstock.services.modeling.dtypes import DTYPES
 from penstock.services.modeling.load import ModelError, empty_model, folder_of, load_model
-from penstock.services.modeling.pictures import PictureError, PictureReader, placeholder
+from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.weight_files import WeightFiles
 

@@ -13,13 +13,13 @@ import torch
 
 from penstock.protocols.columns import REFERENCE
 from penstock.protocols.experience import ExperienceError, Group
+from penstock.services.data.picture_files import PictureError
 from penstock.services.learning import checkpoint
 from penstock.services.modeling import determinism
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import check_vocabulary, device_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
-from penstock.services.modeling.pictures import PictureError
 from penstock.services.modeling.resting import Resting, release
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
 from penstock.services.reference.config import ReferenceConfig

@@ -18,13 +18,12 @@ OFFERED = (
 
 
 def of_prompt(prompt: Prompt) -> dict[str, Any]:
-    """Those of `OFFERED` that are the prompt's."""
+    """Those of `OFFERED` that are the prompt's; pictures are a trajectory's, since an environment may show some."""
     return {
         "truth": prompt.truth,
         "source": prompt.source,
         "prompt": prompt.as_text(),
         "messages": prompt.as_messages(),
-        "pictures": list(prompt.pictures),
     }
 
 

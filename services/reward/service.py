@@ -162,6 +162,7 @@ def _offered(task: ScoringTask, sample: int) -> dict[str, Any]:
         "response": trajectory.text,
         "response_tokens": trajectory.sampled,
         "turns": list(trajectory.turns) or [trajectory.text],
+        "pictures": list(trajectory.pictures),
         "finish_reason": trajectory.finish,
         "group": task.key[1],
         "sample": sample,

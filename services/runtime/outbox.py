@@ -153,4 +153,4 @@ def answer_of(lease: Lease, made: Group | str) -> Finished | Failed:
     if isinstance(made, Group):
         return Finished(**about, summary=summarize(made), experience=as_bytes(pack_group(made)))
     log.warning("group failed", group=lease.number, prompt=lease.prompt.index, error=made)
-    return Failed(**about, error=made[:340])
+    return Failed(**about, error=f"row {lease.prompt.index}: {made}"[:340])

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols.experience import PICTURE, Prompt
+from penstock.services.data.picture_files import PictureError
 from penstock.services.modeling.load import load_tokenizer
-from penstock.services.modeling.pictures import PictureError, PictureReader
+from penstock.services.modeling.pictures import PictureReader
 
 Message = Mapping[str, Any]
 """Of a chat: ``role`` and ``content``, and for some templates more."""

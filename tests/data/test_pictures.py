@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data import DataError, open_source, written
-from penstock.services.data.config import HubData
-from penstock.services.modeling.pictures import open_picture
+from penstock.services.data.config import HubData, MixData
+from penstock.services.data.picture_files import open_picture
 from tests import seeing
 
 RED, GREEN = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
@@ -21,6 +22,8 @@ RED, GREEN = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
 def in_json(folder: Path, *rows: dict[str, Any], **config: Any) -> Any:
     (folder / "red.png").write_bytes(RED)
     (folder / "green.png").write_bytes(GREEN)
+    (folder / "broken.png").write_bytes(b"not a picture")
+    (folder / "more").mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return open_source(HubData(path="json", files=[str(folder / "rows.jsonl")], images_key="images", **config))
 
@@ -65,7 +68,10 @@ def test_images_of_a_data_set_stay_the_files_that_they_were(tmp_path: Path, seve
     [
         (["blue.png"], r"row 0: images: picture 0: no such file: blue.png, also beside "),
         (["https://x.org/a.png"], "no picture is fetched: keep its file"),
-        ([""], "row 0: images: picture 0 is empty; it must be an image of a data set, or the path of a file"),
+        ([""], "row 0: images: picture 0 is empty; it must be an image of a data set or of Pillow, the bytes"),
+        (["red.png", "broken.png"], r"row 0: images: picture 1 \(broken.png\): 13 bytes that are no picture"),
+        (["more"], "row 0: images: picture 0: more is a folder; name a file in it"),
+        ([], "row 0: its words have <image>, and 'images' has no picture"),
         ([7], "picture 0 is a number"),
         (["A" * 5000], "picture 0 is a text of 5000 characters, no path"),
         (["A" * 4000], "picture 0: .*File name too long"),
@@ -74,10 +80,11 @@ def test_images_of_a_data_set_stay_the_files_that_they_were(tmp_path: Path, seve
 )
 def test_a_picture_that_is_none_costs_its_row(tmp_path: Path, images: list[Any], says: str) -> None:
     bad = {"prompt": f"is {PICTURE} red?", "images": images}
-    rows = in_json(tmp_path, bad, {"prompt": "what?", "images": ["red.png"] if isinstance(images[0], str) else [8]})
+    paths = all(isinstance(each, str) for each in images)
+    rows = in_json(tmp_path, bad, {"prompt": "what?", "images": ["red.png"] if paths else [8]})
     with pytest.raises(DataError, match=says):
         rows[0]
-    if isinstance(images[0], str):
+    if paths:
         assert rows[1].pictures == (RED,)
 
 
@@ -103,3 +110,17 @@ def test_what_a_script_gives_is_written_down_and_read_again(tmp_path: Path) -> N
         Prompt(index=0, text=f"{PICTURE}?", pictures=["left.png"])  # type: ignore[arg-type]
     with pytest.raises(DataError, match="images: picture 0: no such file: nowhere.png"):
         written.line({"prompt": "what?", "images": ["nowhere.png"]})
+    with pytest.raises(DataError, match="images: picture 0 is ndarray; it must be an image of a data set or of Pillow"):
+        written.line({"prompt": "what?", "images": np.zeros((4, 4, 3), np.uint8)})
+    (tmp_path / "rows.jsonl").write_text(written.line({"prompt": f"{PICTURE} what?"}))
+    with pytest.raises(DataError, match="row 0: its words have <image>, and it has no images"):
+        written.Written(str(tmp_path / "rows.jsonl"))[0]
+
+
+def test_columns_of_pictures_that_nothing_names_are_known(tmp_path: Path) -> None:
+    kinds = {"prompt": datasets.Value("string"), "one": datasets.Image(), "several": datasets.List(datasets.Image())}
+    rows = {"prompt": ["what?"], "one": [None], "several": [[]]}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).to_parquet(tmp_path / "rows.parquet")
+    both = HubData(path="parquet", files=[str(tmp_path / "rows.parquet")], truth_key="prompt")
+    parts = {"left": both, "right": both.model_copy(update={"images_key": "several"})}
+    assert open_source(MixData(sources=parts)).unshown() == ["one of left", "several of left", "one of right"]

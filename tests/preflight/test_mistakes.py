@@ -72,7 +72,7 @@ class Stepless:
 
 class Shows:
     def reset(self, prompt):
-        return penstock.Turn("what?", pictures=[b"a picture"])
+        return penstock.Turn("what?", pictures=[b"P6 1 1 255 rgb"])
 
     def step(self, answer):
         return None
@@ -93,7 +93,7 @@ def rows():
 
 
 def seen():
-    return [penstock.Prompt(index=0, text="<image>1+1=", truth="2", pictures=(b"a picture",))]
+    return [penstock.Prompt(index=0, text="<image>1+1=", truth="2", pictures=(b"P6 1 1 255 rgb",))]
 
 
 def of_two():
@@ -268,11 +268,17 @@ MISTAKES = [
                  "rollout.engine={type: plugin, name: openai, options: {url: 'http://127.0.0.1:1', folder: v}}"]),
     m("pictures that nobody is told of", "prompts: some show pictures, and none of the sources says so: set pictures:",
       overrides=["prompts.train={type: custom, function: 'mine:seen'}"]),
-    m("an environment that shows pictures", "rollout.environment.pictures: mine:Shows: reset, tried on row 0, shows",
+    m("an environment that shows pictures",
+      "mine:Shows: reset, tried on row 0, shows pictures, and rollout.environment.pictures is false",
       overrides=["rollout.environment={environment: 'mine:Shows'}"]),
     m("a picture that is not there", "images: picture 0: no such file: nowhere.png, also beside",
       overrides=["prompts.train.files=[lost.jsonl]", "prompts.train.images_key=images"],
       files={"lost.jsonl": '{"question": "1+1=", "answer": "2", "images": ["nowhere.png"]}\n'}),
+    m("prompts that speak of pictures and show none",
+      "prompts.train: 1 of the first 1 rows have <image> in their words "
+      "and show no picture, e.g. row 0; name the column of their pictures as prompts.train.images_key",
+      overrides=["prompts.train.files=[blind.jsonl]"],
+      files={"blind.jsonl": '{"question": "<image>1+1=", "answer": "2", "images": ["nowhere.png"]}\n'}),
     m("a local file as a hub name", "prompts.train.path: 'rows.jsonl' is a local file; say path: json, files: [rows",
       overrides=["prompts.train={type: hub, path: rows.jsonl}"]),
     m("files without their format", "prompts.train.path: with `files` it is a format", "say path: json",

@@ -202,6 +202,11 @@ def as_many(response: list[str]) -> list[float]:
     return [float(len(response))] * len(response)
 
 
+def as_many_as_seen(pictures: list[list[bytes]]) -> list[float]:
+    """How many pictures each answer was shown."""
+    return [float(len(each)) for each in pictures]
+
+
 def constant(response: str) -> float:
     """Whatever was said."""
     return 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,25 +17,27 @@ from penstock.services.runtime.scorer import ScoringTask
 HERE = "tests.reward.functions"
 
 
-def group(answers: list[str]) -> Group:
+def group(answers: list[str], pictures: Sequence[tuple[bytes, ...]]) -> Group:
     said = [
         Trajectory(
             np.array([5, 6], np.int32), np.array([0, 1], np.uint8), np.zeros(2, np.float32),
-            np.array([-1, 0], np.int32), text=text, finish="stop",
+            np.array([-1, 0], np.int32), text=text, finish="stop", pictures=shown,
         )
-        for text in answers
+        for text, shown in zip(answers, pictures or [()] * len(answers), strict=True)
     ]  # fmt: skip
     return Group(1, Prompt(index=0, text="say", truth="a"), said)
 
 
-def scored(function: str, answers: list[str]) -> tuple[np.ndarray, list[str]]:
+def scored(
+    function: str, answers: list[str], pictures: Sequence[tuple[bytes, ...]] = ()
+) -> tuple[np.ndarray, list[str]]:
     config = RewardConfig.model_validate({"functions": [{"function": f"{HERE}:{function}", "whole_group": True}]})
     reward = Reward(config, workers=2, group_size=len(answers))
     (column,) = (each.column for each in config.functions)
     told: queue.Queue[Any] = queue.Queue()
     try:
         reward.score(
-            [ScoringTask(("train", 1), group(answers), (column,), {}, 0)],
+            [ScoringTask(("train", 1), group(answers, pictures), (column,), {}, 0)],
             lambda task, name, values, errors=(): told.put((values, errors)),
         )
         return told.get(timeout=30)
@@ -46,6 +49,11 @@ def test_it_is_given_lists_and_returns_a_number_for_each() -> None:
     values, errors = scored("rarest", ["a", "b", "a", "", "c"])
     assert values[[0, 1, 2, 4]].tolist() == [0.5, 1.0, 0.5, 1.0] and np.isnan(values[3])
     assert len(errors) == 1 and "no reward for this answer" in errors[0]
+
+
+def test_it_may_see_what_each_was_shown_by_its_prompt_or_by_an_environment() -> None:
+    values, errors = scored("as_many_as_seen", ["a", "b"], [(b"one",), (b"one", b"two")])
+    assert values.tolist() == [1.0, 2.0] and not errors
 
 
 @pytest.mark.parametrize(

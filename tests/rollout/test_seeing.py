@@ -138,7 +138,12 @@ def test_what_an_environment_shows_is_seen_alike_by_engine_and_trainer(
     engine: tuple[TorchEngine, Tokenizer], shows: str, pictures: int, chat: bool
 ) -> None:
     inbox: queue.Queue[object] = queue.Queue()
-    told = {"environment": "tests.rollout.test_seeing:Asking", "options": {"shows": shows}, "max_turns": 3}
+    told = {
+        "environment": "tests.rollout.test_seeing:Asking",
+        "options": {"shows": shows},
+        "max_turns": 3,
+        "pictures": True,
+    }
     leased = lease()
     if chat:
         told["environment"] = "tests.rollout.test_seeing:AskingChat"
@@ -190,7 +195,12 @@ class Endless(Asking):
 
 def test_an_observation_that_nobody_answers_takes_its_pictures_with_it(engine: tuple[TorchEngine, Tokenizer]) -> None:
     inbox: queue.Queue[object] = queue.Queue()
-    told = {"environment": "tests.rollout.test_seeing:Endless", "options": {"shows": "row"}, "max_turns": 9}
+    told = {
+        "environment": "tests.rollout.test_seeing:Endless",
+        "options": {"shows": "row"},
+        "max_turns": 9,
+        "pictures": True,
+    }
     maker = MultiTurn(*engine, EnvironmentConfig.model_validate(told), 40, inbox.put)
     try:
         group = made(maker, engine[0], inbox, lease())
@@ -225,12 +235,40 @@ class Confused:
         return penstock.Turn(f"see {PICTURE}", pictures=[RED, GREEN])
 
 
-def test_a_picture_without_a_place_costs_its_trajectory(engine: tuple[TorchEngine, Tokenizer]) -> None:
+class Late:
+    """Shows something, and nobody was told."""
+
+    def step(self, answer: str) -> Any:
+        import penstock
+
+        return penstock.Turn("see ", pictures=[RED])
+
+
+class Broken:
+    """Shows what is no picture."""
+
+    def step(self, answer: str) -> Any:
+        import penstock
+
+        return penstock.Turn("see ", pictures=[RED, b"no picture"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "told", "why"),
+    [
+        ("Confused", True, "step says <image> 1 times, and gave 2 pictures"),
+        ("Late", False, "step shows pictures, and rollout.environment.pictures is false: set it to true"),
+        ("Broken", True, "step: picture 1: 10 bytes that are no picture"),
+    ],
+)
+def test_a_picture_that_cannot_be_shown_costs_its_trajectory(
+    engine: tuple[TorchEngine, Tokenizer], environment: str, told: bool, why: str
+) -> None:
     inbox: queue.Queue[object] = queue.Queue()
-    told = EnvironmentConfig.model_validate({"environment": "tests.rollout.test_seeing:Confused"})
-    maker = MultiTurn(*engine, told, 96, inbox.put)
+    config = EnvironmentConfig(environment=f"tests.rollout.test_seeing:{environment}", pictures=told)
+    maker = MultiTurn(*engine, config, 96, inbox.put)
     try:
         group = made(maker, engine[0], inbox, lease())
     finally:
         maker.close()
-    assert all("step says <image> 1 times, and gave 2 pictures" in t.failure for t in group.trajectories)
+    assert all(why in trajectory.failure for trajectory in group.trajectories)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from penstock.protocols.experience import PICTURE, Prompt, Sampling, Trajectory
+from penstock.services.data.picture_files import PictureError, open_picture
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.logprobs import logprobs
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.parallel.world import World
-from penstock.services.modeling.pictures import PictureError, PictureReader, open_picture, placeholder
+from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.base import Request, RequestError
@@ -171,7 +172,7 @@ def test_a_trainers_gradient_is_that_of_the_familys_own_code(tmp_path: Path) -> 
 def test_what_does_not_fit_costs_its_prompt_alone(tmp_path: Path) -> None:
     seeing.write("qwen3_vl", tmp_path)
     text = Tokenizer(str(tmp_path))
-    with pytest.raises(TextError, match="a picture of 5 bytes cannot be read"):
+    with pytest.raises(TextError, match="picture 0: 5 bytes that are no picture"):
         text.encode(asked(f"{PICTURE}is", b"no.no"))
     with pytest.raises(TextError, match="has <|image_pad|> 2 times, and shows 1 pictures"):
         text.encode(asked(f"{PICTURE}is<|image_pad|>", GREEN))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.services.data.picture_files import PictureError
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import ModelError, attention_of, with_head
 from penstock.services.modeling.logprobs import LOGIT_BYTES
-from penstock.services.modeling.pictures import PictureError
 from penstock.services.modeling.routing import Recorder
 from penstock.services.modeling.sight import Sight, resting_sight, sight_of
 from penstock.services.rollout.engines.base import Request, RequestError

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.services.modeling.pictures import PictureReader, open_picture
+from penstock.services.data.picture_files import open_picture
+from penstock.services.modeling.pictures import PictureReader
 from penstock.services.rollout.engines.base import EngineError, Request, RequestError
 
 BLIND = (

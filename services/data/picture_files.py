@@ -1,0 +1,68 @@
+"""The files of pictures, as Pillow reads them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+MOST_PIXELS = 100_000_000
+
+
+class PictureError(ValueError):
+    """A picture that cannot be read, or words that do not fit it; costs its prompt alone."""
+
+
+def open_picture(picture: bytes) -> Any:
+    """As an RGB image of Pillow, turned as its camera says. Raises `PictureError`."""
+    from PIL import ImageOps
+
+    image = _begun(picture)
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # its decoders raise anything
+        raise PictureError(f"{told(picture)} cannot be read to its end: {error}") from error
+
+
+def open_pictures(pictures: Sequence[bytes]) -> Iterator[Any]:
+    """As `open_picture`, of each of those that a prompt shows; what is wrong is said with its number."""
+    for number, picture in enumerate(pictures):
+        try:
+            yield open_picture(picture)
+        except PictureError as error:
+            raise PictureError(f"picture {number}: {error}") from error
+
+
+def check_picture(picture: bytes) -> None:
+    """Raises `PictureError` where it does not begin as a picture does; its pixels are not looked at. Does nothing where
+    Pillow is not installed."""
+    try:
+        _begun(picture)
+    except ImportError:
+        return
+
+
+def told(picture: bytes) -> str:
+    """It in a few words, for people: ``PNG, 640 x 480, 31 kB``."""
+    size = f"{len(picture) / 1000:,.0f} kB" if len(picture) >= 1000 else f"{len(picture)} bytes"
+    try:
+        image = _begun(picture)
+    except (PictureError, ImportError):
+        return f"a file of {size}"
+    return f"{image.format}, {image.width} x {image.height}, {size}"
+
+
+def _begun(picture: bytes) -> Any:
+    """As an image of Pillow of which no pixel is read yet. Raises `PictureError`."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(picture))
+    except UnidentifiedImageError:
+        what = f"{len(picture)} bytes that are no picture (PNG, JPEG, WebP and what else Pillow reads)"
+        raise PictureError(what) from None
+    except Exception as error:  # its readers raise anything
+        raise PictureError(f"a file of {len(picture)} bytes cannot be read as a picture: {error}") from error
+    if image.width * image.height > MOST_PIXELS:
+        raise PictureError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS}; make it smaller")
+    return image
