@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.page.data import RunFiles, as_json
-from penstock.pipeline.page.rollouts import LETTERS, TOKENS, groups_of
+from penstock.pipeline.page.rollouts import LETTERS, PICTURES, TOKENS, groups_of
 from penstock.services.runtime.files import write_whole
 
 ASSETS = Path(__file__).parent / "assets"
@@ -16,12 +16,12 @@ SCRIPTS = ("uPlot.iife.min.js", "dom.js", "charts.js", "timeline.js", "rollouts.
 STYLES = ("uPlot.min.css", "page.css")
 
 
-def whole(folders: Sequence[Path], tokens: int = TOKENS, letters: int = LETTERS) -> str:
+def whole(folders: Sequence[Path], tokens: int = TOKENS, letters: int = LETTERS, pictures: int = PICTURES) -> str:
     """The page of these runs, with all that it shows; of the rollouts of each at most so many ``tokens`` and
-    ``letters``."""
+    ``letters``, and so many of ``pictures``."""
     runs = []
     for folder in folders:
-        groups = groups_of(folder, tokens, letters=letters)
+        groups = groups_of(folder, tokens, letters=letters, pictures=pictures)
         runs.append(RunFiles(folder).data() | {"groups": groups})
     return page({"runs": runs, "live": False})
 
@@ -46,6 +46,8 @@ def _joined(names: Sequence[str]) -> str:
     return "\n".join((ASSETS / name).read_text() for name in names)
 
 
-def write(folders: Sequence[Path], path: Path, tokens: int = TOKENS, letters: int = LETTERS) -> None:
+def write(
+    folders: Sequence[Path], path: Path, tokens: int = TOKENS, letters: int = LETTERS, pictures: int = PICTURES
+) -> None:
     """Writes the page of these runs, see `whole`."""
-    write_whole(path, whole(folders, tokens, letters))
+    write_whole(path, whole(folders, tokens, letters, pictures))

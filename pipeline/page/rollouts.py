@@ -12,6 +12,8 @@ import structlog
 
 from penstock.pipeline.config import Config, load
 from penstock.pipeline.page.data import evenly
+from penstock.pipeline.page.folding import folded
+from penstock.pipeline.page.thumbnails import Thumbnails
 from penstock.pipeline.run.folder import model_path
 from penstock.pipeline.run.summary import each_line
 from penstock.pipeline.tools.rollouts import by_token_values, of_tokens, readable
@@ -28,15 +30,19 @@ LETTERS = 50_000_000
 """Of prompts, truths and answers that it has at most, and of what else is told of an answer."""
 ABOUT = 300
 """Letters of the latter, but for why it failed."""
+PICTURES = 30_000_000
+"""Letters of pictures that it has at most, beside the others."""
 TRUTH = 4000
 """Letters of a truth that it has at most."""
 STEPS = 40
 """Archived steps that are looked into first, evenly over the run."""
 
 
-def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS, letters: int = LETTERS) -> list[dict[str, Any]]:
+def groups_of(
+    folder: Path, tokens: int = TOKENS, groups: int = GROUPS, letters: int = LETTERS, pictures: int = PICTURES
+) -> list[dict[str, Any]]:
     """Groups of archived steps, as many as there is room for, and then those that samples.jsonl has of other steps."""
-    config, kept = load(folder / "config.yaml"), archive.steps(folder)
+    config, kept, small = load(folder / "config.yaml"), archive.steps(folder), Thumbnails(folder, pictures)
     found: list[dict[str, Any]] = []
     texts, first = Texts(config, folder) if kept else None, evenly(kept, STEPS)
     others = sorted(set(kept).difference(first))
@@ -52,10 +58,16 @@ def groups_of(folder: Path, tokens: int = TOKENS, groups: int = GROUPS, letters:
             letters -= _letters_of_group(shown) + _letters(shown["members"])
             if len(found) == groups or (letters < 0 and found):
                 return _in_order(found)
-            found.append(shown)
+            found.append(shown | _seen(small.of(p for each in group.trajectories for p in each.pictures)))
     if len(found) < groups and letters > 0:
-        found += _of_samples(folder, groups - len(found), letters, set(kept))
+        for shown in reversed(_of_samples(folder, groups - len(found), letters, set(kept))):
+            names = [name for member in shown["members"] for name in member.get("pictures", ())]
+            found.append(shown | _seen(small.of_files(names)))
     return _in_order(found)
+
+
+def _seen(pictures: dict[str, str]) -> dict[str, Any]:
+    return {"seen": pictures} if pictures else {}
 
 
 def _in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,9 +98,19 @@ class Texts:
         """There is a tokenizer."""
         return self._tokenizer is not None
 
-    def of(self, tokens: np.ndarray) -> list[str]:
-        """Of each; only where there is a tokenizer."""
-        return [self._text(token) for token in tokens.tolist()]
+    def of(self, tokens: np.ndarray, counts: np.ndarray) -> list[str]:
+        """Of each, with how many it stands for; only where there is a tokenizer."""
+        several = zip(tokens.tolist(), counts.tolist(), strict=True)
+        return [self._text(token) + (f" ×{count:,} " if count > 1 else "") for token, count in several]
+
+    def whole(self, tokens: np.ndarray) -> str:
+        """All of ``tokens``, none of which was sampled."""
+        places, counts = folded(tokens, np.zeros(len(tokens), bool))
+        ends = np.flatnonzero(counts > 1) + 1
+        said = ""
+        for part, many in zip(np.split(tokens[places], ends), [*counts[ends - 1], 0], strict=True):
+            said += self._tokenizer.decode(part.tolist(), skip_special_tokens=False) + (f" ×{many:,} " if many else "")
+        return said
 
     def _text(self, token: int) -> str:
         if token not in self._known:
@@ -125,9 +147,16 @@ def _shown(
         if texts is not None:
             begin = _begin(trajectory) if stem is None else stem[1]
             member |= _tokens(trajectory, begin, step, by_token[number], texts)
+            if stem is None:
+                member["asked"] = texts.whole(trajectory.tokens[: begin + 1])
         if trajectory.failure:
             member["failure"] = trajectory.failure
-    return _group(flat[0] | {"truth": _shortened(flat[0]["truth"])}, members)
+    asked = {member["asked"] for member in members if "asked" in member}
+    if len(asked) == 1:  # else an environment, or agents, have begun otherwise each time
+        for member in members:
+            member.pop("asked", None)
+    shown = _group(flat[0] | {"truth": _shortened(flat[0]["truth"])}, members)
+    return shown | ({"asked": asked.pop()} if len(asked) == 1 else {})
 
 
 def _begin(trajectory: Trajectory) -> int:
@@ -154,16 +183,18 @@ def _stem(group: Group, number: int) -> tuple[int, int] | None:
 def _tokens(
     trajectory: Trajectory, begin: int, step: int, columns: dict[str, np.ndarray], texts: Texts
 ) -> dict[str, Any]:
-    learned = trajectory.loss_mask[begin:].astype(bool)
+    places, counts = folded(trajectory.tokens[begin:], trajectory.loss_mask[begin:].astype(bool))
+    places += begin
+    learned = trajectory.loss_mask[places].astype(bool)
     sampled = learned & (not trajectory.given)
     found: dict[str, Any] = {
-        "tokens": texts.of(trajectory.tokens[begin:]),
+        "tokens": texts.of(trajectory.tokens[places], counts),
         "mask": learned.astype(int).tolist(),
-        "logprob": _rounded(trajectory.logprobs[begin:], sampled),
-        "lag": np.where(sampled, step - trajectory.versions[begin:], -1).tolist(),
+        "logprob": _rounded(trajectory.logprobs[places], sampled),
+        "lag": np.where(sampled, step - trajectory.versions[places], -1).tolist(),
     }
     if columns:
-        found["by_token"] = {name: _rounded(values[begin:], learned) for name, values in columns.items()}
+        found["by_token"] = {name: _rounded(values[places], learned) for name, values in columns.items()}
     return found
 
 
@@ -190,11 +221,11 @@ def _of_samples(folder: Path, groups: int, letters: int, archived: Set[int]) -> 
 
 
 def _letters(answers: Sequence[dict[str, Any]]) -> int:
-    return sum(len(answer["response"]) + len(answer.get("failure", "")) + ABOUT for answer in answers)
+    return sum(sum(len(answer.get(of, "")) for of in ("response", "failure", "asked")) + ABOUT for answer in answers)
 
 
 def _letters_of_group(group: dict[str, Any]) -> int:
-    return len(group["prompt"]) + len(json.dumps(group["truth"]))
+    return len(group["prompt"]) + len(group.get("asked", "")) + len(json.dumps(group["truth"]))
 
 
 def _shortened(truth: Any) -> Any:

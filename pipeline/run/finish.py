@@ -19,6 +19,8 @@ REPORT_TOKENS = 50_000
 """Of rollouts that report.html has token by token: about 50 bytes each; `penstock page --out` writes all."""
 REPORT_LETTERS = 5_000_000
 """Of rollouts that it has as text."""
+REPORT_PICTURES = 2_000_000
+"""Letters of pictures that they show."""
 
 
 def conclude(
@@ -38,7 +40,7 @@ def conclude(
     # In one piece: who finds it knows that the run is over.
     write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n", durable=True)
     try:  # last: it is large, and who is killed meanwhile leaves a summary
-        write([folder], folder / "report.html", REPORT_TOKENS, REPORT_LETTERS)
+        write([folder], folder / "report.html", REPORT_TOKENS, REPORT_LETTERS, REPORT_PICTURES)
     except Exception as failed:  # a page that cannot be drawn is no reason to fail
         log.exception("no report", error=str(failed))
     return summary

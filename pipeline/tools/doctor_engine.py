@@ -24,12 +24,14 @@ from penstock.services.modeling.load import load_model
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.routing import Replay, as_given, mixture_of
+from penstock.services.modeling.sight import give_sight
+from penstock.services.modeling.towers import towers
 from penstock.services.rollout.engines.base import Completion, Engine, EngineError, Refusal, Request, RequestError
 from penstock.services.rollout.service import make_engine
 from penstock.services.runtime import logs
 from penstock.services.runtime.errors import SetupError
 from penstock.services.trainer.mismatch import Mismatch
-from penstock.services.turns.tokenizer import Tokenizer
+from penstock.services.turns.tokenizer import TextError, Tokenizer
 
 NUDGE = 0.02
 """Relative change of every weight that makes the second version."""
@@ -108,17 +110,21 @@ def _examine(
     compute_head_in(model, config.model.head_dtype)
     if config.rollout.sampling.routing_replay:
         Replay(model)
+    give_sight(model, path, config.model.dtype, torch.device("cpu"))
+    frozen = {id(parameter) for tower in towers(model).values() for parameter in tower.parameters()}
     random = np.random.default_rng(config.run.seed)
     tolerance = config.weights.canary_tolerance or LOGPROBS[config.model.dtype]
     scored = random.integers(0, model.config.get_text_config().vocab_size, max(2, config.weights.canary_tokens)).astype(
         np.int32
     )
     asked = _requests(config, text, prompts)
+    if showing := sum(bool(request.pictures) for request in asked):
+        findings.add(None, "pictures", f"{showing} of {len(asked)} prompts show some")
     seen: list[np.ndarray] = []
     for version in range(2):
         if version:
             with torch.no_grad():
-                for parameter in model.parameters():
+                for parameter in (p for p in model.parameters() if id(p) not in frozen):
                     parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, dtype=torch.float32).to(parameter.dtype))
         say(f"loading version {version}")
         prepared = engine.prepare({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -147,8 +153,10 @@ def _requests(config: Config, text: Tokenizer, prompts: int) -> list[Request]:
     for number in range(len(source)):
         if len(asked) == prompts:
             break
-        with suppress(DataError):
-            asked.append(Request(number, config.run.seed, text.encode(source[number]), sampling))
+        with suppress(DataError, TextError):
+            prompt = source[number]
+            tokens = text.encode(prompt)
+            asked.append(Request(number, config.run.seed, tokens, sampling, pictures=prompt.pictures))
     return asked
 
 
@@ -187,8 +195,8 @@ def _compare(
         return
     mismatch = Mismatch()
     for completion in done:
-        prompt = by_number[completion.number].tokens
-        expected = _trainers(model, prompt, completion, config.rollout.sampling.temperature)
+        request = by_number[completion.number]
+        expected = _trainers(model, request, completion, config.rollout.sampling.temperature)
         every = torch.ones((1, len(expected)), dtype=torch.bool)
         mismatch.add(torch.from_numpy(expected)[None], torch.from_numpy(completion.logprobs)[None], every, every)
     found = mismatch.metrics(World(torch.device("cpu")))
@@ -204,15 +212,19 @@ def _compare(
 
 
 @torch.inference_mode()
-def _trainers(model: Any, prompt: np.ndarray, completion: Completion, temperature: float) -> np.ndarray:
+def _trainers(model: Any, request: Request, completion: Completion, temperature: float) -> np.ndarray:
     """float32 ``[new tokens]``: what the trainer would compute; over what the sampler kept, and with the experts that
     the engine took, where that was recorded."""
-    given, mixture = {}, mixture_of(model)
+    given: dict[str, Any] = {}
+    mixture, prompt = mixture_of(model), request.tokens
     if mixture and completion.routing.size:
         if fault := mixture.fault(completion.routing):
             raise EngineError(fault)
         given = {"routing": torch.from_numpy(as_given(completion.routing)[None])}
     ids = torch.from_numpy(np.concatenate([prompt, completion.tokens]).astype(np.int64))
+    if request.pictures:
+        real, sampled = torch.ones_like(ids[None]), torch.arange(len(ids))[None] >= len(prompt)
+        given |= {"attention_mask": real, **model.penstock_sight.inputs(ids[None], real, sampled, [request.pictures])}
     logits = model(ids[None], **given).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
     for row, kept in enumerate(np.split(completion.candidate_ids, np.cumsum(completion.candidate_counts)[:-1])):
         if kept.size:

@@ -32,9 +32,10 @@ TOKENS = {"token_ids": "int32", "loss_mask": "uint8", "logprobs": "float32", "ve
 def export(run: str | Path, file: Path, step: int | None = None) -> int:
     """Writes what `rollouts` yields, and each trajectory's tokens, to ``file``; returns the number of rows. Beside the
     fixed columns there is a float64 for each column of the experience that has a value for each trajectory, a list of
-    float32 for each that has one for each token (of teachers none of `columns.top_columns`), and ``metrics``, JSON of
-    what agents have measured; ``trainer_logprobs`` and ``advantages`` are null where the trainer has a disk of its own.
-    Raises `ConfigError` where there is no archive, or ``file`` cannot be written."""
+    float32 for each that has one for each token (of teachers none of `columns.top_columns`), ``metrics``, JSON of what
+    agents have measured, and ``pictures``, names of files in the run's folder; ``trainer_logprobs`` and ``advantages``
+    are null where the trainer has a disk of its own. Raises `ConfigError` where there is no archive, or ``file`` cannot
+    be written."""
     need("pyarrow", "data", "--export")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -48,6 +49,7 @@ def export(run: str | Path, file: Path, step: int | None = None) -> int:
             *((name, pa.float64()) for name in columns if not columns[name]),
             *((name, pa.list_(pa.float32())) for name in columns if columns[name]),
             ("metrics", pa.string()),
+            ("pictures", pa.list_(pa.string())),
         ]
     )
     written = 0

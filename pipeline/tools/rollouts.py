@@ -17,6 +17,7 @@ from penstock.protocols.messages import Batch
 from penstock.protocols.wire import WireError
 from penstock.services.broker import archive
 from penstock.services.broker.samples import rows
+from penstock.services.broker.seen import keep
 
 
 def rollouts(run: str | Path, step: int | None = None) -> Iterator[dict[str, Any]]:
@@ -35,8 +36,8 @@ def archived(
     run: str | Path, step: int | None = None
 ) -> tuple[ColumnTable, Iterator[tuple[int, Group, dict[str, np.ndarray]]]]:
     """The run's columns as it went on last, and of every archived group, or those of one ``step``: its step, itself and
-    its columns. Groups that cannot be read are left out, and counted at the end. Raises `ConfigError` where there is no
-    archive."""
+    its columns; pictures that it shows become files of the run's folder, which rows name. Groups that cannot be read
+    are left out, and counted at the end. Raises `ConfigError` where there is no archive."""
     folder = Path(run)
     check_archive(folder, step)
 
@@ -46,6 +47,7 @@ def archived(
             unreadable += len(batch.groups)
             for group, columns in readable(batch):
                 unreadable -= 1
+                keep(folder, (picture for trajectory in group.trajectories for picture in trajectory.pictures))
                 yield batch.step, group, columns
         if unreadable:
             warn(f"groups of {folder} that cannot be read, and are left out: {unreadable}")

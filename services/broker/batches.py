@@ -83,6 +83,7 @@ def _record_samples(state: BrokerState, step: int, groups: list[m.TakenGroup]) -
     if keep == "some" and step % max(1, state.settings.steps // SAMPLED_STEPS):
         return
     kept: list[dict[str, Any]] = []
+    pictures: list[bytes] = []
     for taken in groups[: len(groups) if keep == "all" else 1 if keep == "some" else keep]:
         try:
             group = open_group(taken)
@@ -91,8 +92,10 @@ def _record_samples(state: BrokerState, step: int, groups: list[m.TakenGroup]) -
             continue
         flat = state.settings.columns.by_trajectory
         found = list(rows(step, group, {n: v for n, v in taken.columns.items() if n in flat}))
-        kept += best_and_worst(found) if keep == "some" else found
-    state.recorder.samples(step, kept)
+        chosen = best_and_worst(found) if keep == "some" else found
+        pictures += [each for row in chosen for each in group.trajectories[row["sample"]].pictures]
+        kept += chosen
+    state.recorder.samples(step, kept, pictures)
 
 
 def _show_answers(state: BrokerState, step: int, groups: list[m.TakenGroup]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from penstock.services.broker.beats import Beats
+from penstock.services.broker.seen import keep
 from penstock.services.broker.trackers import Table, Trackers
 from penstock.services.runtime.files import open_lines
 
@@ -87,8 +88,10 @@ class Recorder:
         """Those of ``step`` are not written yet: a step that is redone has the same."""
         return step > self._sampled
 
-    def samples(self, step: int, found: Iterable[dict[str, Any]]) -> None:
-        """One line each trajectory of ``step`` that is kept for people (`samples.rows`)."""
+    def samples(self, step: int, found: Iterable[dict[str, Any]], pictures: Iterable[bytes]) -> None:
+        """One line each trajectory of ``step`` that is kept for people (`samples.rows`), and a file each of the
+        ``pictures`` that they show."""
+        keep(self._folder, pictures)
         for row in found:
             self._write(self._samples, row)
         self._sampled = step

@@ -15,6 +15,7 @@ from penstock.protocols.experience import ALONE, ExperienceError, Group
 from penstock.protocols.messages import TakenGroup
 from penstock.protocols.wire import WireError
 from penstock.services.broker.archive import open_group
+from penstock.services.broker.seen import name_of
 from penstock.services.broker.trackers import Table
 
 log = structlog.get_logger()
@@ -43,6 +44,8 @@ def rows(step: int, group: Group, columns: Mapping[str, np.ndarray]) -> Iterator
         }
         if group.prompt.source:
             row |= {"source": group.prompt.source}
+        if trajectory.pictures:
+            row |= {"pictures": [name_of(picture) for picture in trajectory.pictures]}
         if trajectory.session != ALONE:
             row |= {"session": trajectory.session}
             row |= {f"agent/{name}": value for name, value in trajectory.metrics.items()}

@@ -49,6 +49,10 @@ def test_it_learns_on_two_ranks_and_what_sees_stays_as_it_came(tmp_path: Path) -
     check_promises(run.wait())
     steps = steps_of(run.folder)
     assert steps[0]["mismatch_kl_k3"] < 1e-6 and all(row["grad_norm"] > 0 for row in steps)
+    kept = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    names = [name for row in kept for name in row.get("pictures", ())]
+    assert names and all((run.folder / "pictures" / name).stat().st_size for name in names)
+    assert "data:image/jpeg;base64," in (run.folder / "report.html").read_text()
     assert steps[0]["reference_kl"] < 1e-6  # it has seen the same
     saved = run.folder / "checkpoints/step-000002"
     assert (saved / "preprocessor_config.json").read_text() == (came / "preprocessor_config.json").read_text()

@@ -199,7 +199,8 @@ def test_all_steps_are_shown_while_there_is_room(folder: Path, monkeypatch: pyte
     assert shown() == list(range(9)), "archived ones, and those that samples.jsonl has of others"
     assert shown(groups=4) == [1, 4, 5, 6], "first a few from end to end, then the newest"
     assert shown(groups=7) == [*range(1, 7), 8]
-    each = len(NASTY) + len('"ab"') + 2 * (len("ab") + page_rollouts.ABOUT)
+    asked = len(groups_of(folder)[1]["asked"])
+    each = len(NASTY) + asked + len('"ab"') + 2 * (len("ab") + page_rollouts.ABOUT)
     assert shown(letters=3 * each) == [1, 5, 6] and shown(letters=1) == [6]
     assert shown(letters=6 * each + 500) == [*range(1, 7), 8] and shown(letters=6 * each) == [*range(1, 7)]
 

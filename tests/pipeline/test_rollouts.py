@@ -18,13 +18,14 @@ from penstock.pipeline.page.rollouts import groups_of
 from penstock.pipeline.tools.recompute import redo
 from penstock.pipeline.tools.rollouts import rollouts
 from penstock.protocols import wire
-from penstock.protocols.experience import Group, Prompt, Trajectory, as_bytes
+from penstock.protocols.experience import PICTURE, Group, Prompt, Trajectory, as_bytes
 from penstock.protocols.messages import Batch, TakenGroup
 from penstock.protocols.packed_groups import pack_group
 from penstock.services.broker.archive import Archive, ArchiveError
 from penstock.services.data.config import SortData
 from penstock.services.data.sort import SortSource
 from penstock.services.trainer.judged import NAMES
+from tests import seeing
 
 CONFIG: dict[str, Any] = {
     "model": {"type": "tiny", "hidden_size": 16, "layers": 1, "warm_start": {"steps": 0}},
@@ -78,6 +79,38 @@ def test_a_column_that_was_dropped_on_the_way_is_told_as_it_was(tmp_path: Path) 
     member = groups_of(folder)[0]["members"][1]
     assert member["reward/other"] == 4.0 and "reference" not in member
     assert member["by_token"]["reference"] == [None, -8.0, -9.0, -10.0]
+
+
+def test_what_a_trajectory_was_shown_is_on_the_page_and_in_files_that_its_row_names(tmp_path: Path) -> None:
+    red, green = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
+    tokens = np.array([5, *[9] * 20, 6, 7, *[9] * 20, 8, 9, 9], np.int32)
+    mask = np.array([0] * 21 + [1, 1] + [0] * 21 + [1, 1], np.uint8)
+    versions = np.where(mask == 1, 0, -1).astype(np.int32)
+    one, two = (
+        Trajectory(
+            tokens, mask, np.zeros(len(mask), np.float32), versions, text="ab", finish="stop", turns=("a", "b"),
+            rewards=np.zeros(len(mask), np.float32), pictures=pictures,
+        )
+        for pictures in ((red,), (red, green))
+    )  # fmt: skip
+    group = Group(0, Prompt(index=0, text=f"{PICTURE}what?", truth="a", pictures=(red,)), [one, two])
+    taken = TakenGroup(number=0, experience=as_bytes(pack_group(group)), columns=rewards())
+    folder = run(tmp_path, CONFIG, [taken])
+    make_model(folder)
+    first, second = rollouts(folder)
+    assert [len(row["pictures"]) for row in (first, second)] == [1, 2] and second["pictures"][0] == first["pictures"][0]
+    assert [(folder / "pictures" / name).read_bytes() for name in second["pictures"]] == [red, green]
+    (shown,) = groups_of(folder)
+    assert set(shown["seen"]) == set(second["pictures"])
+    assert all(each.startswith("data:image/jpeg;base64,") for each in shown["seen"].values())
+    member = shown["members"][1]
+    assert len(member["tokens"]) == len(member["mask"]) == len(member["lag"]) == len(member["logprob"]) == 7
+    assert member["tokens"][3].endswith(" ×20 ") and member["mask"] == [0, 1, 1, 0, 0, 1, 1]
+    assert shown["asked"].endswith(" ×20 ") and "asked" not in member
+    assert "seen" not in groups_of(folder, pictures=0)[0], "there is no room"
+    (folder / "archive" / "step-000000.msgpack").unlink()
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, second)))
+    assert groups_of(folder)[0]["seen"] == shown["seen"], "from the files"
 
 
 def test_a_column_of_two_kinds_is_not_exported_as_one(tmp_path: Path) -> None:

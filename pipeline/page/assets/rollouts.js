@@ -152,7 +152,8 @@ class Rollouts {
         onclick: () => { this.colouring = kind; this.choose(group); }}, COLOURINGS[kind][0]));
     const truth = group.truth == null ? "" : typeof group.truth === "string" ? group.truth : JSON.stringify(group.truth);
     this.detail.replaceChildren(make("h2", {}, `Step ${group.step}, group ${group.group}`),
-      make("div", {class: "text given"}, group.prompt), make("p", {class: "about"}, truth ? `truth: ${truth}` : ""),
+      make("div", {class: "text given"}, group.prompt), this.asked(group), this.seen(group, alike(group)),
+      make("p", {class: "about"}, truth ? `truth: ${truth}` : ""),
       make("div", {class: "filters"}, make("span", {class: "about"}, "colour by"), ...buttons),
       make("div", {class: "members"}, ...group.members.filter((member) => member.parent == null)
         .map((member) => this.tree(group, member))));
@@ -169,6 +170,19 @@ class Rollouts {
     return box;
   }
 
+  // What the policy read before its first answer, as tokens: in the chat template, or as an environment has begun.
+  asked(from) {
+    if (!from.asked) return "";
+    return make("details", {class: "asked"}, make("summary", {class: "about"}, "as the policy read it"),
+      make("div", {class: "text given"}, from.asked));
+  }
+
+  seen(group, names) {
+    const shown = names.map((name) => (group.seen?.[name] ? make("img", {src: group.seen[name], alt: name, title: name})
+      : make("span", {class: "about"}, `picture ${name}`)));
+    return shown.length ? make("div", {class: "seen"}, ...shown) : "";
+  }
+
   member(group, member) {
     const rewards = Object.entries(member).filter(([name, value]) => name.includes("/") && value != null)
       .map(([name, value]) => `${name.split("/").slice(1).join("/")} ${number(value)}`);
@@ -176,7 +190,8 @@ class Rollouts {
       + (member.version_max > member.version_min ? `–${group.step - member.version_min}` : "");
     const about = `${number(member.sampled)} tokens · ${member.finish}${lag}` + (rewards.length ? ` · ${rewards.join(", ")}` : "");
     const box = make("article", {class: "member"}, make("h3", {}, `${member.sample}: reward ${number(member.reward)}`),
-      make("p", {class: "about"}, about), this.text(member));
+      make("p", {class: "about"}, about), this.asked(member),
+      this.seen(group, (member.pictures ?? []).slice(alike(group).length)), this.text(member));
     if (member.failure) box.append(make("p", {class: "about"}, "failed: " + member.failure));
     if (!this.fits(group, member)) box.classList.add("other");
     return box;
@@ -227,6 +242,13 @@ class Rollouts {
     this.unseen.observe(part);
     return part;
   }
+}
+
+// The pictures that all answers to a prompt were shown first.
+function alike(group) {
+  const [first, ...others] = group.members.map((member) => member.pictures ?? []);
+  const end = first.findIndex((name, place) => others.some((names) => names[place] !== name));
+  return end < 0 ? first : first.slice(0, end);
 }
 
 // Never so dark that the text on it is hard to read.
