@@ -336,6 +336,23 @@ def test_a_sessions_tree_is_walked(browser: Browser, tmp_path: Path) -> None:
     looked.close()
 
 
+def test_pictures_stand_where_they_were_shown(browser: Browser, tmp_path: Path) -> None:
+    data = big(1, 2)
+    group = data["groups"][0]
+    first, second = ({**member, "asked": f"begun so {place}"} for place, member in enumerate(group["members"]))
+    group["members"] = [first | {"pictures": ["a.png", "b.png"]}, second | {"pictures": ["a.png"]}]
+    group["seen"] = {"a.png": "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"}
+    (tmp_path / "page.html").write_text(make_page({"runs": [data], "live": False}))
+    looked = Looked(browser, (tmp_path / "page.html").as_uri() + "#rollouts")
+    expect(looked.page.locator("img")).to_have_count(1)
+    expect(looked.page.locator("#rollouts .split > div > .seen img")).to_have_attribute("alt", "a.png")
+    expect(looked.page.locator(".member .seen")).to_have_text(["picture b.png"])  # there was no room for it
+    looked.page.get_by_text("as the policy read it").nth(1).click()
+    expect(looked.page.get_by_text("begun so 1")).to_be_visible()
+    looked.accessible()
+    looked.close()
+
+
 def test_ten_thousand_groups_and_a_million_tokens_are_no_burden(browser: Browser, tmp_path: Path) -> None:
     """What each thing took is printed; the bounds are generous, since two cores do other work too."""
     path = tmp_path / "big.html"
