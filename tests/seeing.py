@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.protocols.experience import PICTURE, Prompt
+from penstock.services.modeling.load import load_config, load_model
+from penstock.services.rollout.config import TorchEngineConfig
+from penstock.services.rollout.engines.torch.engine import TorchEngine
+from penstock.services.turns.tokenizer import Tokenizer
 from tests import families
 
 QWEN, GEMMA = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"), ("<boi>", "<img>", "<eoi>")
@@ -69,6 +75,18 @@ def write(family: str, folder: Path) -> Any:
         )  # fmt: skip
     families.write(family, folder, vocab_size=len(tokenizer), **told)
     return tokenizer
+
+
+def engine(folder: Path, max_length: int = 96) -> tuple[TorchEngine, Tokenizer]:
+    """What serves the model in ``folder``, and its tokenizer."""
+    text, path = Tokenizer(str(folder)), str(folder)
+    made = TorchEngine(
+        TorchEngineConfig(max_sequences=8, max_length=max_length), load_config(path), "float32", {1},
+        lambda ids: text.decode([ids])[0], path=path,
+    )  # fmt: skip
+    model = load_model(path, "float32", torch.device("cpu"))
+    made.swap(made.prepare({name: weight.detach() for name, weight in model.named_parameters()}), 0)
+    return made, text
 
 
 _GEMMA_NAMES = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"}

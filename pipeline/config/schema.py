@@ -255,8 +255,8 @@ class Config(Section):
 
     @property
     def show_pictures(self) -> bool:
-        """Prompts may, or what an environment answers."""
-        return self.prompts.show_pictures or bool(self.rollout.environment and self.rollout.environment.pictures)
+        """Prompts may, or what an environment answers, or agents."""
+        return self.prompts.show_pictures or any(e.pictures for e in (self.rollout.environment, self.gateway) if e)
 
     @property
     def with_reference(self) -> bool:

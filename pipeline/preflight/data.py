@@ -58,7 +58,7 @@ def _look_at(
         if not usable:
             raise DataError(f"{key}: none of the first {min(rows, len(prompts))} rows can be used; {why[0]}")
         report.lines.append(f"{key}: {len(prompts):,} rows; row {usable[0].index}: {usable[0].as_text()[:60]!r}")
-        if not (config.rollout.environment and config.rollout.environment.pictures):
+        if not any(each.pictures for each in (config.rollout.environment, config.gateway) if each):
             unshown.look_at_rows(source, key, prompts, usable, report)
         if why:
             report.notes.append(

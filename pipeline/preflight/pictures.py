@@ -54,8 +54,8 @@ def _problems(config: Config) -> Iterator[str]:
     engine = config.rollout.engine
     if not isinstance(config.model, PretrainedModel):
         yield "model.type: a tiny model sees nothing, and prompts show pictures; take a pretrained one that sees"
-    if config.gateway.count:
-        yield "gateway.count: agents are asked in words alone, and prompts show pictures; set it to 0"
+    if config.gateway.count and not config.gateway.pictures:
+        yield "gateway.pictures: it is false, and tasks show pictures, which agents are to show on; set it to true"
     if config.with_critic:
         yield "trainer.algorithm.advantage: prompts show pictures, which no critic sees; take one without, e.g. grpo"
     if isinstance(engine, PluginEngineConfig):

@@ -59,6 +59,10 @@ class TurnRequest(Message):
     """What its sampling is keyed by."""
     known: int = Field(0, ge=0)
     """Tokens at the prompt's beginning whose experts an earlier answer says."""
+    pictures: list[Bytes] = []
+    """What the prompt shows, in its order."""
+    sampled: Bytes | None = None
+    """bool, as bytes: which of the prompt's tokens the policy has said; None: it shows nothing."""
     note: Bytes
     """The gateway's own, kept with the answer for a gateway that takes the session over."""
 
@@ -79,6 +83,8 @@ class Generate(Message):
     sampling: Sampling
     stream: int
     known: int = Field(0, ge=0)
+    pictures: list[Bytes] = []
+    sampled: Bytes | None = None
 
 
 class Generated(Message):

@@ -73,14 +73,8 @@ class AgentDesk:
                     continue
             state.turns.grant(turn, chosen.identity, now + state.settings.broker.lease_s)
             chosen.given += 1
-            prompt, sampling, stream, known = turn.request
             seed = state.settings.seed if turn.group[0] == "train" else 0
-            state.router.send(
-                chosen.identity,
-                m.Generate(
-                    id=turn.id, seed=seed, prompt=as_bytes(prompt), sampling=sampling, stream=stream, known=known
-                ),
-            )
+            state.router.send(chosen.identity, m.Generate(id=turn.id, seed=seed, **turn.request))
 
     def _bounds(self, turn: Turn) -> tuple[int, int | None]:
         """The oldest version that may answer a turn now, and the only one, if there is one."""
@@ -104,7 +98,7 @@ class AgentDesk:
         # An answer to another gateway's question, which came after this one was given the group.
         state.records.discard(group, key.note_record)
         state.records.discard(group, key.answer_record)
-        wanted = asked.prompt.tobytes(), asked.sampling, asked.stream, asked.known
+        wanted = {name: getattr(asked, name) for name in m.Generate.model_fields.keys() - {"id", "seed"}}
         turn = state.turns.ask(group, key, (*group, key.place), wanted, (member.identity, request))
         turn.note = note
 

@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
+from penstock.services.data.picture_files import format_of
 from penstock.services.runtime.files import write_whole
 
 FOLDER = "pictures"
 """Of a run's folder."""
-_BEGINNINGS = {b"\x89PNG": ".png", b"\xff\xd8": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
 
 
 @lru_cache(maxsize=256)  # the answers of a group show the same
 def name_of(picture: bytes) -> str:
     """Of its file: a hash, and the ending of the format that it begins like."""
-    ending = next((each for begin, each in _BEGINNINGS.items() if picture.startswith(begin)), "")
-    return hashlib.sha256(picture).hexdigest()[:24] + ending
+    ending = format_of(picture)
+    return hashlib.sha256(picture).hexdigest()[:24] + (ending and f".{ending}")
 
 
 def keep(run: Path, pictures: Iterable[bytes]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 MOST_PIXELS = 100_000_000
+_BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
 
 
 class PictureError(ValueError):
@@ -50,6 +51,11 @@ def told(picture: bytes) -> str:
     except (PictureError, ImportError):
         return f"a file of {size}"
     return f"{image.format}, {image.width} x {image.height}, {size}"
+
+
+def format_of(picture: bytes) -> str:
+    """As MIME types call the format that it begins like; empty: another one."""
+    return next((each for begin, each in _BEGINNINGS.items() if picture.startswith(begin)), "")
 
 
 def _begun(picture: bytes) -> Any:

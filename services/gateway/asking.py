@@ -7,29 +7,38 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from penstock.services.gateway.pictures import IMAGES, read_part
+
 TEXT = {"text", "input_text", "output_text", "refusal"}
 UNREAD = {"thinking", "redacted_thinking", "reasoning"}
 """What a model has thought is not told to it again."""
 
 
-def _text(content: Any) -> Any:
-    """Texts of a list of parts, joined."""
+def content_of(content: Any) -> Any:
+    """Texts of a list of parts, joined; of one that shows pictures texts and pictures (`pictures.read_part`). Raises
+    `ValueError`."""
     if not isinstance(content, list):
         return content
-    words = []
+    read: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT | UNREAD:
-            raise ValueError(f"the policy reads text, and not a part of type {kind!r}")
-        if kind in TEXT:
-            words.append(part.get("text", part.get("refusal")))
-        if words and not isinstance(words[-1], str):
-            raise ValueError("text: not a text")
-    return "".join(words)
+        if kind in IMAGES:
+            read.append(read_part(part))
+        elif kind in TEXT:
+            words = part.get("text", part.get("refusal"))
+            if not isinstance(words, str):
+                raise ValueError("text: not a text")
+            if read and read[-1]["type"] == "text":
+                words = read.pop()["text"] + words
+            read.append({"type": "text", "text": words})
+        elif kind not in UNREAD:
+            raise ValueError(f"the policy reads text and pictures, and not a part of type {kind!r}")
+    shows = any(part["type"] == "image" for part in read)
+    return read if shows else "".join(part["text"] for part in read)
 
 
-Content = Annotated[str, BeforeValidator(_text)]
-"""A text, or a list of parts of which each is one."""
+Content = Annotated[str | list[dict[str, Any]], BeforeValidator(content_of)]
+"""A text, or a list of parts of which each is one, or a picture."""
 
 
 MOST_STOPS = 16

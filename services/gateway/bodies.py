@@ -12,8 +12,8 @@ from penstock.services.gateway.access import Access
 from penstock.services.gateway.address import let_in, shown_in
 from penstock.services.gateway.errors import AgentError
 
-LARGEST = 16 << 20
-"""Bytes."""
+LARGEST, LARGEST_SHOWN = 16 << 20, 48 << 20
+"""Bytes; and where agents may show pictures, all of which most clients send again with each request."""
 BODY_S = 60.0
 """For all of it to arrive."""
 
@@ -22,8 +22,8 @@ class Bodies:
     """Middleware that has the whole of a body before anybody looks at it. What is behind it can see at any moment
     whether the agent is still there, which Starlette's own base for middleware hides."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
+    def __init__(self, app: ASGIApp, access: Access, largest: int) -> None:
+        self._app, self._access, self._largest = app, access, largest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -32,7 +32,7 @@ class Bodies:
             return
         try:
             let_in(self._access, shown_in(Headers(scope=scope)))
-            body = await _body(scope, receive)
+            body = await _body(scope, receive, self._largest)
         except AgentError as error:
             await JSONResponse(error.body, error.status)(scope, receive, send)
             return
@@ -48,12 +48,12 @@ class Bodies:
         await self._app(scope, again, send)
 
 
-async def _body(scope: Scope, receive: Receive) -> bytes:
+async def _body(scope: Scope, receive: Receive, largest: int) -> bytes:
     size = dict(scope["headers"]).get(b"content-length", b"")
     if not size.isdigit():
         raise AgentError(411, "length_needed", "a request says in Content-Length how many bytes it has")
-    if int(size) > LARGEST:
-        raise AgentError(413, "too_large", f"a request has at most {LARGEST} bytes")
+    if int(size) > largest:
+        raise AgentError(413, "too_large", f"a request has at most {largest} bytes")
     parts = []
     try:
         async with asyncio.timeout(BODY_S):

@@ -36,6 +36,9 @@ class GatewayConfig(Section):
     """Turns that may wait for the policy at once, e.g. ``256``; beyond them agents are told to ask again (429)."""
     max_turns: int = Field(64, ge=1, le=4096)
     """Turns of the policy in one session; more are refused."""
+    pictures: bool = False
+    """Agents may show the policy pictures, e.g. ``true``, for a model that sees: engines must know before the first
+    comes. See docs/agents.md."""
     tool_calls: str = "hermes"
     """How the policy asks for tools, e.g. ``none``: not at all; ``hermes``: by ``<tool_call>``, as Qwen's;
     ``template``: as the tokenizer's ``response_template`` says; ``vllm:llama3_json``: by vLLM's parser of that name;

@@ -23,6 +23,7 @@ from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import LEAVING, LOST, AgentError
 from penstock.services.gateway.measured import said_at_the_end, turn_rewards
+from penstock.services.gateway.pictures import named
 from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.questions import ONCE, Ask, Asking, EndedError
 from penstock.services.gateway.records import Records, at_the_end, restore, session_id
@@ -226,17 +227,19 @@ class Desk:
         stop: Sequence[str] = (),
     ) -> Ask:
         """As `chat`, for several answers."""
-        said, known = [canonical(message) for message in messages], told(tools)
-        parent, given, added = self._policy.spliced(held.session, said, tools, known)
+        (whole, files), known = named(messages), told(tools)
+        said = [canonical(message) for message in whole]
+        spliced = self._policy.spliced(held.session, said, tools, known, files)
         about = json.dumps([said, known, max_tokens, list(stop)], sort_keys=True)
-        return lambda asked: self._once(held, asked, about, parent, given, added, known, max_tokens, stop)
+        return lambda asked: self._once(held, asked, about, spliced, known, max_tokens, stop)
 
     def count(
         self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> int:
         """Tokens of a conversation, up to where the next answer begins."""
-        said = [canonical(message) for message in messages]
-        parent, given, _ = self._policy.spliced(held.session, said, tools, told(tools))
+        whole, files = named(messages)
+        said = [canonical(message) for message in whole]
+        parent, given, *_ = self._policy.spliced(held.session, said, tools, told(tools), files)
         return len(held.session.tokens(parent)) + len(given)
 
     async def generate(
@@ -248,16 +251,15 @@ class Desk:
         asked: Asking = ONCE,
     ) -> Turn:
         """The policy's answer to tokens of the agent's own."""
-        parent, given = held.session.parent_by_tokens(tokens)
+        spliced = self._policy.of_tokens(held.session, tokens)
         about = json.dumps([[{"tokens": tokens.tolist()}], max_tokens, list(stop)])
-        added = [{"tokens": given.tolist()}]
-        return await self._once(held, asked, about, parent, given, added, "", max_tokens, stop)
+        return await self._once(held, asked, about, spliced, "", max_tokens, stop)
 
     def completes(self, held: Held, text: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Ask:
         """The policy's next words after a text of the agent's own. Raises `AgentError`."""
-        parent, given, added = self._policy.written_on(held.session, text)
+        spliced = self._policy.written_on(held.session, text)
         about = json.dumps([[{"text": text}], max_tokens, list(stop)])
-        return lambda asked: self._once(held, asked, about, parent, given, added, "", max_tokens, stop)
+        return lambda asked: self._once(held, asked, about, spliced, "", max_tokens, stop)
 
     async def reward(self, id: str, reward: float, name: TurnName = None) -> Turn:
         """What the turn of that ``name`` was worth, durably. Said again, it replaces what was said. Raises

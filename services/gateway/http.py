@@ -17,10 +17,11 @@ from penstock.protocols.experience import FLOAT32_MAX
 from penstock.services.gateway.access import WHO, Access
 from penstock.services.gateway.address import in_path, let_in, shown_in
 from penstock.services.gateway.anthropic_routes import anthropic_routes
-from penstock.services.gateway.bodies import Bodies
+from penstock.services.gateway.bodies import LARGEST, LARGEST_SHOWN, Bodies
 from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import REFUSALS, AgentError, what_is_wrong
 from penstock.services.gateway.openai_routes import openai_routes
+from penstock.services.gateway.pictures import data_url
 from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.waiting import heard
 from penstock.services.gateway.work import Held
@@ -85,11 +86,12 @@ class Tokens(BaseModel):
 def described(held: Held, base: str) -> dict[str, Any]:
     """A session, as an agent is told of it."""
     lease = held.work.lease
+    task = lease.prompt.model_dump() | {"pictures": [data_url(picture) for picture in lease.prompt.pictures]}
     return {
         "session": held.id,
         "base_url": f"{base}/s/{held.id}/v1",
         "purpose": lease.purpose,
-        "task": lease.prompt.model_dump(),
+        "task": task,
         "group": lease.number,
         "place": held.session.place,
     }
@@ -104,7 +106,7 @@ def make_app(desk: Desk, model: str, access: Access) -> FastAPI:
     app.add_exception_handler(AgentError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _failed)
-    app.add_middleware(Bodies, access=access)
+    app.add_middleware(Bodies, access=access, largest=LARGEST_SHOWN if desk.config.pictures else LARGEST)
     app.include_router(_session_routes(desk))
     for routes in (openai_routes(desk, model), anthropic_routes(desk, model)):
         app.include_router(routes, prefix="/s/{session}", dependencies=[Depends(in_path)])

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from penstock.services.gateway.asking import Content, Stops
+from penstock.services.gateway.asking import Content, Stops, content_of
 from penstock.services.gateway.chat import about, dumps
+from penstock.services.gateway.pictures import read_part
 from penstock.services.gateway.session import Turn
 
 STOPS = {"stop": "end_turn", "length": "max_tokens"}
@@ -28,6 +29,19 @@ class Thoughts(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     type: Literal["thinking", "redacted_thinking"]
+
+
+class Picture(BaseModel):
+    """A picture, in base64."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["image"]
+    source: dict[str, Any]
+
+    @field_validator("source")
+    @classmethod
+    def _is_one(cls, source: dict[str, Any]) -> dict[str, Any]:
+        return {"data": read_part({"type": "image", "source": source})["picture"]}
 
 
 class ToolUse(BaseModel):
@@ -49,7 +63,7 @@ class ToolResult(BaseModel):
     content: Content | None = None
 
 
-Block = Annotated[Words | Thoughts | ToolUse | ToolResult, Field(discriminator="type")]
+Block = Annotated[Words | Picture | Thoughts | ToolUse | ToolResult, Field(discriminator="type")]
 
 
 class Said(BaseModel):
@@ -178,7 +192,7 @@ def _messages(role: str, content: str | list[Block]) -> list[dict[str, Any]]:
         for block in content
         if isinstance(block, ToolUse)
     ]
-    words = "".join(block.text for block in content if isinstance(block, Words))
+    words = content_of([block.model_dump() for block in content if isinstance(block, Words | Picture)])
     if words or calls or not found:
         found.append({"role": role, "content": words, **({"tool_calls": calls} if calls else {})})
     return found

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -17,6 +17,7 @@ from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
+from penstock.services.gateway.pictures import MOST_BYTES, digests
 from penstock.services.gateway.records import NOBODY
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn, canonical
@@ -24,12 +25,25 @@ from penstock.services.gateway.work import Held, Work
 from penstock.services.turns.answers import Answer, unpack_answer
 from penstock.services.turns.joining import routed_before
 from penstock.services.turns.streams import turn_stream
-from penstock.services.turns.tokenizer import Tokenizer, too_long
+from penstock.services.turns.tokenizer import TextError, Tokenizer, too_long
 
 log = structlog.get_logger()
 
 LOST_S = 5.0
 """Before a turn is asked for again whose rollouts have all gone."""
+
+
+class Spliced(NamedTuple):
+    """What a conversation adds to the one that it goes on from."""
+
+    parent: Turn | None
+    """The last turn of that; None: it begins one."""
+    given: np.ndarray
+    """int32: tokens."""
+    added: Said
+    """Messages."""
+    pictures: tuple[bytes, ...] = ()
+    """What ``given`` shows."""
 
 
 def told(tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -53,33 +67,74 @@ class Policy:
         self._max_length, self._say = max_length, say
 
     def spliced(
-        self, session: Session, said: Said, tools: Sequence[Mapping[str, Any]] | None, told: str
-    ) -> tuple[Turn | None, np.ndarray, Said]:
-        """The turn that a conversation goes on from, and the tokens and messages that it adds; ``told``: of ``tools``.
-        Raises `AgentError`."""
+        self,
+        session: Session,
+        said: Said,
+        tools: Sequence[Mapping[str, Any]] | None,
+        told: str,
+        files: Mapping[str, bytes],
+    ) -> Spliced:
+        """What a conversation adds, and to what; ``told``: of ``tools``; ``files``: pictures that came with it, by
+        their digests. Raises `AgentError`."""
         parent = session.parent_of(said, told)
         added = said[len(parent.said) if parent else 0 :]
         self._check_size(json.dumps(added, ensure_ascii=False), "" if parent else told)
+        pictures = self._shown(session, added, files)
         try:
             if parent is None:
-                return None, self._text.encode_chat(said, tools), added
-            ended_with = int(parent.answer.tokens[-1])
-            return parent, self._text.observe(added, True, ended_with, parent.said[-1]), added
+                given = self._text.encode_chat(said, tools, pictures)
+            else:
+                given = self._text.observe(added, True, int(parent.answer.tokens[-1]), parent.said[-1], pictures)
+            return self._checked(session, Spliced(parent, given, added, pictures))
+        except AgentError:
+            raise
         except Exception as error:  # a template may raise anything
             raise AgentError(400, "invalid_messages", f"the messages cannot be told to the model: {error}") from error
 
-    def written_on(self, session: Session, text: str) -> tuple[Turn | None, np.ndarray, Said]:
+    def written_on(self, session: Session, text: str) -> Spliced:
         """As `spliced`, of an agent that goes on from its own text and from what was answered to it."""
         parent = session.parent_by_text(text)
         added = text[len(parent.text) if parent else 0 :]
         self._check_size(added)
         try:
             if parent is None:
-                return None, self._text.encode_text(text), [{"text": text}]
+                return Spliced(None, self._text.encode_text(text), [{"text": text}])
             new = added.removeprefix(parent.stopped_by)  # which was sampled, and is not told
-            return parent, self._text.observe(new, False, int(parent.answer.tokens[-1])), [{"text": added}]
+            return Spliced(parent, self._text.observe(new, False, int(parent.answer.tokens[-1])), [{"text": added}])
         except Exception as error:
             raise AgentError(400, "invalid_messages", f"the text cannot be told to the model: {error}") from error
+
+    def of_tokens(self, session: Session, tokens: np.ndarray) -> Spliced:
+        """As `spliced`, of an agent that speaks in tokens."""
+        parent, given = session.parent_by_tokens(tokens)
+        return self._checked(session, Spliced(parent, given, [{"tokens": given.tolist()}]))
+
+    def _shown(self, session: Session, added: Said, files: Mapping[str, bytes]) -> tuple[bytes, ...]:
+        """The files of the pictures that are ``added``. Raises `AgentError`."""
+        names = list(digests(added))
+        if names and not self._config.pictures:
+            raise AgentError(
+                400, "unsupported", "this run's policy is asked in words alone: gateway.pictures is false in its config"
+            )
+        known = files if all(name in files for name in names) else {**session.seen(), **files}
+        if lost := next((name for name in names if name not in known), None):
+            raise AgentError(400, "invalid_messages", f"the picture {lost} is none of this session's")
+        return tuple(known[name] for name in names)
+
+    def _checked(self, session: Session, spliced: Spliced) -> Spliced:
+        """Where pictures are shown no words have the tokens that stand for one. Raises `AgentError`."""
+        before = session.path(spliced.parent)
+        shown = sum(map(len, (*session.pictures(spliced.parent), *spliced.pictures)))
+        if shown > MOST_BYTES:
+            raise AgentError(413, "too_large", f"a conversation shows at most {MOST_BYTES >> 20} MiB of pictures")
+        bare = [each.given for each in before if not each.pictures] if spliced.pictures else []
+        if shown and not spliced.pictures:
+            bare = [spliced.given]
+        try:
+            self._text.check_bare(bare)
+        except TextError as error:
+            raise AgentError(400, "invalid_messages", str(error)) from error
+        return spliced
 
     def _check_size(self, *added: str) -> None:
         """Raises `AgentError` where it cannot have room."""
@@ -90,16 +145,13 @@ class Policy:
         self,
         held: Held,
         asked: str,
-        parent: Turn | None,
-        given: np.ndarray,
-        added: Said,
+        spliced: Spliced,
         told: str,
         max_tokens: int | None,
         stop: Sequence[str],
     ) -> Turn:
-        """The turn, once it is durable; ``given`` and ``added`` are what the conversation adds to ``parent``'s. Raises
-        `AgentError`, or `RefusedError` where the group is not ours any more."""
-        work, session = held.work, held.session
+        """The turn, once it is durable. Raises `AgentError`, or `RefusedError` where the group is not ours any more."""
+        work, session, (parent, given, added, pictures) = held.work, held.session, spliced
         if len(session.turns) + held.questions.pending > self._config.max_turns:
             raise AgentError(400, "too_many_turns", f"a session has at most gateway.max_turns={self._config.max_turns}")
         prompt = np.concatenate([session.tokens(parent), given]).astype(np.int32)
@@ -112,6 +164,7 @@ class Policy:
             "parent": NOBODY if parent is None else parent.number,
             "given": given,
             "added": json.dumps(added),
+            "pictures": [as_bytes(picture) for picture in pictures],
             "told": told,
             "stop": list(stop),
         }
@@ -120,12 +173,13 @@ class Policy:
         request = TurnRequest(
             key=key, prompt=as_bytes(prompt.tobytes()), sampling=sampling, stream=stream,
             known=routed_before(len(prompt), len(given)), note=as_bytes(wire.pack(note)),
+            **_shown_to_engines(session, spliced),
         )  # fmt: skip
         answer = await self._answered(request)
         turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
         turn.asked, turn.prompt_tokens = asked, len(prompt)
         turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, told, stop)
-        turn.said = [*said, canonical(turn.message)]
+        turn.said, turn.pictures = [*said, canonical(turn.message)], pictures
         if held.life == session.life and not session.ended:
             session.turns[number] = turn
         return turn
@@ -161,3 +215,15 @@ class Policy:
             )  # fmt: skip
         greedy = session.place == own.n  # the group's baseline
         return own.one(greedy, max_new_tokens=new, stop=(*own.stop, *stop))
+
+
+def _shown_to_engines(session: Session, spliced: Spliced) -> dict[str, Any]:
+    """All pictures of a conversation, and which of its tokens were sampled; nothing where it has no pictures."""
+    pictures = *session.pictures(spliced.parent), *spliced.pictures
+    if not pictures:
+        return {}
+    sampled = [np.zeros(0, bool)]
+    for turn in session.path(spliced.parent):
+        sampled += [np.zeros(len(turn.given), bool), np.ones(len(turn.answer.tokens), bool)]
+    whole = np.concatenate([*sampled, np.zeros(len(spliced.given), bool)])
+    return {"pictures": [as_bytes(picture) for picture in pictures], "sampled": as_bytes(whole.tobytes())}

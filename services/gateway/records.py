@@ -2,7 +2,8 @@
 
 session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard,
                         turn_rewards}
-note.PLACE.TURN         {asked, life, parent, given, added, told, stop}: what was asked, as far as its parent has not
+note.PLACE.TURN         {asked, life, parent, given, added, pictures, told, stop}: what was asked, as far as its parent
+                        has not
 answer.PLACE.TURN       what the policy said to it
 reward.PLACE.TURN       {reward}: what its agent has said that it was worth, until the session has ended
 """
@@ -118,6 +119,7 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
     turn.message, turn.stopped_by = message, stopped_by
     turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)
     turn.wanted = number not in session.unheard
+    turn.pictures = tuple(picture.tobytes() for picture in note.get("pictures", ()))  # of older code
     if (kept := lease.records.get(key.reward_record)) is not None:
         turn.reward = wire.unpack(kept.tobytes())["reward"]
     session.turns[number] = turn

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols.experience import Trajectory
+from penstock.services.gateway.pictures import digest_of, digests
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.joining import Again, Part, join, placed
 
@@ -25,10 +26,10 @@ Said = list[dict[str, Any]]
 
 
 def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chat template reads of a message, however the client has written it: texts joined, arguments parsed,
-    nothing empty."""
+    """What a chat template reads of a message, however the client has written it: texts joined, pictures by their
+    digests, arguments parsed, nothing empty."""
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and not any(True for _ in digests([message])):
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     found: dict[str, Any] = {"role": message["role"], "content": content or ""}
     calls = []
@@ -77,6 +78,8 @@ class Turn:
     """Its agent has had it. One that nobody was left to hear is not trained on, unless a turn goes on from it."""
     reward: float | None = None
     """What its agent has said that it was worth, if it has."""
+    pictures: tuple[bytes, ...] = ()
+    """What `given` shows."""
 
     @property
     def size(self) -> int:
@@ -180,12 +183,22 @@ class Session:
         parts = [part for each in self.path(turn) for part in (each.given, each.answer.tokens)]
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
+    def pictures(self, turn: Turn | None) -> tuple[bytes, ...]:
+        """All that a conversation shows, up to this answer."""
+        return tuple(picture for each in self.path(turn) for picture in each.pictures)
+
+    def seen(self) -> dict[str, bytes]:
+        """By digest, what any of its turns shows."""
+        return {digest_of(picture): picture for turn in self.turns.values() for picture in turn.pictures}
+
     def trajectories(
-        self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray, greedy: bool
-    ) -> list[Trajectory]:
-        """One for each branch, in the order of their last turns; one without a turn where there is none. ``prompt``:
-        what stands for a session in which nothing was said. Each branch is worth what the session is: each turn's
-        reward lies on the turn, where it is trained on, and all that is left on the branch's last token."""
+        self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray, greedy: bool,
+        pictures: tuple[bytes, ...] = (),
+    ) -> list[Trajectory]:  # fmt: skip
+        """One for each branch, in the order of their last turns; one without a turn where there is none. ``prompt``,
+        which shows ``pictures``: what stands for a session in which nothing was said. Each branch is worth what the
+        session is: each turn's reward lies on the turn, where it is trained on, and all that is left on the branch's
+        last token."""
         trained: set[int] = set()
         of_turns = math.fsum(turn.reward or 0.0 for turn in self.turns.values())
         found = []
@@ -201,11 +214,13 @@ class Session:
             rewards = placed(parts, [*own[:-1], math.fsum([own[-1], self.reward, elsewhere])])
             words = tuple(decode(turn.answer.tokens.tolist()) for turn in path)
             text = decode(tokens[len(path[0].given) :].tolist())
-            made = join(parts, text, leaf.answer.finish, rewards, words, self.failure, greedy)
+            shown = self.pictures(leaf)
+            made = join(parts, text, leaf.answer.finish, rewards, words, self.failure, greedy, pictures=shown)
             found.append(replace(made, session=self.place, metrics=self.metrics))
         if not found:
             failure = self.failure or "its agent has had no turn"
-            made = join([prompt], "", "length", np.zeros(len(prompt), np.float32), (), failure, greedy)
+            nothing = np.zeros(len(prompt), np.float32)
+            made = join([prompt], "", "length", nothing, (), failure, greedy, pictures=pictures)
             found.append(replace(made, session=self.place, metrics=self.metrics))
         return found
 

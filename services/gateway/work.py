@@ -41,9 +41,11 @@ class Work:
     def group(self, decode: Callable[[Sequence[int]], str]) -> Group:
         """What its sessions have come to, all of which have ended. Raises `ValueError` where an engine's numbers break
         a trajectory's rules."""
-        n = self.lease.sampling.n
+        n, shown = self.lease.sampling.n, self.lease.prompt.pictures
         made = [
-            each for session in self.sessions for each in session.trajectories(decode, self.prompt, session.place == n)
+            each
+            for session in self.sessions
+            for each in session.trajectories(decode, self.prompt, session.place == n, shown)
         ]
         return Group(self.lease.number, self.lease.prompt, made)
 

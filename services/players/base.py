@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentSession, Reply
-from penstock.protocols.experience import Prompt
+from penstock.protocols.experience import PICTURE, Prompt
 
 NO_ROOM = {"context_length_exceeded", "too_many_turns"}
 """What ends a task that has gone on for too long."""
@@ -54,5 +54,17 @@ async def said_to(
 def as_messages(task: Prompt) -> list[dict[str, Any]]:
     """A task as a conversation."""
     if task.messages is not None:
-        return [dict(message) for message in task.messages]
-    return [{"role": "user", "content": task.as_text()}]
+        return in_parts(task.messages, task.pictures)
+    return in_parts([{"role": "user", "content": task.as_text()}], task.pictures)
+
+
+def in_parts(messages: Sequence[Mapping[str, Any]], pictures: Sequence[bytes]) -> list[dict[str, Any]]:
+    """``messages`` as a session is asked: where ``pictures`` stand by their marks, as many as there are, in parts."""
+    left, found = iter(pictures), []
+    for message in messages:
+        first, *others = str(message["content"]).split(PICTURE) if pictures else [message["content"]]
+        parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+        for words in others:
+            parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": words}]
+        found.append({**message, "content": parts if others else first})
+    return found

@@ -11,10 +11,11 @@ from typing import Any
 import structlog
 
 from penstock.protocols.agent_client import AsyncAgentSession, Reply
+from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
 from penstock.services.environments.sessions import LOST
-from penstock.services.players.base import Played, PlayError, as_messages, said_to
+from penstock.services.players.base import Played, PlayError, as_messages, in_parts, said_to
 
 log = structlog.get_logger()
 
@@ -48,8 +49,8 @@ class OwnPlayer:
 
     async def _play(self, session: AsyncAgentSession, number: int) -> Played:
         begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
-        first, tools, rewards = _in_words(begun)["prompt"], begun["tools"], 0.0
-        messages = as_messages(session.task) if first is None else _messages(first)
+        first, tools, rewards = begun["prompt"], begun["tools"], 0.0
+        messages = as_messages(session.task) if first is None else _begun(first, begun["pictures"], session.task)
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
             if reply is None:
@@ -59,7 +60,7 @@ class OwnPlayer:
             rewards += found["reward"]
             if found["done"]:
                 break
-            messages = [*messages, reply.message, *_messages(_in_words(found)["observation"])]
+            messages = [*messages, reply.message, *in_parts(_messages(found["observation"]), found["pictures"])]
         return Played(rewards, {"turns": float(turn)})
 
     async def close(self) -> None:
@@ -76,10 +77,12 @@ def as_said(reply: Reply) -> str:
     return "\n".join([*([reply.text] if reply.text or not calls else []), *calls])
 
 
-def _in_words(found: dict[str, Any]) -> dict[str, Any]:
-    if found["pictures"]:
-        raise PlayError("it shows pictures, and agents are asked in words alone; give it to rollout.environment")
-    return found
+def _begun(said: str | list[dict[str, Any]], pictures: list[bytes], task: Prompt) -> list[dict[str, Any]]:
+    """What reset has ``said``, which may show ``pictures``, or by as many marks those of the task."""
+    messages = _messages(said)
+    marks = sum(message["content"].count(PICTURE) for message in messages)
+    shown = pictures or task.pictures
+    return in_parts(messages, shown if marks == len(shown) else ())
 
 
 def _messages(observation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def make_player(environment: str, options: Mapping[str, Any], key: str) -> Playe
             return ReasoningGymPlayer(ReasoningGymData(task=name, **options))
         from penstock.services.players.own import OwnPlayer
 
-        return OwnPlayer(EnvironmentConfig(environment=environment, **options))
+        return OwnPlayer(EnvironmentConfig(environment=environment, **{"pictures": True, **options}))
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'ENVIRONMENT'}: {e['msg']}" for e in error.errors()[:3])
         raise SetupError(f"{environment}: {wrong}") from None

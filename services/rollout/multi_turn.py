@@ -210,8 +210,7 @@ class MultiTurn:
             bare = [told] if session.pictures and not pictures else []
             if pictures and not session.pictures:
                 bare = [part for part in session.parts if isinstance(part, np.ndarray)]
-            for part in bare:
-                self._text.pictures.expand(part, ())
+            self._text.check_bare(bare)
             session.parts.append(told)
             session.pictures += pictures
         except Exception as error:  # a template may raise anything

@@ -27,10 +27,15 @@ class TurnServer:
             return None
         tokens = np.frombuffer(asked.prompt.tobytes(), np.int32)
         stop_ids = frozenset(self._text.special_ids(asked.sampling.stop))
+        pictures = tuple(picture.tobytes() for picture in asked.pictures)
+        sampled = None if asked.sampled is None else np.frombuffer(asked.sampled.tobytes(), bool)
         try:
             self._engine.submit(
-                Request(asked.id, asked.seed, tokens, asked.sampling, asked.stream, asked.known, stop_ids)
-            )
+                Request(
+                    asked.id, asked.seed, tokens, asked.sampling, asked.stream, asked.known, stop_ids,
+                    pictures=pictures, sampled=sampled,
+                )
+            )  # fmt: skip
         except RequestError as error:
             return _refused(asked.id, str(error))
         self._open[asked.id] = time.monotonic()

@@ -22,6 +22,7 @@ _ANSWER, _ARGUMENT = "penstock answers", "penstock calls"
 """Stand for an answer, and for what a tool is called with, to see what a template puts behind one."""
 
 
+UNTOLD = "pictures are told by a chat template, and the tokenizer has none: give model.chat_template"
 MOST_CHARACTERS = 32
 """For each token that there may be; text has four or five."""
 
@@ -58,13 +59,23 @@ class Tokenizer:
             raise TextError(
                 f"the prompt says {PICTURE} {prompt.marks} times, and shows {len(prompt.pictures)} pictures"
             )
-        chat = prompt.messages is not None and self.has_template
-        if chat:
-            text = self._rendered(_shown_in_parts(prompt.messages or ()), tools, tokenize=False)
-        else:
-            text = prompt.as_text().replace(PICTURE, self.pictures.framed_mark)
+        if prompt.messages is not None and self.has_template:
+            return self.encode_chat(_shown_in_parts(prompt.messages), tools, prompt.pictures)
+        text = prompt.as_text().replace(PICTURE, self.pictures.framed_mark)
+        return self._with_pictures(text, prompt.pictures, begun=False)
+
+    def _with_pictures(self, text: str, pictures: Sequence[bytes], begun: bool) -> np.ndarray:
         try:
-            return self.pictures.encode(text, prompt.pictures, begun=chat)
+            return self.pictures.encode(text, pictures, begun)
+        except PictureError as error:
+            raise TextError(str(error)) from error
+
+    def check_bare(self, parts: Sequence[np.ndarray]) -> None:
+        """Raises `TextError` where ``parts`` of a conversation, which show nothing, have the tokens of a picture: once
+        any is shown they would be taken for a part of it."""
+        try:
+            for part in parts:
+                self.pictures.expand(part, ())
         except PictureError as error:
             raise TextError(str(error)) from error
 
@@ -87,9 +98,16 @@ class Tokenizer:
         templates = str(self._tokenizer.chat_template or "")
         return [name for name in self._template if not re.search(rf"\b{re.escape(name)}\b", templates)]
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> np.ndarray:
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None,
+        pictures: Sequence[bytes] = (),
+    ) -> np.ndarray:  # fmt: skip
         """int32 ``[tokens]``, up to where the answer begins. Without a chat template the contents are joined by blank
-        lines, and nobody is told of ``tools``."""
+        lines, and nobody is told of ``tools``. ``pictures``: what messages in parts show. Raises `TextError`."""
+        if pictures and not self.has_template:
+            raise TextError(UNTOLD)
+        if pictures:
+            return self._with_pictures(self._rendered(messages, tools, tokenize=False), pictures, begun=True)
         if not self.has_template:
             return self.encode_text(_contents(messages))
         return np.array(self._rendered(messages, tools, tokenize=True), np.int32)
@@ -175,8 +193,8 @@ class Tokenizer:
         """int32 ``[tokens]``: what stands between an answer, whose last token is ``ended_with``, and the next one. In
         a ``chat`` it is what the template puts there, less the end of the answer where that was sampled; else the
         observation alone. ``answer``, as a message, tells the template which tools it asked for. Tokens that were
-        sampled are never made again from text. ``pictures``: what the observation shows, by its marks. Raises
-        `TextError`."""
+        sampled are never made again from text. ``pictures``: what the observation shows, by its marks, or in
+        parts of its messages. Raises `TextError`."""
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if pictures:
             return self._observe_shown(messages, chat and self.has_template, ended_with, answer, pictures)
@@ -197,8 +215,12 @@ class Tokenizer:
         self, messages: Sequence[Message], chat: bool, ended_with: int, answer: Message | None,
         pictures: Sequence[bytes],
     ) -> np.ndarray:  # fmt: skip
-        told: list[Message]
-        if chat:
+        told: Sequence[Message]
+        if any(isinstance(message.get("content"), list) for message in messages):
+            if not chat:
+                raise TextError(UNTOLD)
+            told = messages
+        elif chat:
             told = _shown_in_parts(messages)
         else:
             mark = self.pictures.framed_mark

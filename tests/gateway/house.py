@@ -94,8 +94,9 @@ class House:
             number = len(self.asked) + 1
             self.asked[number] = message, future
             asked = m.Generate(
-                id=number, seed=5, prompt=message.prompt, sampling=message.sampling, stream=message.stream
-            )
+                id=number, seed=5, prompt=message.prompt, sampling=message.sampling, stream=message.stream,
+                pictures=message.pictures, sampled=message.sampled,
+            )  # fmt: skip
             if (refused := self.turns.start(asked)) is not None:
                 future.set_result(m.TurnAnswer(answer=refused.answer, error=refused.error))
         return future

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import penstock
+from tests import seeing
 
 
 class Twice:
@@ -61,3 +62,17 @@ class Deadly:
         if self._index == 1 and self._turns == 3:
             os._exit(1)
         return penstock.Turn("more", reward=0.25, done=self._turns == 4)
+
+
+class Shown:
+    """Shows a picture first, and another after each answer."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+
+    def reset(self, prompt: penstock.Prompt) -> penstock.Turn:
+        return penstock.Turn("is <image> red", pictures=[seeing.picture(seeing.COLOURS["r"])])
+
+    def step(self, answer: str) -> penstock.Turn:
+        self._turns += 1
+        return penstock.Turn("and", reward=1.0, done=self._turns == 2, pictures=[seeing.picture(seeing.COLOURS["g"])])

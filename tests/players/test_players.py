@@ -32,6 +32,7 @@ from penstock.services.players.own import as_said
 from penstock.services.players.playing import Score, play_run
 from penstock.services.players.registry import make_player
 from penstock.services.runtime.errors import SetupError
+from tests import seeing
 from tests.gateway.conftest import model, tokenizers  # noqa: F401 - fixtures
 from tests.gateway.house import CALLS, House
 from tests.gateway.test_doors import NO_KEYS
@@ -73,6 +74,17 @@ def made(house: House, number: int) -> Group:
     found = house.delivered["train", number]
     assert isinstance(found, Group), found
     return found
+
+
+def test_what_a_class_shows_is_seen(tmp_path: Path) -> None:
+    seeing.write("qwen2_5_vl", tmp_path)
+    engine, text = seeing.engine(tmp_path, LENGTH)
+    house = House(engine=engine, text=text, max_length=LENGTH, pictures=True)
+    score = played(house, "tests.players.envs:Shown", {"max_turns": 3}, groups=2)
+    assert score.played == 4 and set(score.last) == {2.0}
+    red, green = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
+    for trajectory in (each for number in range(2) for each in made(house, number).trajectories):
+        assert trajectory.pictures == (red, green) and len(trajectory.turns) == 2 and not trajectory.failure
 
 
 def test_a_class_of_ones_own_plays_and_what_raises_costs_its_session(

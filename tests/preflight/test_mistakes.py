@@ -262,7 +262,7 @@ MISTAKES = [
       overrides=["prompts.train.prompt_key=prompt"]),
     m("pictures for a tiny model", "model.type: a tiny model sees nothing, and prompts show pictures",
       overrides=[f"prompts.train={SHOWN}"]),
-    m("pictures for agents and for a server", "gateway.count: agents are asked in words alone",
+    m("pictures for agents and for a server", "gateway.pictures: it is false, and tasks show pictures",
       "rollout.engine.name: openai is handed no pictures",
       overrides=[f"prompts.train={SHOWN}", "gateway.count=1",
                  "rollout.engine={type: plugin, name: openai, options: {url: 'http://127.0.0.1:1', folder: v}}"]),

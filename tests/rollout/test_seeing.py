@@ -17,9 +17,9 @@ from penstock.protocols.experience import PICTURE, ExperienceError, Group, Promp
 from penstock.protocols.messages import Lease
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.environments.config import EnvironmentConfig
-from penstock.services.modeling.load import load_config, load_model
+from penstock.services.modeling.load import load_model
 from penstock.services.modeling.sight import check_shown, give_sight
-from penstock.services.rollout.config import GivenConfig, TorchEngineConfig
+from penstock.services.rollout.config import GivenConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
 from penstock.services.rollout.multi_turn import MultiTurn
 from penstock.services.rollout.single_turn import SingleTurn
@@ -35,14 +35,7 @@ RED, GREEN = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchEngine, Tokenizer]:
     folder = tmp_path_factory.mktemp("model")
     seeing.write("qwen2_5_vl", folder)
-    text, path = Tokenizer(str(folder)), str(folder)
-    made = TorchEngine(
-        TorchEngineConfig(max_sequences=8, max_length=96), load_config(path), "float32", {1},
-        lambda ids: text.decode([ids])[0], path=path,
-    )  # fmt: skip
-    model = load_model(path, "float32", torch.device("cpu"))
-    made.swap(made.prepare({name: weight.detach() for name, weight in model.named_parameters()}), 0)
-    return made, text
+    return seeing.engine(folder)
 
 
 def lease(**more: Any) -> Lease:

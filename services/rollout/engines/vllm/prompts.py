@@ -12,8 +12,8 @@ from penstock.services.modeling.pictures import PictureReader
 from penstock.services.rollout.engines.base import EngineError, Request, RequestError
 
 BLIND = (
-    "it shows pictures, and vLLM was started for words alone; set images_key, or pictures: true of the custom source "
-    "or the environment (rollout.environment.pictures) that shows them"
+    "it shows pictures, and vLLM was started for words alone; set images_key, or pictures: true of the custom source, "
+    "the environment (rollout.environment.pictures) or the gateway (gateway.pictures) that shows them"
 )
 
 

@@ -1,0 +1,82 @@
+"""Pictures in what agents say: of each API's parts of a message one form, in which a picture has a name.
+
+``{"type": "image", "picture": …}``: the file as bytes when it arrives, and its digest in conversations that are
+compared, kept and told on. A session knows the file to each digest (`session.Turn.pictures`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.services.data.picture_files import check_picture, format_of
+
+IMAGES = {"image_url", "input_image", "image"}
+"""As OpenAI's chat completions, its responses, and Anthropic call such a part; `AgentClient` may give bytes."""
+MOST_BYTES = 24 << 20
+"""Of the pictures of a conversation."""
+
+
+def read_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a kind among `IMAGES`, in our form. Raises `ValueError`."""
+    found = part.get("picture") or part.get("image") or part.get("image_url") or part.get("source")
+    if isinstance(found, Mapping):  # OpenAI's url, or Anthropic's data
+        found = found.get("url") or found.get("data")
+    if isinstance(found, str):
+        found = _decoded(found)
+    if not isinstance(found, bytes) or not found:
+        raise ValueError(f"a part of type {part.get('type')!r} has no picture: give it as a data: URL, or in base64")
+    check_picture(found)
+    return {"type": "image", "picture": found}
+
+
+def named(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """``messages`` with digests in the place of files, and the files by these."""
+    files: dict[str, bytes] = {}
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = [_named(part, files) for part in content]
+        found.append({**message, "content": content})
+    return found, files
+
+
+def data_url(picture: bytes) -> str:
+    """It as agents that speak JSON have one."""
+    return f"data:image/{format_of(picture) or 'unknown'};base64,{base64.b64encode(picture).decode()}"
+
+
+def digest_of(picture: bytes) -> str:
+    """What it is called in a conversation."""
+    return hashlib.sha256(picture).hexdigest()
+
+
+def digests(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of the pictures that ``messages`` show, in their order."""
+    for message in messages:
+        if isinstance(content := message.get("content"), list):
+            yield from (part["picture"] for part in content if part.get("type") == "image")
+
+
+def _named(part: Any, files: dict[str, bytes]) -> Any:
+    if not isinstance(part, Mapping) or not isinstance(picture := part.get("picture"), bytes):
+        return part
+    files[name := digest_of(picture)] = picture
+    return {**part, "picture": name}
+
+
+def _decoded(said: str) -> bytes:
+    """A ``data:`` URL, or base64 alone. Raises `ValueError`."""
+    if "://" in said[:16]:
+        raise ValueError(f"{said[:60]} is not fetched: send the picture itself, as a data: URL")
+    head, comma, rest = said.partition(",")
+    if comma and not head.endswith(";base64"):
+        raise ValueError(f"{head[:60]}: a picture's data: URL is in base64")
+    try:
+        return base64.b64decode(rest if comma else said, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"a picture is not in base64: {error}") from None
