@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
 import structlog
 import uvicorn
 
 from penstock.protocols.keys import is_loopback
+from penstock.protocols.mailbox import AddressError
 from penstock.services.gateway import ports
 from penstock.services.gateway.access import Access
 from penstock.services.gateway.config import GatewayConfig
@@ -26,6 +29,9 @@ LINES = 4
 """HTTP connections for each session and each turn that may wait; beyond them, 503."""
 
 
+Door = TypeVar("Door")
+
+
 class Doors:
     """Both of them, in front of one desk. ``model``: what HTTP agents call the policy."""
 
@@ -35,11 +41,15 @@ class Doors:
         number = context.name.rpartition("-")[2]
         index = int(number) if number.isdigit() and len(number) < 4 else 0  # a container's name may be all digits
         host, port = ports.http_at(config, index)
-        self._http = ports.listen("gateway.http", host, port)
         zmq_host, zmq_port = ports.bind_at(config, index)
+        before = self._ports_before()
+        self._http = _opened(lambda port: ports.listen("gateway.http", host, port), port, before.get("http", 0))
         access = Access(context.folder, required=not is_loopback(f"tcp://{ports.address(host, 1)}"))
         keys = context.keys.to_serve() if context.keys else None
-        self._zmq = ZmqDoor(f"tcp://{ports.address(zmq_host, zmq_port or '*')}", desk, keys, access)
+        self._zmq = _opened(
+            lambda port: ZmqDoor(f"tcp://{ports.address(zmq_host, port or '*')}", desk, keys, access),
+            zmq_port, before.get("zmq", 0),
+        )  # fmt: skip
         app = make_app(desk, model, access)
         settings = uvicorn.Config(
             app, http=ImpatientProtocol, log_config=None, access_log=False, timeout_keep_alive=75, lifespan="off",
@@ -54,10 +64,19 @@ class Doors:
             "http": self._advertise or f"http://{ports.address(reached_at(host), port)}",
             "zmq": reached_endpoint(self._zmq.address),
         }
+        own = {"http": port, "zmq": int(self._zmq.address.rpartition(":")[2])}
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._file, json.dumps(where) + "\n")
+        write_whole(self._file, json.dumps(where | {"ports": own}) + "\n")
         log.info("gateway open", **where)
         self._zmq.start(loop, where["http"])
+
+    def _ports_before(self) -> dict[str, int]:
+        """Of a life that was killed, whose agents know no others."""
+        try:
+            found: dict[str, int] = json.loads(self._file.read_text()).get("ports", {})
+        except (OSError, ValueError):
+            return {}
+        return found
 
     @property
     def zmq_alive(self) -> bool:
@@ -73,3 +92,13 @@ class Doors:
         self._file.unlink(missing_ok=True)
         self._server.should_exit = True
         self._zmq.close()
+
+
+def _opened(open_at: Callable[[int], Door], port: int, before: int) -> Door:
+    """At ``port``; where any will do, at the one that was open ``before``, if nobody else has it by now."""
+    if not port and before:
+        try:
+            return open_at(before)
+        except AddressError:
+            log.warning("another program has the port of before: agents that know it must look anew", port=before)
+    return open_at(port)

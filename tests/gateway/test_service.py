@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ def broker() -> Iterator[Answering]:
 
 def gateway(folder: Path, tokenizer: Path, model: Any, broker: Answering, engine: dict[str, Any]) -> Gateway:
     path = folder / "model"
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     for file in tokenizer.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     model.config.save_pretrained(path)  # of 128 positions
@@ -85,3 +88,31 @@ def test_a_turn_is_said_again_less_often_than_what_is_small(
     assert heard(Note) > 5
     made._doors.close()
     made.actor.mailbox.close(0)
+
+
+def test_one_that_was_killed_is_found_where_it_was(
+    tmp_path: Path, tokenizers: dict[bool, Path], model: Any, broker: Answering
+) -> None:
+    file = tmp_path / "gateways" / "gateway-0.json"
+
+    def opened() -> tuple[dict[str, Any], Gateway]:
+        made = gateway(tmp_path, tokenizers[True], model, broker, {"type": "torch"})
+        made._doors.open(asyncio.new_event_loop())
+        return json.loads(file.read_text()), made
+
+    def ended(made: Gateway) -> None:
+        made._doors.close()
+        made._doors._http.close()
+        made.actor.mailbox.close(0)
+
+    first, made = opened()
+    ended(made)
+    file.write_text(json.dumps(first))  # as who is killed leaves it
+    second, made = opened()
+    assert second == first
+    ended(made)
+    file.write_text(json.dumps(first))
+    with socket.create_server(("127.0.0.1", first["ports"]["http"])):  # another program has it
+        third, made = opened()
+        assert third["http"] != first["http"] and third["zmq"] == first["zmq"]
+        ended(made)
