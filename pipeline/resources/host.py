@@ -131,14 +131,15 @@ def host_needs(config: Config) -> HostNeeds | None:
     published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
-    offloaded = copies * (state + 4 * trained / GIB + frozen) * config.trainer.offload  # and gradients
+    towers = (shape.learned_bytes if lora else 4) * shape.towers / GIB
+    offloaded = copies * (state + 4 * trained / GIB + frozen + towers) * config.trainer.offload  # and gradients
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
         routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
         routing = engine.max_sequences * engine.max_length * routed / GIB
     resting = 0.0
     if config.run.colocated and not config.trainer.offload:
-        resting = copies * (state + frozen)
+        resting = copies * (state + frozen + towers)
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, learned = _version(others[0]), others[1]
     critic = state_bytes(config.critic.optimizer, learned.parameters, learned.ends) / GIB * config.with_critic
@@ -162,4 +163,4 @@ def _activations(shape: Shape, learner: LearnerConfig) -> float:
 
 
 def _version(shape: Shape) -> float:
-    return shape.parameters * shape.served_bytes / GIB
+    return shape.served * shape.served_bytes / GIB

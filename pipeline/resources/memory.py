@@ -46,9 +46,10 @@ def plan(config: Config) -> Plan:
         if config.run.gpu_gib:
             found.lines.append("nothing counted (run.gpu_gib): no config.json of a dense decoder at model.path")
         return found
-    weights = shape.parameters * shape.served_bytes / GIB
+    weights = shape.served * shape.served_bytes / GIB
+    seeing = f", {shape.towers / 1e9:.2f} B of them in towers" if shape.towers else ""
     found.lines.append(
-        f"model: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {weights:.1f} GiB in {shape.dtype}"
+        f"model: {shape.name}, {shape.served / 1e9:.2f} B parameters{seeing}, {weights:.1f} GiB in {shape.dtype}"
     )
     _plan_rollouts(config, shape, weights, found)
     _plan_trainer(config, shape, found)
@@ -271,7 +272,8 @@ def reference_gib(config: Config) -> float | None:
     tokens, size = config.reference.tokens_per_batch, shape.served_bytes
     wide = shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 3 * shape.intermediate
     inner = size * tokens * (8 * shape.hidden + wide) / GIB
-    return shape.parameters * size / GIB + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
+    weights = (shape.served * size + shape.sight_bytes) / GIB
+    return weights + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
 
 
 def critic_gib(config: Config, gpu_gib: float | None) -> float | None:
@@ -295,7 +297,7 @@ def critic_of(config: Config) -> TrainerConfig:
 def kv_tokens(shape: Shape, room: float, tensor: int = 1, stages: int = 1, versions: int = 1) -> float:
     """Tokens whose KV an engine has room for beside so many ``versions`` of the weights, in ``room`` GiB of each of its
     ``tensor`` x ``stages`` GPUs."""
-    weights = versions * shape.parameters * shape.served_bytes / (tensor * stages) / GIB
+    weights = versions * shape.served * shape.served_bytes / (tensor * stages) / GIB
     token = shape.kv_bytes / (min(tensor, shape.kv_heads) * stages) / GIB
     return max(0.0, room - weights - OVERHEAD_GIB) / token
 
@@ -306,4 +308,4 @@ def embedded_gib(config: Config, shape: Shape) -> float:
     engine = config.rollout.engine
     assert isinstance(engine, TorchEngineConfig)
     kv = engine.max_sequences * engine.max_length * shape.kv_bytes
-    return (2 * shape.parameters * shape.served_bytes + kv) / GIB + OVERHEAD_GIB
+    return (2 * shape.served * shape.served_bytes + shape.sight_bytes + kv) / GIB + OVERHEAD_GIB

@@ -1,12 +1,13 @@
-"""The sizes of a config's models. Imports no torch."""
+"""The sizes of a config's models. Imports torch for those that see alone, whose towers are counted by their class."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from penstock.pipeline.config import Config, PretrainedModel, TinyModel
-from penstock.pipeline.resources.model_files import read_config
+from penstock.pipeline.resources.model_files import config_file, read_config
 from penstock.services.modeling.decoder_shape import Shape, described_by
 
 
@@ -20,7 +21,23 @@ def shape_of(config: Config, model: str | None = None) -> Shape | None:
         assert isinstance(config.model, PretrainedModel)
         model = config.model.path
     shape = described_by(Path(model).name, data)
-    return replace(shape, dtype=config.model.dtype) if shape else None
+    if shape is None:
+        return None
+    towers = _towers(config_file(config, model).parent) if "vision_config" in data else 0
+    return replace(shape, dtype=config.model.dtype, towers=towers, sees=config.show_pictures)
+
+
+@lru_cache(maxsize=8)
+def _towers(folder: Path) -> int:
+    """Parameters of the towers of the model whose config.json lies in ``folder``; 0 where they cannot be told."""
+    from penstock.services.modeling.load import ModelError, empty_model
+    from penstock.services.modeling.towers import towers
+
+    try:
+        model = empty_model(str(folder))
+    except ModelError:  # a look at the model says more of it
+        return 0
+    return sum(parameter.numel() for tower in towers(model).values() for parameter in tower.parameters())
 
 
 def tiny_shape(model: TinyModel) -> Shape:

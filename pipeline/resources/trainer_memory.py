@@ -71,9 +71,10 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
     acts, logits = inner if moved else kept + inner, LOGITS_GIB / 2 * chunks * GIB * shape.ends_here
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
-    version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.parameters / trainer.ranks
+    version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.served / trainer.ranks
     held = {
         "weights": wide * cut + 4 * trained if lora else 4 * cut,
+        "towers": (wide if lora else 4) * shape.towers / shards,
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else shape.ends / shards),
         "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
@@ -81,6 +82,7 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
     parts = (held if not trainer.offload else {}) | {
+        "towers that see": shape.sight_bytes,
         "gathered units": ends + layers,
         "activations": acts,
         "logits": logits,
@@ -105,7 +107,7 @@ def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> floa
 def version_bytes(shape: Shape, trainer: TrainerConfig) -> float:
     """Of a version that is published: the model's, or those of an adapter alone, in fp32."""
     lora = trainer.lora if trainer.sends_adapter else None
-    return 4 * shape.adapter(lora.rank, lora.targets) if lora else shape.parameters * shape.served_bytes
+    return 4 * shape.adapter(lora.rank, lora.targets) if lora else shape.served * shape.served_bytes
 
 
 def activations(shape: Shape, trainer: TrainerConfig, in_flight: int = 1) -> tuple[float, float]:

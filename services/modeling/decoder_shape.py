@@ -42,6 +42,10 @@ class Shape:
     """It has the head; a pipeline's earlier stages have not."""
     dtype: Dtype = "bfloat16"
     """`model.dtype`: of versions, and of engines and references."""
+    towers: int = 0
+    """Parameters beside the decoder, which stand still: of what sees or hears."""
+    sees: bool = False
+    """Prompts show pictures: whoever computes has the towers once more."""
 
     def stage(self, number: int, count: int) -> Shape:
         """What a pipeline's stage ``number`` of ``count`` has."""
@@ -122,6 +126,16 @@ class Shape:
     def parameters(self) -> int:
         """All, less norms and biases."""
         return self.layers * self.layer + self.ends
+
+    @property
+    def served(self) -> int:
+        """Parameters of a version, and of who loads one: all, and the towers'."""
+        return self.parameters + self.towers
+
+    @property
+    def sight_bytes(self) -> int:
+        """Of the towers that a process of ours has to see with; vLLM has its version's."""
+        return self.towers * self.served_bytes * self.sees
 
     @property
     def met(self) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.pipeline.config import load
-from penstock.pipeline.resources.memory import plan
+from penstock.pipeline.resources.memory import kv_tokens, plan
 from penstock.pipeline.resources.model_shape import shape_of
+from penstock.pipeline.resources.trainer_memory import GIB, trainer_parts
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.families import PLAIN, STAGED, TIED
 from penstock.services.modeling.lengths import positions_of
@@ -63,3 +65,17 @@ def test_a_head_is_the_embedding_where_transformers_says_so(tmp_path: Path, fami
         described |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     assert shaped(tmp_path, described).tied == CONFIG_MAPPING[family]().tie_word_embeddings
     assert not shaped(tmp_path, described | {"tie_word_embeddings": False}).tied
+
+
+def test_towers_are_counted_as_often_as_they_are_there() -> None:
+    config = load(Path("configs/geometry3k.yaml"), ["trainer.ranks=2"])
+    shape = shape_of(config)
+    assert shape and shape.sees and shape.towers == 668_684_288, "3,754,622,976 less the decoder's"
+    blind = replace(shape, sees=False)
+    seeing, words, nothing = (trainer_parts(each, config.trainer) for each in (shape, blind, replace(blind, towers=0)))
+    assert seeing["towers that see"] == 2 * shape.towers / GIB and "towers that see" not in words
+    assert words["towers"] == 2 * shape.towers / GIB, "fp32, over two ranks"
+    assert words["published version"] - nothing["published version"] == pytest.approx(shape.towers / GIB)
+    assert kv_tokens(blind, 80) < kv_tokens(replace(blind, towers=0), 80)
+    keys = ["prompts.train.images_key=null", "prompts.eval.held_out.images_key=null"]
+    assert shape_of(load(Path("configs/geometry3k.yaml"), keys)) == blind
