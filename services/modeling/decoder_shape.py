@@ -33,7 +33,7 @@ class Shape:
     chosen: int = 0
     """Experts that a token goes to."""
     packs: bool = True
-    """Its rows may be packed without padding."""
+    """It is of a family whose rows and layers ranks may share (`families.PLAIN`), and of which FLOPs are counted."""
     norms_heads: bool = False
     """Queries and keys are normalised, head by head."""
     begins: bool = True

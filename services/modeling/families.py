@@ -8,6 +8,8 @@ from typing import Any
 PLAIN = {"llama", "qwen2", "qwen3", "qwen3_moe"}
 """Families that take positions, and a mask or `attention.Segments` of ours, where no layer has a window; and whose
 logits are the output embedding of the hidden state, nothing more."""
+SHARED = PLAIN | {"qwen2_5_vl", "qwen3_vl"}
+"""`PLAIN`, and those whose decoders are so behind what sees: trajectories may share their prompt's row."""
 STAGED = PLAIN | {"mistral", "gemma", "gemma2", "gemma3_text"}
 """Families whose layers are all there is between the embedding and the last norm: they can be cut into stages."""
 TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2", "vaultgemma"}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.services.modeling.dtypes import DTYPES
-from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
+from penstock.services.modeling.families import OUR_ATTENTION, SHARED
 from penstock.services.runtime.errors import SetupError
 from penstock.services.runtime.gpus import cpu_only_reason
 from penstock.services.runtime.user_folders import may_be_on_hub
@@ -32,13 +32,15 @@ def device_of(name: str, key: str = "device") -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def attention_of(config: Any) -> str | None:
-    """transformers' attention that computes what the model's authors did: ours for the families that it is right for;
-    ``sdpa``, transformers' own choice (None) wherever the model has it, knows no soft cap (Gemma 2's)."""
-    if config.model_type in PLAIN:
+def attention_of(config: Any) -> str | dict[str, str] | None:
+    """transformers' attention that computes what the model's authors did: ours for the families that it is right for,
+    of those that see for the decoder; ``sdpa``, transformers' own choice (None) wherever the model has it, knows no
+    soft cap (Gemma 2's)."""
+    if config.model_type in SHARED:
         import penstock.services.modeling.attention  # noqa: F401  # it makes itself known to transformers
 
-        return OUR_ATTENTION
+        beside = dict.fromkeys(getattr(config, "sub_configs", {}), "sdpa")
+        return beside | {"": OUR_ATTENTION, "text_config": OUR_ATTENTION} if beside else OUR_ATTENTION
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 

@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.candidates import Candidates
-from penstock.services.modeling.families import OUR_ATTENTION, PLAIN
-from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.families import OUR_ATTENTION, PLAIN, SHARED
+from penstock.services.modeling.packing import Rows, Shown
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.sight import Sight
@@ -109,7 +109,8 @@ def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
     """What ``model`` is called with for ``rows``."""
     inputs: dict[str, Any] = {"input_ids": rows.tokens, "position_ids": rows.positions}
     if isinstance(rows.attention, Segments):
-        assert model.config._attn_implementation == OUR_ATTENTION, "another attention would ignore the segments"
+        own = model.config.get_text_config()._attn_implementation
+        assert own == OUR_ATTENTION, "another attention would ignore the segments"
         inputs["segments"] = rows.attention
         # transformers hands a mask of four dimensions on as it is, and makes none of its own then.
         inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.tokens.device)
@@ -117,28 +118,28 @@ def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
         inputs["attention_mask"] = rows.attention
     if rows.routing is not None:
         inputs["routing"] = torch.from_numpy(rows.routing).to(rows.tokens.device)
-    if rows.pictures:
-        inputs |= _shown(model, rows)
+    if rows.shown:
+        inputs |= _told(model, rows.shown)
     return inputs
 
 
-def _shown(model: Any, rows: Rows) -> dict[str, Any]:
-    """What it is told of pictures; a row is one trajectory's, since no family that sees shares prompts."""
+def _told(model: Any, shown: Shown) -> dict[str, Any]:
+    """What it is told of pictures."""
     sight: Sight | None = getattr(model, "penstock_sight", None)
-    if sight is None or not isinstance(rows.attention, torch.Tensor) or len(rows.pictures) != len(rows.tokens):
+    if sight is None:
         raise SetupError(
             f"prompts show pictures, which {model.config.model_type} does not see; take a model that does "
             "(docs/models.md), or leave images_key out"
         )
-    sampled = torch.nn.functional.pad(rows.mask, (1, 0))  # it begins with the second token
-    blind = torch.tensor([not pictures for pictures in rows.pictures], device=sampled.device)
-    return sight.inputs(rows.tokens, rows.attention, sampled | blind[:, None], rows.pictures)
+    blind = torch.tensor([not pictures for pictures in shown.pictures], device=shown.sampled.device)
+    at = (shown.member, shown.place)
+    return sight.inputs(shown.tokens, shown.real, shown.sampled | blind[:, None], shown.pictures, at)
 
 
 def shares_prompts(model: Any) -> bool:
-    """Trajectories may share a prompt's row: the model is `PLAIN`, and no layer of it has a window."""
-    config = model.config
-    return config.model_type in PLAIN and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
+    """Trajectories may share a prompt's row: the model is of a family of `SHARED`, and no layer of it has a window."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return model.config.model_type in SHARED and "sliding_attention" not in kinds
 
 
 class _Known(BaseModelOutputWithPast):

@@ -29,6 +29,25 @@ MASKED_ROW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
+class Shown:
+    """The trajectories of a pass of which some show pictures, each by itself, and where in the rows their tokens
+    are."""
+
+    tokens: torch.Tensor
+    """int64 ``[trajectories, longest]``, right-padded"""
+    real: torch.Tensor
+    """int64, the same shape: 1 where there is a token."""
+    sampled: torch.Tensor
+    """bool, the same shape"""
+    pictures: tuple[tuple[bytes, ...], ...]
+    """`Trajectory.pictures` of each."""
+    member: torch.Tensor
+    """int64 ``[rows, length]``: whose token that is, of those that share a prompt the first one's; -1: nobody's."""
+    place: torch.Tensor
+    """int64 ``[rows, length]``: which of that one's."""
+
+
+@dataclass(frozen=True)
 class Rows:
     """One forward pass. ``index[k]`` is the place, in the list they came from, of trajectory k of this pass."""
 
@@ -57,8 +76,8 @@ class Rows:
     """Of a token and one that it attends to, itself included."""
     taught: Taught | None = None
     """What teachers say of each sampled token, in `mask`'s order. None where nobody compares."""
-    pictures: tuple[tuple[bytes, ...], ...] = ()
-    """`Trajectory.pictures` of each; empty: none shows anything."""
+    shown: Shown | None = None
+    """None: none shows anything."""
 
     def scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` float32 ``[sampled tokens]``, in `mask`'s order, as ``[trajectories, longest - 1]``; 0 elsewhere."""
@@ -167,8 +186,9 @@ def _rows(
 
 
 def _same_prompt(one: Trajectory, other: Trajectory, size: int, routed: bool) -> bool:
-    """Their first ``size`` tokens give the same keys and values: where they are ``routed``, also by their experts."""
-    alike = np.array_equal(one.tokens[:size], other.tokens[:size])
+    """Their first ``size`` tokens give the same keys and values: where they are ``routed``, also by their experts, and
+    where they show pictures by the same ones, of which it is not asked here which stand in the prompt."""
+    alike = np.array_equal(one.tokens[:size], other.tokens[:size]) and one.pictures == other.pictures
     return alike and (not routed or np.array_equal(one.routing[:size], other.routing[:size]))
 
 
@@ -186,6 +206,7 @@ class _Draft:
     ) -> None:
         self._trajectories, self._members, self._routed = trajectories, members, routed
         self._tokens, self._positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._member = np.full(shape, -1, np.int64)
         self._mask = np.zeros((len(members), max(len(trajectories[index].tokens) for index in members)), bool)
         self._source: list[np.ndarray] = []
         self._target: list[np.ndarray] = []
@@ -193,9 +214,10 @@ class _Draft:
         self._real = self._pairs = 0
 
     def prompt(self, r: int, at: int, trajectory: Trajectory, size: int) -> None:
-        """The first ``size`` tokens of ``trajectory``, in row ``r`` from ``at`` on."""
+        """The first ``size`` tokens of ``trajectory``, the next one of the members, in row ``r`` from ``at`` on."""
         self._tokens[r, at : at + size] = trajectory.tokens[:size]
         self._positions[r, at : at + size] = np.arange(size)
+        self._member[r, at : at + size] = len(self._source)
         self._count(size, 0)
         self._route(r, at, trajectory.routing[:size])
 
@@ -206,6 +228,7 @@ class _Draft:
         end = at + size - prompt
         self._tokens[r, at:end] = trajectory.tokens[prompt:]
         self._positions[r, at:end] = np.arange(prompt, size)
+        self._member[r, at:end] = len(self._source)
         self._count(size - prompt, prompt)
         self._route(r, at, trajectory.routing[prompt:])
         mask = self._mask[len(self._source)]
@@ -234,7 +257,6 @@ class _Draft:
         """The rows, on ``device``."""
         if isinstance(attention, torch.Tensor):
             attention = attention.to(device)
-        pictures = tuple(self._trajectories[index].pictures for index in self._members)
         return Rows(
             tuple(self._members),
             torch.from_numpy(self._tokens).to(device),
@@ -247,8 +269,20 @@ class _Draft:
             self._routing,
             self._real,
             self._pairs,
-            pictures=pictures if any(pictures) else (),
+            shown=self._shown(device),
         )
+
+    def _shown(self, device: torch.device) -> Shown | None:
+        pictures = tuple(self._trajectories[index].pictures for index in self._members)
+        if not any(pictures):
+            return None
+        tokens, real = np.zeros(self._mask.shape, np.int64), np.zeros(self._mask.shape, np.int64)
+        for k, index in enumerate(self._members):
+            size = len(self._trajectories[index].tokens)
+            tokens[k, :size], real[k, :size] = self._trajectories[index].tokens, 1
+        parts = (tokens, real, self._mask, self._member, self._positions)
+        whole, there, sampled, member, place = (torch.from_numpy(each).to(device) for each in parts)
+        return Shown(whole, there, sampled, pictures, member, place)
 
 
 def _lay_out(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.device, routed: bool) -> Rows:

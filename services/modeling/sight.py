@@ -7,7 +7,8 @@ scores or samples, in whatever shape the decoder is cut; and ranks whose rows sh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,27 +62,39 @@ class Sight:
         model.penstock_sight = self
 
     def inputs(
-        self, tokens: torch.Tensor, real: torch.Tensor, sampled: torch.Tensor, pictures: Sequence[tuple[bytes, ...]]
-    ) -> dict[str, Any]:
-        """What a model is called with beside ``tokens`` ``[rows, length]``, of which those are ``real`` where that is 1
-        (same shape, right-padded), and those no part of a row's ``pictures`` that were ``sampled`` (bool, same shape).
-        Raises `PictureError` where a row has not as many placeholders as its pictures need."""
-        found = [[self._look(picture) for picture in row] for row in pictures]
+        self, tokens: torch.Tensor, real: torch.Tensor, sampled: torch.Tensor, pictures: Sequence[tuple[bytes, ...]],
+        at: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What a model is called with beside ``tokens`` ``[sequences, longest]``, of which those are ``real`` where
+        that is 1 (same shape, right-padded), and those no part of a sequence's ``pictures`` that were ``sampled``
+        (bool, same shape). ``at``: the rows that it is called with have other places: int64 ``[rows, length]`` each,
+        the sequence whose token stands there (-1: none), and which of its tokens. Raises `PictureError` where a
+        sequence has not as many placeholders as its pictures need."""
+        found = {picture: self._look(picture) for row in pictures for picture in row}
+        every = [found[picture] for row in pictures for picture in row]
         base = self._loaded()[0]
-        counts = torch.tensor([sum(each.tokens for each in row) for row in found], device=tokens.device)
-        self._shown = (tokens == self._token) & real.bool() & ~sampled
-        self._check(self._shown.sum(1).tolist(), counts.tolist())
-        every = [each for row in found for each in row]
-        kinds = self._shown.int()
-        inputs: dict[str, Any] = {"mm_encoder_outputs": {"image": _joined([each.outputs for each in every])}}
-        taken = inspect.signature(type(base).forward).parameters
-        inputs |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
+        shows = (tokens == self._token) & real.bool() & ~sampled
+        self._check(shows.sum(1).tolist(), [sum(found[picture].tokens for picture in row) for row in pictures])
+        wanted = torch.full(tokens.shape, -1, device=tokens.device).masked_scatter(
+            shows, _vectors(pictures, found).to(tokens.device)
+        )
+        """Which vector of those that were found is read there; -1: none."""
+        positions = None
         if hasattr(base, "get_rope_index"):
             grids = torch.cat([each.numbers["image_grid_thw"] for each in every]).to(tokens.device)
-            inputs["position_ids"] = base.get_rope_index(
-                tokens, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=real
+            positions = base.get_rope_index(
+                tokens, mm_token_type_ids=shows.int(), image_grid_thw=grids, attention_mask=real
             )[0]
-        return inputs
+        if at is not None:
+            member, place = at[0].clamp(min=0), at[1]
+            wanted = wanted[member, place].masked_fill(at[0] < 0, -1)
+            positions = None if positions is None else positions[:, member, place]
+        self._shown = wanted >= 0
+        outputs = _chosen([each.outputs for each in found.values()], wanted[self._shown])
+        inputs: dict[str, Any] = {"mm_encoder_outputs": {"image": outputs}}
+        taken = inspect.signature(type(base).forward).parameters
+        inputs |= {name: self._shown.int() for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
+        return inputs if positions is None else inputs | {"position_ids": positions}
 
     def check(self, tokens: np.ndarray, sampled: np.ndarray, pictures: Sequence[bytes]) -> None:
         """Raises `PictureError` where ``tokens``, less those that were ``sampled``, have more or fewer places than
@@ -145,13 +158,20 @@ def _flat(found: Any) -> list[torch.Tensor]:
     return [found] if isinstance(found, torch.Tensor) else [part for each in found for part in _flat(each)]
 
 
-def _joined(outputs: list[Any]) -> Any:
-    """Of several pictures, as of one call: what is a list has an entry for each, and deeper layers such a list each."""
+def _vectors(pictures: Sequence[tuple[bytes, ...]], found: Mapping[bytes, _Found]) -> torch.Tensor:
+    """int64: of each sequence's ``pictures``, one after the other, the numbers of their vectors among all that were
+    ``found``."""
+    begins = dict(zip(found, accumulate((each.tokens for each in found.values()), initial=0), strict=False))
+    of_each = [torch.arange(found[p].tokens) + begins[p] for row in pictures for p in row]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *of_each])
+
+
+def _chosen(outputs: list[Any], vectors: torch.Tensor) -> Any:
+    """Those ``vectors`` of several pictures, as of one call: what is a list there has one entry."""
 
     def together(parts: list[Any]) -> Any:
-        if isinstance(parts[0], torch.Tensor):
-            return torch.cat(parts)
-        return [each for part in parts for each in part]
+        whole = torch.cat([part.flatten(0, -2) for each in parts for part in _flat(each)])[vectors]
+        return whole if isinstance(parts[0], torch.Tensor) else [whole]
 
     deep = [each.deepstack_features for each in outputs]
     layers = None if deep[0] is None else [together(list(layer)) for layer in zip(*deep, strict=True)]

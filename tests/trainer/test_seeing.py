@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from penstock.protocols.experience import PICTURE, Prompt, Sampling, Trajectory
 from penstock.services.data.picture_files import PictureError, open_picture
 from penstock.services.modeling.load import load_config, load_model
-from penstock.services.modeling.logprobs import logprobs
+from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pictures import PictureReader, placeholder
@@ -66,11 +67,20 @@ def sampled(folder: Path, prompts: list[Prompt], model: Any, disturb: bool = Fal
     return [join([tokens[c.number], c], "", c.finish, pictures=prompts[c.number].pictures) for c in done]
 
 
+WAYS = {"apart": (False, False), "with a mask": (True, False), "packed": (True, True)}
+"""How rows may lie: whether prompts are shared, and whether all are one row."""
+
+
 def scored(model: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
-    """As trainer and reference do."""
-    rows = plan_rows(trajectories, range(len(trajectories)), 512, CPU, False)
-    with torch.no_grad():
-        return by_trajectory(trajectories, rows, lambda each: logprobs(model, each, 1.0))
+    """As trainer and reference do, in any way that the family takes."""
+    found = []
+    for way in WAYS if shares_prompts(model) else ["apart"]:
+        rows = plan_rows(trajectories, [0] * len(trajectories), 512, CPU, *WAYS[way])
+        with torch.no_grad():
+            found.append(by_trajectory(trajectories, rows, lambda each: logprobs(model, each, 1.0)))
+    for others in found[1:]:
+        assert all(np.abs(one - other).max() < 1e-5 for one, other in zip(found[0], others, strict=True))
+    return found[0]
 
 
 @torch.no_grad()
@@ -142,14 +152,30 @@ def test_towers_by_themselves_find_what_the_whole_model_does(family: str, tmp_pa
         assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs)
 
 
-def test_a_trainers_gradient_is_that_of_the_familys_own_code(tmp_path: Path) -> None:
+def test_a_groups_prompt_and_its_pictures_are_computed_once(tmp_path: Path) -> None:
     seeing.write("qwen3_vl", tmp_path)
+    model = load_model(str(tmp_path), "float32", CPU).eval()
+    trajectories = sampled(tmp_path, PROMPTS, model)
+    other = replace(trajectories[2], pictures=(seeing.picture(seeing.COLOURS["b"], (40, 56)),))
+    groups = [index // 3 for index in range(12)]
+    sizes = [len(trajectory.tokens) for trajectory in trajectories]
+    prompts = [int(np.flatnonzero(trajectory.loss_mask)[0]) for trajectory in trajectories[::3]]
+    (rows,) = plan_rows(trajectories, groups, 4096, CPU, True, True)
+    assert rows.real == rows.tokens.shape[1] == sum(sizes) - 2 * sum(prompts)
+    (rows,) = plan_rows([*trajectories[:2], other], [0, 0, 0], 4096, CPU, True, True)
+    assert rows.real == sum(sizes[:3]) - prompts[0], "another picture of that size is another prompt"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_trainers_gradient_is_that_of_the_familys_own_code(family: str, way: str, tmp_path: Path) -> None:
+    seeing.write(family, tmp_path)
     plain = load_model(str(tmp_path), "float32", CPU).eval()
     mine = load_policy(str(tmp_path), str(tmp_path), World(CPU), "float32", None).eval()
     pad = placeholder(plain.config)
     trajectories = [t for t in sampled(tmp_path, PROMPTS[:2], plain) if pad not in t.tokens[t.loss_mask == 1]]
     assert trajectories
-    for rows in plan_rows(trajectories, range(len(trajectories)), 512, CPU, False):
+    for rows in plan_rows(trajectories, [0] * len(trajectories), 512, CPU, *WAYS[way]):
         logprobs(mine, rows, 1.0).sum().backward()
     reader = PictureReader(str(tmp_path))
     for trajectory in trajectories:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.protocols.cut import rows_of
+from penstock.services.modeling.families import PLAIN
 from penstock.services.modeling.logprobs import shares_prompts, statistics
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.expert import deal_experts
@@ -51,7 +52,7 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
     cut_layers(model, world)
     experts = deal_experts(model, world)
     if group := world.sequence_group:
-        if not shares_prompts(model):
+        if model.config.model_type not in PLAIN or not shares_prompts(model):
             raise SetupError(
                 f"sequence_parallel: it cuts packed rows, which {model.config.model_type} does not take; set it to 1"
             )
