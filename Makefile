@@ -104,7 +104,7 @@ gpu-rehearsal: $(BIN)/.dev
 	$(BIN)/pytest -m gpu --rehearse -rs tests/gpu $(PYTEST_ARGS)
 
 learning: $(BIN)/.dev
-	$(BIN)/pytest -m learning tests/e2e/test_learning.py tests/e2e/test_reward_model.py tests/e2e/test_agents.py $(PYTEST_ARGS)
+	$(BIN)/pytest -m learning tests/e2e $(PYTEST_ARGS)
 
 compose-test: $(BIN)/.dev
 	@if docker info >/dev/null 2>&1; then $(BIN)/pytest -m deploy -s tests/deploy/test_compose.py $(PYTEST_ARGS); \

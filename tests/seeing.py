@@ -12,6 +12,7 @@ import torch
 
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.protocols.experience import PICTURE, Prompt
+from penstock.protocols.turn import Turn
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.rollout.config import TorchEngineConfig
 from penstock.services.rollout.engines.torch.engine import TorchEngine
@@ -45,6 +46,20 @@ def colours(rows: int = 64) -> list[Prompt]:
         )
         for index in range(rows)
     ]
+
+
+class Colour:
+    """The same, as an environment that has the tasks itself: for a prompt that is a number and nothing else."""
+
+    def reset(self, prompt: Prompt) -> Turn:
+        """The task of that number."""
+        row = colours(prompt.index + 1)[-1]
+        self._name = row.truth
+        return Turn(row.messages, pictures=row.pictures)
+
+    def step(self, answer: str) -> Turn:
+        """Right or wrong."""
+        return Turn(reward=float(answer == self._name), done=True)
 
 
 def write(family: str, folder: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.summary import steps_of
 from tests import seeing
-from tests.e2e.runs import Run, check_promises
+from tests.e2e.runs import ROOT, Run, check_promises
 
 
-def begun(folder: Path, shown: dict[str, Any], reward: str, sampling: dict[str, int], trainer: dict[str, Any]) -> Run:
+def begun(
+    folder: Path, shown: dict[str, Any], reward: str, sampling: dict[str, int], trainer: dict[str, Any], **more: Any
+) -> Run:
     """Of the model in ``folder``, on prompts that show pictures."""
     engine = {"type": "torch", "max_sequences": 64, "max_length": 64}
     config: dict[str, Any] = {
@@ -25,6 +29,7 @@ def begun(folder: Path, shown: dict[str, Any], reward: str, sampling: dict[str, 
         "rollout": {"count": 1, "engine": engine, "sampling": sampling},
         "reward": {"functions": [{"function": reward}]},
         "trainer": trainer,
+        **more,
     }
     (path := folder / "config.yaml").write_text(json.dumps(config))
     return Run(folder, [], path)
@@ -69,5 +74,22 @@ def test_it_learns_what_it_sees(tmp_path: Path) -> None:
     shown = {"type": "custom", "function": "tests.seeing:colours", "pictures": True}
     trainer = {"steps": 100, "optimizer": {"lr": 3e-3, "warmup_steps": 0}}
     summary = begun(tmp_path, shown, "exact_match", {"n": 8, "max_new_tokens": 1}, trainer).wait()
+    check_promises(summary)
+    assert summary["eval_before"] <= 0.25 and summary["eval_after"] >= 0.75
+
+
+@pytest.mark.learning
+def test_it_learns_what_agents_show(tmp_path: Path) -> None:
+    seeing.write("qwen3_vl", tmp_path / "model")
+    numbers = {"type": "numbers", "size": 64}
+    trainer = {"steps": 100, "optimizer": {"lr": 3e-3, "warmup_steps": 0}}
+    gateway = {"count": 1, "pictures": True, "tool_calls": "none", "http": "127.0.0.1:0", "bind": "tcp://127.0.0.1:0"}
+    run = begun(tmp_path, numbers, "environment", {"n": 8, "max_new_tokens": 1}, trainer, gateway=gateway)
+    playing = subprocess.Popen(penstock("play", str(run.folder), "tests.seeing:Colour", "--sessions", "32"), cwd=ROOT)
+    try:
+        summary = run.wait()
+        assert playing.wait(60) == 0
+    finally:
+        playing.kill()
     check_promises(summary)
     assert summary["eval_before"] <= 0.25 and summary["eval_after"] >= 0.75
