@@ -7,6 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 MOST_PIXELS = 100_000_000
+ORIENTATION, TURNED = 0x0112, 5
+"""In EXIF, and from which of its values on width and height are swapped."""
+BY_CAMERA = b"eXIf", b"adobe.xmp", b"Raw profile type"
+"""In a PNG that may say how it was held."""
 _BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
 
 
@@ -23,6 +27,19 @@ def open_picture(picture: bytes) -> Any:
         return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # its decoders raise anything
         raise PictureError(f"{told(picture)} cannot be read to its end: {error}") from error
+
+
+def size_of(picture: bytes) -> tuple[int, int]:
+    """Width and height, turned as its camera says; its pixels are not looked at. Raises `PictureError`."""
+    image = _begun(picture)
+    # Of a PNG Pillow reads all pixels first: what a camera has said may stand behind them.
+    if image.format == "PNG" and not any(mark in picture for mark in BY_CAMERA):
+        return (image.width, image.height)
+    try:
+        turned = image.getexif().get(ORIENTATION, 1) >= TURNED
+    except Exception as error:  # its decoders raise anything
+        raise PictureError(f"{told(picture)} cannot be read to its end: {error}") from error
+    return (image.height, image.width) if turned else (image.width, image.height)
 
 
 def open_pictures(pictures: Sequence[bytes]) -> Iterator[Any]:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.services.data.picture_files import PictureError, open_pictures
+from penstock.services.data.picture_files import PictureError, open_pictures, size_of
 from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded, sees
 from penstock.services.runtime.install import install
 
-KEPT = 256
-"""Pictures whose tokens are remembered: they are asked for with each answer."""
+KEPT = 1024
+"""Sizes of pictures whose tokens are remembered."""
 
 
 class PictureReader:
@@ -31,7 +31,7 @@ class PictureReader:
         """What the family puts around a picture; nothing: its processor does, or nobody."""
         self._token = placeholder(config)
         self._word = self._processor.tokenizer.convert_ids_to_tokens(self._token)
-        self._expansions: dict[bytes, list[int]] = {}
+        self._expansions: dict[tuple[int, int], list[int]] = {}
 
     @property
     def mark(self) -> str:
@@ -64,6 +64,9 @@ class PictureReader:
             )
         if self._word != self.mark and self._word in text:
             raise PictureError(f"the prompt has {self._word}, which stands for a part of a picture: leave it out")
+        if self.folds:  # as the processor would, which looks at every pixel first
+            ids = self._processor.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+            return self.expand(np.array(ids, np.int32), pictures)
         return self._apart(self._call(text, pictures, add_special_tokens=not begun)["input_ids"][0], pictures)
 
     def expand(self, ids: np.ndarray, pictures: Sequence[bytes]) -> np.ndarray:
@@ -79,8 +82,11 @@ class PictureReader:
             )
         parts = np.split(ids, places)
         found = [*parts[:1]]
-        for picture, part in zip(pictures, parts[1:], strict=True):
-            found += [np.array(self.expansion(picture), np.int32), part[1:]]
+        for number, (picture, part) in enumerate(zip(pictures, parts[1:], strict=True)):
+            try:
+                found += [np.array(self.expansion(picture), np.int32), part[1:]]
+            except PictureError as error:
+                raise PictureError(f"picture {number}: {error}") from error
         return self._apart(np.concatenate(found), pictures)
 
     def _apart(self, given: Any, pictures: Sequence[bytes]) -> np.ndarray:
@@ -102,16 +108,22 @@ class PictureReader:
         return {name: torch.as_tensor(np.asarray(of)) for name, of in found.items() if name not in _OF_TEXT}
 
     def expansion(self, picture: bytes) -> list[int]:
-        """The tokens that stand for a picture in the place of the token of `mark`. Raises `PictureError`."""
-        if picture not in self._expansions:
+        """The tokens that stand for a picture in the place of the token of `mark`, which follow from its size alone.
+        Raises `PictureError`."""
+        from PIL import Image
+
+        size = size_of(picture)
+        if size not in self._expansions:
             if len(self._expansions) >= KEPT:
                 del self._expansions[next(iter(self._expansions))]
-            found = self._call(self.mark, [picture], add_special_tokens=False)
-            self._expansions[picture] = list(found["input_ids"][0])
-        return self._expansions[picture]
+            found = self._read(self.mark, [Image.new("RGB", size)], add_special_tokens=False)
+            self._expansions[size] = list(found["input_ids"][0])
+        return self._expansions[size]
 
     def _call(self, text: str, pictures: Sequence[bytes], **how: Any) -> Mapping[str, Any]:
-        images = list(open_pictures(pictures))
+        return self._read(text, list(open_pictures(pictures)), **how)
+
+    def _read(self, text: str, images: Sequence[Any], **how: Any) -> Mapping[str, Any]:
         try:
             found: Mapping[str, Any] = self._processor(images=images, text=[text], **how)
         except (ValueError, TypeError, IndexError, OSError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols.experience import PICTURE, Prompt
-from penstock.services.data.picture_files import PictureError
+from penstock.services.data.picture_files import PictureError, open_pictures
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
 
@@ -59,6 +59,11 @@ class Tokenizer:
             raise TextError(
                 f"the prompt says {PICTURE} {prompt.marks} times, and shows {len(prompt.pictures)} pictures"
             )
+        try:
+            for _ in open_pictures(prompt.pictures):  # one that breaks off shall cost its prompt here
+                pass
+        except PictureError as error:
+            raise TextError(str(error)) from error
         if prompt.messages is not None and self.has_template:
             return self.encode_chat(_shown_in_parts(prompt.messages), tools, prompt.pictures)
         text = prompt.as_text().replace(PICTURE, self.pictures.framed_mark)

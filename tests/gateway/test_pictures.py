@@ -181,7 +181,7 @@ def test_what_cannot_be_shown_is_refused(house: House, monkeypatch: pytest.Monke
                 "stands for a part|times in what shows",
             ),
             ([in_chat("<|image_pad|>", RED)], "invalid_messages", "leave it out of the words"),
-            ([in_chat(RED, cut)], "invalid_messages", "picture 1: PNG, 64 x 64, .* cannot be read to its end"),
+            ([in_chat(RED, cut)], "cannot_answer", "PNG, 64 x 64, .* cannot be read to its end"),
         ):
             with pytest.raises(AgentError, match=why) as refused:
                 await house.desk.chat(held, chat(*said), None)

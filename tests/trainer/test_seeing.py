@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.protocols.experience import PICTURE, Prompt, Sampling, Trajectory
-from penstock.services.data.picture_files import PictureError, open_picture
+from penstock.services.data.picture_files import PictureError, open_picture, size_of
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
 from penstock.services.modeling.packing import by_trajectory, plan_rows
@@ -217,13 +217,16 @@ def test_a_text_has_the_frames_that_a_chat_has(tmp_path: Path) -> None:
         assert told.tolist() == text.encode(asked(f"{PICTURE}is", GREEN)).tolist()
 
 
-def test_a_picture_is_seen_as_its_camera_held_it() -> None:
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("held", [None, 1, 3, 6])
+def test_a_picture_is_seen_as_its_camera_held_it(kind: str, held: int | None) -> None:
     from PIL import Image
 
-    file, turned = io.BytesIO(), Image.Exif()
-    turned[0x0112] = 6
-    Image.new("RGB", (64, 32)).save(file, "JPEG", exif=turned)
-    assert open_picture(file.getvalue()).size == (32, 64)
+    file, said = io.BytesIO(), Image.Exif()
+    if held:
+        said[0x0112] = held
+    Image.new("RGB", (64, 32)).save(file, kind, **({"exif": said} if held else {}))
+    assert open_picture(file.getvalue()).size == size_of(file.getvalue()) == ((32, 64) if held == 6 else (64, 32))
 
 
 def test_who_reads_pictures_otherwise_than_the_policy_says_so(tmp_path: Path) -> None:
