@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def archived(
             unreadable += len(batch.groups)
             for group, columns in readable(batch):
                 unreadable -= 1
-                keep(folder, (picture for trajectory in group.trajectories for picture in trajectory.pictures))
+                with suppress(OSError):  # another's folder, say: rows name them all the same
+                    keep(folder, (picture for trajectory in group.trajectories for picture in trajectory.pictures))
                 yield batch.step, group, columns
         if unreadable:
             warn(f"groups of {folder} that cannot be read, and are left out: {unreadable}")
