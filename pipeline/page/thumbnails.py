@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterable
-from functools import lru_cache
 from pathlib import Path
 
 from penstock.services.broker import seen
@@ -25,8 +24,8 @@ class Thumbnails:
         """Each as a URL with all of it, by its name, while there is room."""
         found: dict[str, str] = {}
         for picture in dict.fromkeys(pictures):
-            if self._room > 0 and (small := _thumbnail(picture)):
-                found[seen.name_of(picture)] = small
+            if self._room > 0 and (small := _kept(name := seen.name_of(picture), picture)):
+                found[name] = small
                 self._room -= len(small)
         return found
 
@@ -36,7 +35,19 @@ class Thumbnails:
         return self.of(path.read_bytes() for path in paths if self._room > 0 and path.is_file())
 
 
-@lru_cache(maxsize=1024)  # a page that stays open asks again and again
+_KEPT: dict[str, str] = {}
+"""By name: a page that stays open asks again and again."""
+KEPT = 1024
+
+
+def _kept(name: str, picture: bytes) -> str:
+    if name not in _KEPT:
+        while len(_KEPT) >= KEPT:
+            del _KEPT[next(iter(_KEPT))]
+        _KEPT[name] = _thumbnail(picture)
+    return _KEPT[name]
+
+
 def _thumbnail(picture: bytes) -> str:
     """Empty: there is none to be had, of a picture that is broken, or where Pillow is not installed."""
     file = io.BytesIO()

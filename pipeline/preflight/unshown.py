@@ -16,6 +16,7 @@ def look_at_rows(
     """Adds to ``report`` what is found in the ``usable`` ones of the first of ``prompts``, which are those of the
     ``source`` at ``key``: where all speak of pictures, the run cannot work; of a user's own function it may."""
     remedy = f"name the column of their pictures as {_keys(key, usable)}"
+    word = f"; where {PICTURE} is but a word, give them by a function of yours (type: custom)"
     if isinstance(source, CustomData):
         remedy = "give them as penstock.Prompt(…, pictures=(bytes, …)), and set pictures: true"
     if blind := [prompt for prompt in usable if prompt.marks and not prompt.pictures]:
@@ -24,6 +25,7 @@ def look_at_rows(
             f"e.g. row {blind[0].index}; {remedy}"
         )
         every = len(blind) == len(usable) and not isinstance(source, CustomData)
+        words += word * every
         (report.problems if every else report.notes).append(words)
     elif isinstance(prompts, PromptSource) and (columns := prompts.unshown()):
         report.notes.append(

@@ -6,10 +6,12 @@ falls, as groups are dropped: so the bound holds for every token, however often 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import structlog
 
 from penstock.protocols import messages as m
-from penstock.protocols.experience import ExperienceError, as_bytes
+from penstock.protocols.experience import ExperienceError, Sampling, as_bytes
 from penstock.services.broker.granting import SUSPECT_AFTER, Room
 from penstock.services.broker.membership import Member
 from penstock.services.broker.rules.leases import Leases
@@ -22,6 +24,32 @@ log = structlog.get_logger()
 
 class NotHeldError(RuntimeError):
     """What a gateway says is about a group that it does not hold (any more)."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a rollout must know of a turn; two are the same where they ask for the same."""
+
+    prompt: bytes
+    sampling: Sampling
+    stream: int
+    known: int
+    pictures: tuple[bytes, ...]
+    sampled: bytes | None
+
+    @classmethod
+    def of(cls, asked: m.TurnRequest) -> _Wanted:
+        sampled = None if asked.sampled is None else asked.sampled.tobytes()
+        pictures = tuple(picture.tobytes() for picture in asked.pictures)
+        return cls(asked.prompt.tobytes(), asked.sampling, asked.stream, asked.known, pictures, sampled)
+
+    def generate(self, id: int, seed: int) -> m.Generate:
+        """For the rollout."""
+        return m.Generate(
+            id=id, seed=seed, prompt=as_bytes(self.prompt), sampling=self.sampling, stream=self.stream,
+            known=self.known, pictures=[as_bytes(picture) for picture in self.pictures],
+            sampled=None if self.sampled is None else as_bytes(self.sampled),
+        )  # fmt: skip
 
 
 class AgentDesk:
@@ -74,7 +102,7 @@ class AgentDesk:
             state.turns.grant(turn, chosen.identity, now + state.settings.broker.lease_s)
             chosen.given += 1
             seed = state.settings.seed if turn.group[0] == "train" else 0
-            state.router.send(chosen.identity, m.Generate(id=turn.id, seed=seed, **turn.request))
+            state.router.send(chosen.identity, turn.request.generate(turn.id, seed))
 
     def _bounds(self, turn: Turn) -> tuple[int, int | None]:
         """The oldest version that may answer a turn now, and the only one, if there is one."""
@@ -98,8 +126,7 @@ class AgentDesk:
         # An answer to another gateway's question, which came after this one was given the group.
         state.records.discard(group, key.note_record)
         state.records.discard(group, key.answer_record)
-        wanted = {name: getattr(asked, name) for name in m.Generate.model_fields.keys() - {"id", "seed"}}
-        turn = state.turns.ask(group, key, (*group, key.place), wanted, (member.identity, request))
+        turn = state.turns.ask(group, key, (*group, key.place), _Wanted.of(asked), (member.identity, request))
         turn.note = note
 
     def on_generated(self, member: Member, request: int, said: m.Generated) -> None:

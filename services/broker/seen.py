@@ -14,7 +14,7 @@ FOLDER = "pictures"
 """Of a run's folder."""
 
 
-@lru_cache(maxsize=256)  # the answers of a group show the same
+@lru_cache(maxsize=8)  # the answers of a group show the same
 def name_of(picture: bytes) -> str:
     """Of its file: a hash, and the ending of the format that it begins like."""
     ending = format_of(picture)

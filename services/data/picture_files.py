@@ -6,9 +6,11 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-MOST_PIXELS = 100_000_000
-ORIENTATION, TURNED = 0x0112, 5
-"""In EXIF, and from which of its values on width and height are swapped."""
+MOST_PIXELS = 80_000_000
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""That are read: of others Pillow starts programs, such as Ghostscript."""
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
+"""In EXIF, and those of its values with which width and height are swapped."""
 BY_CAMERA = b"eXIf", b"adobe.xmp", b"Raw profile type"
 """In a PNG that may say how it was held."""
 _BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
@@ -35,8 +37,11 @@ def size_of(picture: bytes) -> tuple[int, int]:
     # Of a PNG Pillow reads all pixels first: what a camera has said may stand behind them.
     if image.format == "PNG" and not any(mark in picture for mark in BY_CAMERA):
         return (image.width, image.height)
+    if image.format == "TIFF":  # which Pillow turns by itself
+        width, height = open_picture(picture).size
+        return width, height
     try:
-        turned = image.getexif().get(ORIENTATION, 1) >= TURNED
+        turned = image.getexif().get(ORIENTATION) in TURNED
     except Exception as error:  # its decoders raise anything
         raise PictureError(f"{told(picture)} cannot be read to its end: {error}") from error
     return (image.height, image.width) if turned else (image.width, image.height)
@@ -80,12 +85,12 @@ def _begun(picture: bytes) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(picture))
+        image = Image.open(io.BytesIO(picture), formats=FORMATS)
     except UnidentifiedImageError:
-        what = f"{len(picture)} bytes that are no picture (PNG, JPEG, WebP and what else Pillow reads)"
+        what = f"{len(picture)} bytes that are no picture (PNG, JPEG, WebP, GIF, BMP, TIFF)"
         raise PictureError(what) from None
     except Exception as error:  # its readers raise anything
         raise PictureError(f"a file of {len(picture)} bytes cannot be read as a picture: {error}") from error
     if image.width * image.height > MOST_PIXELS:
-        raise PictureError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS}; make it smaller")
+        raise PictureError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS:,}; make it smaller")
     return image

@@ -16,8 +16,8 @@ from penstock.services.data.picture_files import check_picture, format_of
 
 IMAGES = {"image_url", "input_image", "image"}
 """As OpenAI's chat completions, its responses, and Anthropic call such a part; `AgentClient` may give bytes."""
-MOST_BYTES = 24 << 20
-"""Of the pictures of a conversation."""
+MOST_BYTES, MOST_OF_SESSION = 24 << 20, 256 << 20
+"""Of the pictures of a conversation, and of all of a session's."""
 
 
 def read_part(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
-from penstock.services.gateway.pictures import MOST_BYTES, digests
+from penstock.services.gateway.pictures import MOST_BYTES, MOST_OF_SESSION, digests
 from penstock.services.gateway.records import NOBODY
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn, canonical
@@ -116,7 +116,7 @@ class Policy:
             raise AgentError(
                 400, "unsupported", "this run's policy is asked in words alone: gateway.pictures is false in its config"
             )
-        known = files if all(name in files for name in names) else {**session.seen(), **files}
+        known = {**files, **session.files}
         if lost := next((name for name in names if name not in known), None):
             raise AgentError(400, "invalid_messages", f"the picture {lost} is none of this session's")
         return tuple(known[name] for name in names)
@@ -125,15 +125,22 @@ class Policy:
         """Where pictures are shown no words have the tokens that stand for one. Raises `AgentError`."""
         before = session.path(spliced.parent)
         shown = sum(map(len, (*session.pictures(spliced.parent), *spliced.pictures)))
-        if shown > MOST_BYTES:
-            raise AgentError(413, "too_large", f"a conversation shows at most {MOST_BYTES >> 20} MiB of pictures")
-        bare = [each.given for each in before if not each.pictures] if spliced.pictures else []
-        if shown and not spliced.pictures:
-            bare = [spliced.given]
+        if not shown:
+            return spliced
+        new = {picture for picture in spliced.pictures if picture not in session.files.values()}
+        if shown > MOST_BYTES or sum(map(len, (*session.files.values(), *new))) > MOST_OF_SESSION:
+            most = f"{MOST_BYTES >> 20} MiB of pictures, and a session {MOST_OF_SESSION >> 20} MiB"
+            raise AgentError(413, "too_large", f"a conversation shows at most {most}")
+        bare = [each.given for each in before if not each.pictures] if spliced.pictures else [spliced.given]
         try:
             self._text.check_bare(bare)
         except TextError as error:
             raise AgentError(400, "invalid_messages", str(error)) from error
+        try:  # a branch that another is trained on would take it for a part of a picture
+            self._text.check_bare([each.answer.tokens for each in before])
+        except TextError as error:
+            said = "the policy has said what stands for a part of a picture; begin another conversation"
+            raise AgentError(400, "cannot_answer", said) from error
         return spliced
 
     def _check_size(self, *added: str) -> None:
@@ -157,6 +164,8 @@ class Policy:
         prompt = np.concatenate([session.tokens(parent), given]).astype(np.int32)
         sampling = self._sampling(work, session, len(prompt), max_tokens, stop)
         number, session.next_turn = session.next_turn, session.next_turn + 1
+        named = zip(digests(added), pictures, strict=True)
+        new = {name: picture for name, picture in named if name not in session.files}
         key = TurnKey(purpose=work.lease.purpose, number=work.lease.number, place=session.place, turn=number)
         note = {
             "asked": asked,
@@ -164,7 +173,7 @@ class Policy:
             "parent": NOBODY if parent is None else parent.number,
             "given": given,
             "added": json.dumps(added),
-            "pictures": [as_bytes(picture) for picture in pictures],
+            "files": {name: as_bytes(picture) for name, picture in new.items()},
             "told": told,
             "stop": list(stop),
         }
@@ -181,7 +190,7 @@ class Policy:
         turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, told, stop)
         turn.said, turn.pictures = [*said, canonical(turn.message)], pictures
         if held.life == session.life and not session.ended:
-            session.turns[number] = turn
+            session.add(turn, new)
         return turn
 
     async def _answered(self, request: TurnRequest) -> Answer:

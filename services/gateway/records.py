@@ -2,8 +2,8 @@
 
 session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard,
                         turn_rewards}
-note.PLACE.TURN         {asked, life, parent, given, added, pictures, told, stop}: what was asked, as far as its parent
-                        has not
+note.PLACE.TURN         {asked, life, parent, given, added, files, told, stop}: what was asked, as far as its parent
+                        has not, and the pictures that no turn before it had shown, by digest
 answer.PLACE.TURN       what the policy said to it
 reward.PLACE.TURN       {reward}: what its agent has said that it was worth, until the session has ended
 """
@@ -21,6 +21,7 @@ from penstock.protocols.experience import as_bytes
 from penstock.protocols.mailbox import DeadlineError, RefusedError
 from penstock.protocols.messages import Lease, Message, Note, TurnKey
 from penstock.services.gateway.errors import AgentError, refused
+from penstock.services.gateway.pictures import digests
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Session, Turn, canonical
 from penstock.services.gateway.work import Key, Work
@@ -119,7 +120,8 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
     turn.message, turn.stopped_by = message, stopped_by
     turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)
     turn.wanted = number not in session.unheard
-    turn.pictures = tuple(picture.tobytes() for picture in note.get("pictures", ()))  # of older code
+    files = {name: picture.tobytes() for name, picture in note.get("files", {}).items()}  # older code knows none
+    turn.pictures = tuple((session.files | files)[name] for name in digests(said[len(parent.said) if parent else 0 :]))
     if (kept := lease.records.get(key.reward_record)) is not None:
         turn.reward = wire.unpack(kept.tobytes())["reward"]
-    session.turns[number] = turn
+    session.add(turn, files)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols.experience import Trajectory
-from penstock.services.gateway.pictures import digest_of, digests
+from penstock.services.gateway.pictures import digests
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.joining import Again, Part, join, placed
 
@@ -126,10 +126,12 @@ class Session:
     """Why it has no reward."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What its agent has measured."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """By digest, what its turns show."""
 
     def begin_anew(self, taken: bool) -> None:
         """Another agent takes it, from the start; ``taken``: the one before had heard of it."""
-        self.life, self.opened, self.turns = self.life + 1, False, {}
+        self.life, self.opened, self.turns, self.files = self.life + 1, False, {}, {}
         self.spared += not taken
 
     def end(self, reward: float, failure: str, metrics: dict[str, float], turn_rewards: Mapping[str, float]) -> None:
@@ -187,9 +189,10 @@ class Session:
         """All that a conversation shows, up to this answer."""
         return tuple(picture for each in self.path(turn) for picture in each.pictures)
 
-    def seen(self) -> dict[str, bytes]:
-        """By digest, what any of its turns shows."""
-        return {digest_of(picture): picture for turn in self.turns.values() for picture in turn.pictures}
+    def add(self, turn: Turn, files: Mapping[str, bytes]) -> None:
+        """It has been answered; ``files``: those pictures of its that no turn had shown, by digest."""
+        self.turns[turn.number] = turn
+        self.files.update(files)
 
     def trajectories(
         self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray, greedy: bool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,8 @@ from penstock.services.data.picture_files import PictureError, open_pictures, si
 from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded, sees
 from penstock.services.runtime.install import install
 
+TRIED = (64, 48), (123, 457), (900, 20)
+"""Sizes by which it is tried whether a processor counts right."""
 KEPT = 1024
 """Sizes of pictures whose tokens are remembered."""
 
@@ -110,15 +113,31 @@ class PictureReader:
     def expansion(self, picture: bytes) -> list[int]:
         """The tokens that stand for a picture in the place of the token of `mark`, which follow from its size alone.
         Raises `PictureError`."""
-        from PIL import Image
-
         size = size_of(picture)
         if size not in self._expansions:
             if len(self._expansions) >= KEPT:
                 del self._expansions[next(iter(self._expansions))]
-            found = self._read(self.mark, [Image.new("RGB", size)], add_special_tokens=False)
-            self._expansions[size] = list(found["input_ids"][0])
+            self._expansions[size] = [self._token] * self._count(size) if self._repeats else self._of_blank(size)
         return self._expansions[size]
+
+    @cached_property
+    def _repeats(self) -> bool:
+        """A picture is its token over and over, as often as the processor says of its size."""
+        every = [(size, self._of_blank(size)) for size in TRIED]
+        return all(set(found) == {self._token} and len(found) == self._count(size) for size, found in every)
+
+    def _of_blank(self, size: tuple[int, int]) -> list[int]:
+        from PIL import Image
+
+        return list(self._read(self.mark, [Image.new("RGB", size)], add_special_tokens=False)["input_ids"][0])
+
+    def _count(self, size: tuple[int, int]) -> int:
+        """What vLLM asks too; -1: this family's processor does not say."""
+        ask = getattr(self._processor, "_get_num_multimodal_tokens", None)
+        try:
+            return int(ask(image_sizes=[[size[1], size[0]]])["num_image_tokens"][0]) if ask else -1
+        except (TypeError, ValueError, LookupError, AttributeError):
+            return -1
 
     def _call(self, text: str, pictures: Sequence[bytes], **how: Any) -> Mapping[str, Any]:
         return self._read(text, list(open_pictures(pictures)), **how)

@@ -62,7 +62,7 @@ def in_parts(messages: Sequence[Mapping[str, Any]], pictures: Sequence[bytes]) -
     """``messages`` as a session is asked: where ``pictures`` stand by their marks, as many as there are, in parts."""
     left, found = iter(pictures), []
     for message in messages:
-        first, *others = str(message["content"]).split(PICTURE) if pictures else [message["content"]]
+        first, *others = (message["content"] or "").split(PICTURE) if pictures else [message["content"]]
         parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
         for words in others:
             parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": words}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,14 @@ def note(name: str, data: bytes) -> m.Note:
     return m.Note(purpose="train", number=0, name=name, data=as_bytes(data))
 
 
-def asked(gateway: Peer, lease: m.Lease, said: str, prompt: bytes = b"1234") -> Any:
+def asked(gateway: Peer, lease: m.Lease, said: str, prompt: bytes = b"1234", pictures: Sequence[bytes] = ()) -> Any:
     """Turn 4 of the group's first session; a future of its answer."""
     key = m.TurnKey(purpose="train", number=lease.number, place=0, turn=4)
     request = m.TurnRequest(
-        key=key, prompt=as_bytes(prompt), sampling=lease.sampling, stream=1, note=as_bytes(said.encode())
-    )
+        key=key, prompt=as_bytes(prompt), sampling=lease.sampling, stream=1, note=as_bytes(said.encode()),
+        pictures=[as_bytes(picture) for picture in pictures],
+        sampled=as_bytes(bytes(len(prompt) // 4)) if pictures else None,
+    )  # fmt: skip
     return gateway.box.ask_later(request, 10)
 
 
@@ -87,6 +89,19 @@ def test_a_group_that_was_given_back_keeps_what_was_kept_of_it(gateways: Gateway
     (lease,) = third.leases(1)
     assert {name: text(data) for name, data in lease.records.items()} == {"session.0": "ended"}
     assert gateways.stage.trainer.box.ask(m.StatusRequest(), 5).state["totals"]["leased"] == 1
+
+
+@pytest.mark.parametrize("pictures", [(), (b"a picture", b"and another" * 2000)])
+def test_a_turn_that_waits_may_be_asked_for_again(gateways: Gateways, pictures: tuple[bytes, ...]) -> None:
+    gateway = gateways.open("gateway-0")
+    (lease,) = gateway.leases(1)
+    asked(gateway, lease, "x", b"12345678", pictures)
+    again = asked(gateway, lease, "x", b"12345678", pictures)
+    generate = gateways.rollout.next(m.Generate)
+    assert tuple(picture.tobytes() for picture in generate.pictures) == pictures
+    assert (generate.sampled is None) == (not pictures) and generate.prompt.tobytes() == b"12345678"
+    gateways.rollout.box.ask(m.Generated(id=generate.id, answer=as_bytes(b"said"), oldest=0, newest=0), 5)
+    assert text(again.result(5).answer) == "said"
 
 
 def test_what_was_answered_to_one_question_is_no_answer_to_another(gateways: Gateways) -> None:

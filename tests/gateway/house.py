@@ -54,6 +54,7 @@ class House:
         """Everything that the engine has sampled, in its own words."""
         self.delivered: dict[Key, Group | str] = {}
         self._config, self._reads = GatewayConfig.model_validate(config), reads
+        self.seed = 5
         self.refuse = ""
         """The code that the broker refuses everything with."""
         self.desk = self.open()
@@ -94,7 +95,7 @@ class House:
             number = len(self.asked) + 1
             self.asked[number] = message, future
             asked = m.Generate(
-                id=number, seed=5, prompt=message.prompt, sampling=message.sampling, stream=message.stream,
+                id=number, seed=self.seed, prompt=message.prompt, sampling=message.sampling, stream=message.stream,
                 pictures=message.pictures, sampled=message.sampled,
             )  # fmt: skip
             if (refused := self.turns.start(asked)) is not None:

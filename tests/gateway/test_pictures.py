@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from penstock.protocols import wire
 from penstock.protocols.experience import PICTURE, Group, Prompt
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.gateway import policy
@@ -24,10 +27,13 @@ from penstock.services.gateway.responses import ResponsesRequest
 from penstock.services.gateway.work import Held
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.sight import check_shown, give_sight
+from penstock.services.turns.answers import Answer
 from tests import seeing
 from tests.gateway.house import House
 from tests.trainer.test_seeing import scored
 
+SEED = 1
+"""With which the policy, which has random weights, says nothing that stands for a picture."""
 RED, GREEN, BLUE = (seeing.picture(seeing.COLOURS[name]) for name in "rgb")
 
 
@@ -41,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def house(folder: Path) -> House:
     engine, text = seeing.engine(folder, 160)
-    return House(engine=engine, text=text, max_length=160, pictures=True)
+    made = House(engine=engine, text=text, max_length=160, pictures=True)
+    made.seed = SEED
+    return made
 
 
 def in_base64(picture: bytes) -> str:
@@ -106,6 +114,59 @@ def test_each_branch_shows_what_its_turns_were_shown_also_after_a_takeover(house
     house.run(lambda: go_on(id, more))
     one, other = delivered(house, folder).trajectories
     assert one.pictures == (RED, GREEN, BLUE) and other.pictures == (RED, RED)
+
+
+def test_what_turns_show_again_is_kept_once(house: House) -> None:
+    """As by an agent that keeps the last two screens alone, so that each turn begins another conversation."""
+    house.desk.start(house.lease(0, new=2))
+    shots = [seeing.picture((number, 0, 0)) for number in range(4)]
+
+    async def begin() -> str:
+        held = await house.desk.open(1)
+        for at in range(3):
+            await house.desk.chat(held, chat(in_chat("see ", *shots[at : at + 2])), None)
+        return held.id
+
+    async def go_on(id: str) -> None:
+        held = await house.desk.find(id)
+        turn = await house.desk.chat(held, chat(in_chat("see ", shots[3], shots[0])), None)
+        assert turn.pictures == (shots[3], shots[0])
+        await house.desk.finish(id, 1.0)
+
+    id = house.run(begin)
+    kept = [wire.unpack(note.tobytes())["files"] for name, note in house.records["train", 0].items() if "note" in name]
+    assert sorted(each.tobytes() for files in kept for each in files.values()) == sorted(shots)
+    house.open().start(house.lease(0, new=2))
+    house.run(lambda: go_on(id))
+    made = house.delivered["train", 0]
+    assert isinstance(made, Group)
+    assert [t.pictures for t in made.trajectories] == [*pairwise(shots), (shots[3], shots[0])]
+
+
+def test_a_conversation_in_which_a_pictures_token_was_sampled_is_not_gone_on_from(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pad = house.text.plain.convert_tokens_to_ids("<|image_pad|>")
+    unpacked = policy.unpack_answer
+
+    def sampled(data: bytes) -> Answer:
+        answer = unpacked(data)
+        return dataclasses.replace(answer, tokens=np.r_[pad, answer.tokens[1:]].astype(np.int32))
+
+    monkeypatch.setattr(policy, "unpack_answer", sampled)
+    house.desk.start(house.lease(0))
+
+    async def agent() -> None:
+        held = await house.desk.open(1)
+        first = in_chat("see ", RED)
+        turn = await house.desk.chat(held, chat(first), None)
+        with pytest.raises(AgentError, match="has said what stands for a part of a picture"):
+            await house.desk.chat(held, chat(first, turn.message, {"role": "user", "content": "b"}), None)
+        words = await house.desk.chat(held, chat({"role": "user", "content": "a"}), None)
+        more = chat({"role": "user", "content": "a"}, words.message, {"role": "user", "content": "b"})
+        assert (await house.desk.chat(held, more, None)).parent == words.number, "where nothing is shown it is a word"
+
+    house.run(agent)
 
 
 def test_all_apis_show_alike(house: House, folder: Path) -> None:

@@ -217,7 +217,19 @@ def test_a_text_has_the_frames_that_a_chat_has(tmp_path: Path) -> None:
         assert told.tolist() == text.encode(asked(f"{PICTURE}is", GREEN)).tolist()
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(("family", "repeats"), [("qwen2_5_vl", True), ("qwen3_vl", True), ("gemma3", False)])
+def test_tokens_by_size_are_those_by_pixels(family: str, repeats: bool, tmp_path: Path) -> None:
+    seeing.write(family, tmp_path)
+    reader = PictureReader(str(tmp_path))
+    assert reader._repeats == repeats
+    for size in ((32, 32), (33, 47), (500, 31), (640, 480), (61, 611), (28, 28), (1000, 1000)):
+        picture = seeing.picture(seeing.COLOURS["r"], size)
+        assert (
+            reader.expansion(picture) == reader._call(reader.mark, [picture], add_special_tokens=False)["input_ids"][0]
+        )
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("held", [None, 1, 3, 6])
 def test_a_picture_is_seen_as_its_camera_held_it(kind: str, held: int | None) -> None:
     from PIL import Image
