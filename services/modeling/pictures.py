@@ -117,7 +117,8 @@ class PictureReader:
         if size not in self._expansions:
             if len(self._expansions) >= KEPT:
                 del self._expansions[next(iter(self._expansions))]
-            self._expansions[size] = [self._token] * self._count(size) if self._repeats else self._of_blank(size)
+            count = self._count(size) if self._repeats else -1  # -1 too of one that the processor refuses, saying why
+            self._expansions[size] = [self._token] * count if count > 0 else self._of_blank(size)
         return self._expansions[size]
 
     @cached_property
