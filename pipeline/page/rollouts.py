@@ -141,6 +141,8 @@ def _shown(
     Without ``texts`` its tokens are left out: the page shows the responses."""
     flat = list(rows(step, group, columns))
     members = [_plain(row) for row in flat]
+    read: dict[bytes, str] = {}
+    """By its tokens, what a prompt says: most answers have the same."""
     for number, (member, trajectory) in enumerate(zip(members, group.trajectories, strict=True)):
         if (stem := _stem(group, number)) is not None:
             member["parent"], member["shared"] = stem
@@ -148,7 +150,11 @@ def _shown(
             begin = _begin(trajectory) if stem is None else stem[1]
             member |= _tokens(trajectory, begin, step, by_token[number], texts)
             if stem is None:
-                member["asked"] = texts.whole(trajectory.tokens[: begin + 1])
+                prompt = trajectory.tokens[: begin + 1]
+                key = prompt.tobytes()
+                if key not in read:
+                    read[key] = texts.whole(prompt)
+                member["asked"] = read[key]
         if trajectory.failure:
             member["failure"] = trajectory.failure
     asked = {member["asked"] for member in members if "asked" in member}
