@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
+import structlog
+
 from penstock.services.broker.beats import Beats
 from penstock.services.broker.seen import keep
 from penstock.services.broker.trackers import Table, Trackers
 from penstock.services.runtime.files import open_lines
+
+log = structlog.get_logger()
 
 TAIL = 1 << 20
 """Bytes at the end of a file in which its last line is looked for."""
@@ -91,7 +95,10 @@ class Recorder:
     def samples(self, step: int, found: Iterable[dict[str, Any]], pictures: Iterable[bytes]) -> None:
         """One line each trajectory of ``step`` that is kept for people (`samples.rows`), and a file each of the
         ``pictures`` that they show."""
-        keep(self._folder, pictures)
+        try:
+            keep(self._folder, pictures)
+        except OSError as error:  # a full disk, say: the rows name them all the same
+            log.warning("pictures of samples are not kept", step=step, error=str(error))
         for row in found:
             self._write(self._samples, row)
         self._sampled = step

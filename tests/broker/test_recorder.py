@@ -1,0 +1,21 @@
+"""What is written down for people, where it cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from penstock.services.broker.recorder import Recorder
+from penstock.services.broker.seen import FOLDER, name_of
+from penstock.services.broker.trackers import Trackers
+
+
+def test_pictures_that_cannot_be_kept_cost_no_row_and_no_broker(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file in the folder's place")
+    recorder = Recorder(tmp_path, Trackers([], tmp_path, "none", {}))
+    try:
+        recorder.samples(0, [{"step": 0, "pictures": [name_of(b"a picture")]}], [b"a picture"])
+        assert not recorder.wants_samples(0)
+    finally:
+        recorder.close()
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["pictures"] == [name_of(b"a picture")]
