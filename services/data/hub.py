@@ -79,13 +79,18 @@ class HubSource(PromptSource):
         beside = [Path(name) for name in self._config.files]
         pictures = read_pictures(images, beside, f"row {index}: {self._config.images_key}")
         prompt = make_prompt(index, content, truth, self._config.chat, self._config.system, answer, pictures)
-        if self._config.images_key and prompt.marks and not pictures:
-            raise DataError(f"row {index}: its words have {PICTURE}, and {self._config.images_key!r} has no picture")
-        return prompt
+        return not_blind(prompt, f"{self._config.images_key!r} has no picture") if self._config.images_key else prompt
 
     def unshown(self) -> list[str]:
         """See `PromptSource`."""
         return self._unshown
+
+
+def not_blind(prompt: Prompt, lacks: str) -> Prompt:
+    """``prompt``. Raises `DataError` where its words have `PICTURE` and it shows none, since its row ``lacks`` them."""
+    if prompt.marks and not prompt.pictures:
+        raise DataError(f"row {prompt.index}: its words have {PICTURE}, and {lacks}")
+    return prompt
 
 
 def make_prompt(

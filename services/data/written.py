@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.protocols.experience import PICTURE, Prompt
-from penstock.services.data import DataError
-from penstock.services.data.hub import make_prompt
+from penstock.protocols.experience import Prompt
+from penstock.services.data.hub import make_prompt, not_blind
 from penstock.services.data.pictures import read_pictures
 from penstock.services.data.source import PromptSource
 
@@ -57,7 +56,5 @@ class Written(PromptSource):
         if "prompt" in row:
             pictures = _as_files(row.get("images", ()))
             prompt = make_prompt(index, row["prompt"], row["truth"], True, None, row.get("answer"), pictures)
-            if prompt.marks and not pictures:
-                raise DataError(f"row {index}: its words have {PICTURE}, and it has no images")
-            return prompt
+            return not_blind(prompt, "it has no images")
         return Prompt.model_validate({**row, "pictures": _as_files(row.get("pictures", ()))})

@@ -84,13 +84,15 @@ class EnvironmentPool:
             error = call.future.exception()
             if error is not None:
                 answered(None, str(error))
-            elif LOST in call.future.result():
+                return
+            found = call.future.result()
+            if LOST in found:
                 self._open.discard(session)
                 answered(None, LOST)
-            elif call.future.result().get("pictures") and not self._pictures:
+            elif found.get("pictures") and not self._pictures:
                 answered(None, SHOWS)
             else:
-                answered(call.future.result(), "")
+                answered(found, "")
 
         call.future.add_done_callback(done)
         self._queues[session % len(self._queues)].submit(call)

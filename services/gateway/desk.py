@@ -23,12 +23,11 @@ from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import LEAVING, LOST, AgentError
 from penstock.services.gateway.measured import said_at_the_end, turn_rewards
-from penstock.services.gateway.pictures import named
 from penstock.services.gateway.policy import Policy, told
 from penstock.services.gateway.questions import ONCE, Ask, Asking, EndedError
 from penstock.services.gateway.records import Records, at_the_end, restore, session_id
 from penstock.services.gateway.replies import Replies
-from penstock.services.gateway.session import Session, Turn, canonical
+from penstock.services.gateway.session import Session, Turn
 from penstock.services.gateway.turn_names import TurnName, turn_called
 from penstock.services.gateway.turn_times import TurnTimes
 from penstock.services.gateway.work import Ended, Held, Key, Work
@@ -227,9 +226,8 @@ class Desk:
         stop: Sequence[str] = (),
     ) -> Ask:
         """As `chat`, for several answers."""
-        (whole, files), known = named(messages), told(tools)
-        said = [canonical(message) for message in whole]
-        spliced = self._policy.spliced(held.session, said, tools, known, files)
+        known = told(tools)
+        said, spliced = self._policy.spliced(held.session, messages, tools, known)
         about = json.dumps([said, known, max_tokens, list(stop)], sort_keys=True)
         return lambda asked: self._once(held, asked, about, spliced, known, max_tokens, stop)
 
@@ -237,10 +235,8 @@ class Desk:
         self, held: Held, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> int:
         """Tokens of a conversation, up to where the next answer begins."""
-        whole, files = named(messages)
-        said = [canonical(message) for message in whole]
-        parent, given, *_ = self._policy.spliced(held.session, said, tools, told(tools), files)
-        return len(held.session.tokens(parent)) + len(given)
+        _, spliced = self._policy.spliced(held.session, messages, tools, told(tools))
+        return len(held.session.tokens(spliced.parent)) + len(spliced.given)
 
     async def generate(
         self,

@@ -17,7 +17,7 @@ from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
-from penstock.services.gateway.pictures import MOST_BYTES, MOST_OF_SESSION, digests
+from penstock.services.gateway.pictures import MOST_BYTES, MOST_OF_SESSION, digests, named
 from penstock.services.gateway.records import NOBODY
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn, canonical
@@ -69,13 +69,14 @@ class Policy:
     def spliced(
         self,
         session: Session,
-        said: Said,
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         told: str,
-        files: Mapping[str, bytes],
-    ) -> Spliced:
-        """What a conversation adds, and to what; ``told``: of ``tools``; ``files``: pictures that came with it, by
-        their digests. Raises `AgentError`."""
+    ) -> tuple[Said, Spliced]:
+        """A conversation as it is compared, and what it adds, and to what; ``told``: of ``tools``. Raises
+        `AgentError`."""
+        whole, files = named(messages)
+        said = [canonical(message) for message in whole]
         parent = session.parent_of(said, told)
         added = said[len(parent.said) if parent else 0 :]
         self._check_size(json.dumps(added, ensure_ascii=False), "" if parent else told)
@@ -85,7 +86,7 @@ class Policy:
                 given = self._text.encode_chat(said, tools, pictures)
             else:
                 given = self._text.observe(added, True, int(parent.answer.tokens[-1]), parent.said[-1], pictures)
-            return self._checked(session, Spliced(parent, given, added, pictures))
+            return said, self._checked(session, Spliced(parent, given, added, pictures))
         except AgentError:
             raise
         except Exception as error:  # a template may raise anything
@@ -127,8 +128,8 @@ class Policy:
         shown = sum(map(len, (*session.pictures(spliced.parent), *spliced.pictures)))
         if not shown:
             return spliced
-        new = {picture for picture in spliced.pictures if picture not in session.files.values()}
-        if shown > MOST_BYTES or sum(map(len, (*session.files.values(), *new))) > MOST_OF_SESSION:
+        files = session.files | session.unseen(spliced.added, spliced.pictures)
+        if shown > MOST_BYTES or sum(map(len, files.values())) > MOST_OF_SESSION:
             most = f"{MOST_BYTES >> 20} MiB of pictures, and a session {MOST_OF_SESSION >> 20} MiB"
             raise AgentError(413, "too_large", f"a conversation shows at most {most}")
         bare = [each.given for each in before if not each.pictures] if spliced.pictures else [spliced.given]
@@ -164,8 +165,7 @@ class Policy:
         prompt = np.concatenate([session.tokens(parent), given]).astype(np.int32)
         sampling = self._sampling(work, session, len(prompt), max_tokens, stop)
         number, session.next_turn = session.next_turn, session.next_turn + 1
-        named = zip(digests(added), pictures, strict=True)
-        new = {name: picture for name, picture in named if name not in session.files}
+        new = session.unseen(added, pictures)
         key = TurnKey(purpose=work.lease.purpose, number=work.lease.number, place=session.place, turn=number)
         note = {
             "asked": asked,

@@ -121,7 +121,8 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
     turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)
     turn.wanted = number not in session.unheard
     files = {name: picture.tobytes() for name, picture in note.get("files", {}).items()}  # older code knows none
-    turn.pictures = tuple((session.files | files)[name] for name in digests(said[len(parent.said) if parent else 0 :]))
+    shown = session.files | files
+    turn.pictures = tuple(shown[name] for name in digests(said[len(parent.said) if parent else 0 :]))
     if (kept := lease.records.get(key.reward_record)) is not None:
         turn.reward = wire.unpack(kept.tobytes())["reward"]
     session.add(turn, files)

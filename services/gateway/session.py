@@ -189,6 +189,11 @@ class Session:
         """All that a conversation shows, up to this answer."""
         return tuple(picture for each in self.path(turn) for picture in each.pictures)
 
+    def unseen(self, added: Said, pictures: Sequence[bytes]) -> dict[str, bytes]:
+        """Of the ``pictures`` that ``added`` messages show, by digest, those that no turn has shown."""
+        named = zip(digests(added), pictures, strict=True)
+        return {name: picture for name, picture in named if name not in self.files}
+
     def add(self, turn: Turn, files: Mapping[str, bytes]) -> None:
         """It has been answered; ``files``: those pictures of its that no turn had shown, by digest."""
         self.turns[turn.number] = turn

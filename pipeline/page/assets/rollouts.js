@@ -151,8 +151,9 @@ class Rollouts {
       : kinds.map((kind) => make("button", {"aria-pressed": String(kind === this.colouring),
         onclick: () => { this.colouring = kind; this.choose(group); }}, COLOURINGS[kind][0]));
     const truth = group.truth == null ? "" : typeof group.truth === "string" ? group.truth : JSON.stringify(group.truth);
+    this.alike = alike(group);
     this.detail.replaceChildren(make("h2", {}, `Step ${group.step}, group ${group.group}`),
-      make("div", {class: "text given"}, group.prompt), this.asked(group), this.seen(group, alike(group)),
+      make("div", {class: "text given"}, group.prompt), this.asked(group), this.seen(group, this.alike),
       make("p", {class: "about"}, truth ? `truth: ${truth}` : ""),
       make("div", {class: "filters"}, make("span", {class: "about"}, "colour by"), ...buttons),
       make("div", {class: "members"}, ...group.members.filter((member) => member.parent == null)
@@ -191,7 +192,7 @@ class Rollouts {
     const about = `${number(member.sampled)} tokens · ${member.finish}${lag}` + (rewards.length ? ` · ${rewards.join(", ")}` : "");
     const box = make("article", {class: "member"}, make("h3", {}, `${member.sample}: reward ${number(member.reward)}`),
       make("p", {class: "about"}, about), this.asked(member),
-      this.seen(group, (member.pictures ?? []).slice(alike(group).length)), this.text(member));
+      this.seen(group, (member.pictures ?? []).slice(this.alike.length)), this.text(member));
     if (member.failure) box.append(make("p", {class: "about"}, "failed: " + member.failure));
     if (!this.fits(group, member)) box.classList.add("other");
     return box;
