@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from penstock.services.broker import seen
 from penstock.services.data.picture_files import PictureError, open_picture
+from penstock.services.runtime.kept import Kept
 
 SIDE = 448
 """Pixels of its longer side, at most."""
@@ -22,37 +24,31 @@ class Thumbnails:
 
     def of(self, pictures: Iterable[bytes]) -> dict[str, str]:
         """Each as a URL with all of it, by its name, while there is room."""
+        return self._fitting((seen.name_of(each), partial(bytes, each)) for each in dict.fromkeys(pictures))
+
+    def of_files(self, names: Iterable[str]) -> dict[str, str]:
+        """As `of`, of those that the run's folder has."""
+        paths = {name: self._kept / Path(name).name for name in names}
+        return self._fitting((name, path.read_bytes) for name, path in paths.items() if path.is_file())
+
+    def _fitting(self, files: Iterable[tuple[str, Callable[[], bytes]]]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for picture in dict.fromkeys(pictures):
-            if self._room > 0 and (small := _kept(name := seen.name_of(picture), picture)):
+        for name, read in files:
+            if self._room > 0 and (small := KEPT.get(name, partial(_thumbnail, read))):
                 found[name] = small
                 self._room -= len(small)
         return found
 
-    def of_files(self, names: Iterable[str]) -> dict[str, str]:
-        """As `of`, of those that the run's folder has."""
-        paths = (self._kept / Path(name).name for name in dict.fromkeys(names))
-        return self.of(path.read_bytes() for path in paths if self._room > 0 and path.is_file())
 
-
-_KEPT: dict[str, str] = {}
+KEPT: Kept[str] = Kept(1024)
 """By name: a page that stays open asks again and again."""
-KEPT = 1024
 
 
-def _kept(name: str, picture: bytes) -> str:
-    if name not in _KEPT:
-        while len(_KEPT) >= KEPT:
-            del _KEPT[next(iter(_KEPT))]
-        _KEPT[name] = _thumbnail(picture)
-    return _KEPT[name]
-
-
-def _thumbnail(picture: bytes) -> str:
+def _thumbnail(read: Callable[[], bytes]) -> str:
     """Empty: there is none to be had, of a picture that is broken, or where Pillow is not installed."""
     file = io.BytesIO()
     try:
-        image = open_picture(picture)
+        image = open_picture(read())
         image.thumbnail((SIDE, SIDE))
         image.save(file, "JPEG", quality=80)
     except (PictureError, ImportError):

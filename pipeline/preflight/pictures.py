@@ -9,7 +9,7 @@ from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.model import readers
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.experience import Prompt
-from penstock.services.data.picture_files import PictureError, told
+from penstock.services.data.picture_files import PictureError, sizes_of, told
 from penstock.services.rollout.config import PluginEngineConfig, VllmEngineConfig
 from penstock.services.runtime.errors import SetupError
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # it imports torch
 
 TOLD = 4
 """So many pictures of a row are told of."""
+SCREEN = 1920, 1080
+"""Width and height by which models are compared."""
 BLIND = ("reward_model",)
 """Scorers that read words alone."""
 
@@ -36,9 +38,10 @@ def look(config: Config, report: Report) -> None:
         report.notes.append(f"{', '.join(blind)}: it reads the words of prompts alone, with <image> for each picture")
     alike = None
     shown = next((prompt for prompt in [report.row, *report.rows.values()] if prompt and prompt.pictures), None)
+    by, without = _shown_by(config)
     for key, path in _models(config):
         with report.collect():
-            reader = _reader_of(key, path)
+            reader = _reader_of(key, path, by, without)
             if alike is None and shown:
                 report.lines.append(f"{key}: row {shown.index} shows {_told(reader, shown)}")
             alike = alike or reader
@@ -50,21 +53,27 @@ def look(config: Config, report: Report) -> None:
         )
 
 
+def _shown_by(config: Config) -> tuple[str, str]:
+    """Who shows pictures, and how that is left out."""
+    if config.prompts.show_pictures:
+        return "prompts show pictures", "leave out images_key, or pictures of the source that is custom"
+    if config.rollout.environment and config.rollout.environment.pictures:
+        return "the environment shows pictures", "set rollout.environment.pictures to false"
+    return "agents may show pictures", "set gateway.pictures to false"
+
+
 def _problems(config: Config) -> Iterator[str]:
-    engine = config.rollout.engine
+    engine, (by, _) = config.rollout.engine, _shown_by(config)
     if not isinstance(config.model, PretrainedModel):
-        yield "model.type: a tiny model sees nothing, and prompts show pictures; take a pretrained one that sees"
+        yield f"model.type: a tiny model sees nothing, and {by}; take a pretrained one that sees"
     if config.gateway.count and not config.gateway.pictures:
         yield "gateway.pictures: it is false, and tasks show pictures, which agents are to show on; set it to true"
     if config.with_critic:
-        yield "trainer.algorithm.advantage: prompts show pictures, which no critic sees; take one without, e.g. grpo"
+        yield f"trainer.algorithm.advantage: {by}, which no critic sees; take one without, e.g. grpo"
     if isinstance(engine, PluginEngineConfig):
-        yield (
-            f"rollout.engine.name: {engine.name} is handed no pictures, and prompts show some; use "
-            "rollout.engine.type=torch or vllm"
-        )
+        yield (f"rollout.engine.name: {engine.name} is handed none, and {by}; use rollout.engine.type=torch or vllm")
     if isinstance(engine, VllmEngineConfig) and engine.vllm.get("language_model_only"):
-        yield "rollout.engine.vllm.language_model_only: prompts show pictures; leave it out"
+        yield f"rollout.engine.vllm.language_model_only: {by}; leave it out"
 
 
 def _models(config: Config) -> Iterator[tuple[str, str]]:
@@ -75,10 +84,11 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _check_alike(key: str, path: str, policy: PictureReader, reader: PictureReader, row: Prompt | None) -> None:
-    """Raises `SetupError` where a model reads other tokens than the policy in the pictures of ``row``."""
+    """Raises `SetupError` where a model reads other tokens than the policy in the pictures of ``row``, or in one of a
+    size that agents and environments may show."""
     try:
-        for picture in row.pictures if row and reader is not policy else ():
-            mine, theirs = (len(each.expansion(picture)) for each in (policy, reader))
+        for size in [*sizes_of(row.pictures if row else ()), SCREEN] if reader is not policy else ():
+            mine, theirs = (len(each.expansion_of(size)) for each in (policy, reader))
             if mine != theirs:
                 raise SetupError(
                     f"{key}: {path} has {theirs} tokens for a picture for which the policy has {mine}; take a model of "
@@ -97,7 +107,7 @@ def _told(policy: PictureReader, row: Prompt) -> str:
     return "; ".join([*found, *([f"{len(row.pictures) - TOLD} more"] if len(row.pictures) > TOLD else [])])
 
 
-def _reader_of(key: str, path: str) -> PictureReader:
+def _reader_of(key: str, path: str, by: str, without: str) -> PictureReader:
     from penstock.services.modeling.load import empty_model, load_config
     from penstock.services.modeling.pictures import PictureReader, placeholder
     from penstock.services.modeling.sight import can_be_shown
@@ -105,8 +115,8 @@ def _reader_of(key: str, path: str) -> PictureReader:
     config = load_config(path, key)
     if placeholder(config) < 0:
         raise SetupError(
-            f"{key}: {path} ({config.model_type}) sees nothing, and prompts show pictures; take a model that sees "
-            "(docs/models.md), or leave images_key out"
+            f"{key}: {path} ({config.model_type}) sees nothing, and {by}; take a model that sees (docs/models.md), or "
+            f"{without}"
         )
     if not can_be_shown(empty_model(path, key=key)):
         raise SetupError(

@@ -56,15 +56,10 @@ class Mixture(PromptSource):
         found = self._sources[which][int(self._rows[index])]
         return found.model_copy(update={"source": self._names[which]})
 
-    def unshown(self) -> list[str]:
-        """See `PromptSource`."""
-        several = zip(self._names, self._sources, strict=True)
-        return [
-            f"{column} of {name}"
-            for name, each in several
-            if isinstance(each, PromptSource)
-            for column in each.unshown()
-        ]
+    @property
+    def sources(self) -> dict[str, Sequence[Prompt]]:
+        """Its parts, by name."""
+        return dict(zip(self._names, self._sources, strict=True))
 
     def one_of_each(self) -> list[int]:
         """The first prompt of each source."""

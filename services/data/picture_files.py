@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 MOST_PIXELS = 80_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -14,6 +14,8 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 BY_CAMERA = b"eXIf", b"adobe.xmp", b"Raw profile type"
 """In a PNG that may say how it was held."""
 _BEGINNINGS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
+
+T = TypeVar("T")
 
 
 class PictureError(ValueError):
@@ -49,11 +51,26 @@ def size_of(picture: bytes) -> tuple[int, int]:
 
 def open_pictures(pictures: Sequence[bytes]) -> Iterator[Any]:
     """As `open_picture`, of each of those that a prompt shows; what is wrong is said with its number."""
+    return _each(open_picture, pictures)
+
+
+def sizes_of(pictures: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    """As `size_of`, and as `open_pictures` says what is wrong."""
+    return _each(size_of, pictures)
+
+
+def _each(read: Callable[[bytes], T], pictures: Sequence[bytes]) -> Iterator[T]:
     for number, picture in enumerate(pictures):
         try:
-            yield open_picture(picture)
+            yield read(picture)
         except PictureError as error:
             raise PictureError(f"picture {number}: {error}") from error
+
+
+def pixels_of(picture: bytes) -> int:
+    """How many it says that it has; none is looked at. Raises `PictureError`."""
+    image = _begun(picture)
+    return int(image.width * image.height)
 
 
 def check_picture(picture: bytes) -> None:

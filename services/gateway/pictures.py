@@ -9,15 +9,18 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.services.data.picture_files import check_picture, format_of
+from penstock.services.data.picture_files import check_picture, format_of, pixels_of
+from penstock.services.gateway.errors import AgentError
 
 IMAGES = {"image_url", "input_image", "image"}
 """As OpenAI's chat completions, its responses, and Anthropic call such a part; `AgentClient` may give bytes."""
-MOST_BYTES, MOST_OF_SESSION = 24 << 20, 256 << 20
-"""Of the pictures of a conversation, and of all of a session's."""
+MOST_PICTURES, MOST_PIXELS, MOST_BYTES = 500, 320_000_000, 24 << 20
+"""Of a conversation: an engine opens them all, and few bytes may have many pixels. As many as 150 screens have."""
+MOST_OF_SESSION = 256 << 20
+"""Bytes of all its pictures."""
 
 
 def read_part(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,6 +46,20 @@ def named(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], 
             content = [_named(part, files) for part in content]
         found.append({**message, "content": content})
     return found, files
+
+
+def check_shown(shown: Sequence[bytes], of_session: Collection[bytes]) -> None:
+    """Raises `AgentError` where a conversation shows more than it may, or its session would."""
+    about = (
+        (len(shown), MOST_PICTURES, "pictures", "a conversation"),
+        (sum(map(len, shown)), MOST_BYTES, "bytes of pictures", "a conversation"),
+        (sum(map(pixels_of, shown)), MOST_PIXELS, "pixels", "a conversation"),
+        (sum(map(len, of_session)), MOST_OF_SESSION, "bytes of pictures", "a session"),
+    )
+    for found, most, unit, of in about:
+        if found > most:
+            said = f"{of} shows at most {most:,} {unit}, and this would show {found:,}: show fewer, or smaller ones"
+            raise AgentError(413, "too_large", said)
 
 
 def data_url(picture: bytes) -> str:

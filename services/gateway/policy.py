@@ -17,7 +17,7 @@ from penstock.protocols.mailbox import DeadlineError
 from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey, TurnRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
-from penstock.services.gateway.pictures import MOST_BYTES, MOST_OF_SESSION, digests, named
+from penstock.services.gateway.pictures import check_shown, digests, named
 from penstock.services.gateway.records import NOBODY
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn, canonical
@@ -80,7 +80,7 @@ class Policy:
         parent = session.parent_of(said, told)
         added = said[len(parent.said) if parent else 0 :]
         self._check_size(json.dumps(added, ensure_ascii=False), "" if parent else told)
-        pictures = self._shown(session, added, files)
+        pictures = self._shown(session, parent, added, files)
         try:
             if parent is None:
                 given = self._text.encode_chat(said, tools, pictures)
@@ -110,7 +110,9 @@ class Policy:
         parent, given = session.parent_by_tokens(tokens)
         return self._checked(session, Spliced(parent, given, [{"tokens": given.tolist()}]))
 
-    def _shown(self, session: Session, added: Said, files: Mapping[str, bytes]) -> tuple[bytes, ...]:
+    def _shown(
+        self, session: Session, parent: Turn | None, added: Said, files: Mapping[str, bytes]
+    ) -> tuple[bytes, ...]:
         """The files of the pictures that are ``added``. Raises `AgentError`."""
         names = list(digests(added))
         if names and not self._config.pictures:
@@ -120,18 +122,17 @@ class Policy:
         known = {**files, **session.files}
         if lost := next((name for name in names if name not in known), None):
             raise AgentError(400, "invalid_messages", f"the picture {lost} is none of this session's")
-        return tuple(known[name] for name in names)
+        pictures = tuple(known[name] for name in names)
+        if pictures:
+            new = [known[name] for name in set(names) - session.files.keys()]
+            check_shown([*session.pictures(parent), *pictures], [*session.files.values(), *new])
+        return pictures
 
     def _checked(self, session: Session, spliced: Spliced) -> Spliced:
         """Where pictures are shown no words have the tokens that stand for one. Raises `AgentError`."""
         before = session.path(spliced.parent)
-        shown = sum(map(len, (*session.pictures(spliced.parent), *spliced.pictures)))
-        if not shown:
+        if not (spliced.pictures or session.pictures(spliced.parent)):
             return spliced
-        files = session.files | session.unseen(spliced.added, spliced.pictures)
-        if shown > MOST_BYTES or sum(map(len, files.values())) > MOST_OF_SESSION:
-            most = f"{MOST_BYTES >> 20} MiB of pictures, and a session {MOST_OF_SESSION >> 20} MiB"
-            raise AgentError(413, "too_large", f"a conversation shows at most {most}")
         bare = [each.given for each in before if not each.pictures] if spliced.pictures else [spliced.given]
         try:
             self._text.check_bare(bare)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.services.data.picture_files import PictureError, open_pictures, size_of
+from penstock.services.data.picture_files import PictureError, open_pictures, size_of, sizes_of
 from penstock.services.modeling.load import ModelError, load_config, load_tokenizer, not_loaded, sees
 from penstock.services.runtime.install import install
+from penstock.services.runtime.kept import Kept
 
 TRIED = (64, 48), (123, 457), (900, 20)
 """Sizes by which it is tried whether a processor counts right."""
@@ -34,7 +35,7 @@ class PictureReader:
         """What the family puts around a picture; nothing: its processor does, or nobody."""
         self._token = placeholder(config)
         self._word = self._processor.tokenizer.convert_ids_to_tokens(self._token)
-        self._expansions: dict[tuple[int, int], list[int]] = {}
+        self._expansions: Kept[list[int]] = Kept(KEPT)
 
     @property
     def mark(self) -> str:
@@ -70,7 +71,11 @@ class PictureReader:
         if self.folds:  # as the processor would, which looks at every pixel first
             ids = self._processor.tokenizer(text, add_special_tokens=not begun)["input_ids"]
             return self.expand(np.array(ids, np.int32), pictures)
-        return self._apart(self._call(text, pictures, add_special_tokens=not begun)["input_ids"][0], pictures)
+        sizes = list(sizes_of(pictures))
+        if not self._sequence:
+            return self._apart(self._read(text, list(map(_blank, sizes)), add_special_tokens=not begun), pictures)
+        words = text.replace(self.mark, self._sequence)
+        return self._apart(self._processor.tokenizer(words, add_special_tokens=not begun)["input_ids"], pictures)
 
     def expand(self, ids: np.ndarray, pictures: Sequence[bytes]) -> np.ndarray:
         """int32 ``[tokens]``: ``ids`` with each picture's tokens in the place of its `mark_id`. Raises
@@ -107,19 +112,21 @@ class PictureReader:
 
     def numbers(self, picture: bytes) -> dict[str, torch.Tensor]:
         """What the family's ``get_image_features`` is given for one picture. Raises `PictureError`."""
-        found = self._call(self.mark, [picture])
+        found = self._call(self.mark, list(open_pictures([picture])))
         return {name: torch.as_tensor(np.asarray(of)) for name, of in found.items() if name not in _OF_TEXT}
 
     def expansion(self, picture: bytes) -> list[int]:
         """The tokens that stand for a picture in the place of the token of `mark`, which follow from its size alone.
         Raises `PictureError`."""
-        size = size_of(picture)
-        if size not in self._expansions:
-            if len(self._expansions) >= KEPT:
-                del self._expansions[next(iter(self._expansions))]
-            count = self._count(size) if self._repeats else -1  # -1 too of one that the processor refuses, saying why
-            self._expansions[size] = [self._token] * count if count > 0 else self._of_blank(size)
-        return self._expansions[size]
+        return self.expansion_of(size_of(picture))
+
+    def expansion_of(self, size: tuple[int, int]) -> list[int]:
+        """As `expansion`, of any picture of this width and height."""
+        return self._expansions.get(size, lambda: self._expanded(size))
+
+    def _expanded(self, size: tuple[int, int]) -> list[int]:
+        count = self._count(size) if self._repeats else -1  # -1 too of one that the processor refuses, saying why
+        return [self._token] * count if count > 0 else self._of_blank(size)
 
     @cached_property
     def _repeats(self) -> bool:
@@ -127,10 +134,15 @@ class PictureReader:
         every = [(size, self._of_blank(size)) for size in TRIED]
         return all(set(found) == {self._token} and len(found) == self._count(size) for size, found in every)
 
-    def _of_blank(self, size: tuple[int, int]) -> list[int]:
-        from PIL import Image
+    @cached_property
+    def _sequence(self) -> str:
+        """Of a family that does not fold: the words that stand for each picture, of whatever size; empty: none do."""
+        words: str = getattr(self._processor, "full_image_sequence", "")
+        ids = self._processor.tokenizer(words, add_special_tokens=False)["input_ids"]
+        return words if all(self._of_blank(size) == ids for size in TRIED) else ""
 
-        return list(self._read(self.mark, [Image.new("RGB", size)], add_special_tokens=False)["input_ids"][0])
+    def _of_blank(self, size: tuple[int, int]) -> list[int]:
+        return self._read(self.mark, [_blank(size)], add_special_tokens=False)
 
     def _count(self, size: tuple[int, int]) -> int:
         """What vLLM asks too; -1: this family's processor does not say."""
@@ -140,10 +152,10 @@ class PictureReader:
         except (TypeError, ValueError, LookupError, AttributeError):
             return -1
 
-    def _call(self, text: str, pictures: Sequence[bytes], **how: Any) -> Mapping[str, Any]:
-        return self._read(text, list(open_pictures(pictures)), **how)
+    def _read(self, text: str, images: Sequence[Any], **how: Any) -> list[int]:
+        return list(self._call(text, images, **how)["input_ids"][0])
 
-    def _read(self, text: str, images: Sequence[Any], **how: Any) -> Mapping[str, Any]:
+    def _call(self, text: str, images: Sequence[Any], **how: Any) -> Mapping[str, Any]:
         try:
             found: Mapping[str, Any] = self._processor(images=images, text=[text], **how)
         except (ValueError, TypeError, IndexError, OSError) as error:
@@ -152,6 +164,12 @@ class PictureReader:
 
 
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops")
+
+
+def _blank(size: tuple[int, int]) -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", size)
 
 
 def placeholder(config: Any) -> int:

@@ -23,6 +23,7 @@ from penstock.services.modeling.load import ModelError, empty_model, folder_of, 
 from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.towers import towers
 from penstock.services.modeling.weight_files import WeightFiles
+from penstock.services.runtime.kept import Kept
 
 FOUND_BYTES = 512 << 20
 """Of what towers have found in pictures, so much is remembered; the oldest is forgotten."""
@@ -37,7 +38,7 @@ class Sight:
         self._path, self._dtype, self._device, self._key = path, dtype, device, key
         self._base: Any = None
         self._reader: PictureReader | None = None
-        self._found: dict[bytes, _Found] = {}
+        self._found: Kept[_Found] = Kept(FOUND_BYTES, lambda found: found.nbytes)
         self._shown: torch.Tensor | None = None
         """bool ``[rows, length]``: where rows show something, of the forward pass that was asked for last."""
 
@@ -112,17 +113,13 @@ class Sight:
 
     @torch.no_grad()
     def _look(self, picture: bytes) -> _Found:
-        found = self._found.pop(picture, None)
-        if found is None:
-            base, reader = self._loaded()
-            numbers = reader.numbers(picture)
-            taken = inspect.signature(base.get_image_features).parameters
-            found = _Found.of(base, {name: self._placed(of) for name, of in numbers.items() if name in taken})
-            others = sum(each.nbytes for each in self._found.values())
-            while self._found and others + found.nbytes > FOUND_BYTES:
-                others -= self._found.pop(next(iter(self._found))).nbytes
-        self._found[picture] = found
-        return found
+        return self._found.get(picture, lambda: self._looked(picture))
+
+    def _looked(self, picture: bytes) -> _Found:
+        base, reader = self._loaded()
+        numbers = reader.numbers(picture)
+        taken = inspect.signature(base.get_image_features).parameters
+        return _Found.of(base, {name: self._placed(of) for name, of in numbers.items() if name in taken})
 
     def _placed(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device, DTYPES[self._dtype] if values.is_floating_point() else None)

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from penstock.protocols.agent_client import AsyncAgentSession, Reply
-from penstock.protocols.experience import PICTURE, Prompt
+from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
 from penstock.services.environments.sessions import LOST
@@ -49,8 +49,11 @@ class OwnPlayer:
 
     async def _play(self, session: AsyncAgentSession, number: int) -> Played:
         begun = await _asked(lambda answered: self._pool.reset(number, session.task, answered))
-        first, tools, rewards = begun["prompt"], begun["tools"], 0.0
-        messages = as_messages(session.task) if first is None else _begun(first, begun["pictures"], session.task)
+        tools, rewards = begun["tools"], 0.0
+        try:
+            messages = as_messages(begun_with(session.task, begun))
+        except ValueError as error:
+            raise PlayError(str(error)) from error
         for turn in range(1, self._config.max_turns + 1):
             reply = await said_to(session, messages, tools)
             if reply is None:
@@ -75,14 +78,6 @@ def as_said(reply: Reply) -> str:
         for name, arguments, _ in reply.calls
     ]
     return "\n".join([*([reply.text] if reply.text or not calls else []), *calls])
-
-
-def _begun(said: str | list[dict[str, Any]], pictures: list[bytes], task: Prompt) -> list[dict[str, Any]]:
-    """What reset has ``said``, which may show ``pictures``, or by as many marks those of the task."""
-    messages = _messages(said)
-    marks = sum(message["content"].count(PICTURE) for message in messages)
-    shown = pictures or task.pictures
-    return in_parts(messages, shown if marks == len(shown) else ())
 
 
 def _messages(observation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import structlog
 
-from penstock.protocols.experience import Group, Prompt, Trajectory
+from penstock.protocols.experience import Group, Trajectory
 from penstock.protocols.messages import Lease
+from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
 from penstock.services.environments.sessions import LOST
@@ -176,18 +177,11 @@ class MultiTurn:
         return lambda found, error: self._post(_Said(session, number, op, found, error))
 
     def _prompted(self, session: _Session, found: dict[str, Any]) -> Made | None:
-        leased, said = session.work.lease.prompt, found["prompt"]
-        prompt = leased
-        if said is not None:
-            form = {"text": said} if isinstance(said, str) else {"messages": said}
-            prompt = Prompt(index=leased.index, truth=leased.truth, **form)
-            shown = tuple(found["pictures"]) or leased.pictures
-            if prompt.marks == len(shown):  # else it shows none of its row's
-                prompt = prompt.model_copy(update={"pictures": shown})
-        session.chat, session.pictures = prompt.messages is not None, prompt.pictures
-        if reason := self._too_long([said, found["tools"]]):
+        if reason := self._too_long([found["prompt"], found["tools"]]):
             return self._refused(session, reason)
         try:
+            prompt = begun_with(session.work.lease.prompt, found)
+            session.chat, session.pictures = prompt.messages is not None, prompt.pictures
             tokens = self._text.encode(prompt, found["tools"])
         except Exception as error:  # a template may raise anything
             return self._end(session, failure=f"the prompt cannot be used: {error}")

@@ -10,9 +10,11 @@ import datasets
 import numpy as np
 import pytest
 
+from penstock.pipeline.preflight.report import Report
+from penstock.pipeline.preflight.unshown import look_at_rows
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data import DataError, open_source, written
-from penstock.services.data.config import HubData, MixData
+from penstock.services.data.config import CustomData, HubData, MixData
 from penstock.services.data.picture_files import open_picture
 from tests import seeing
 
@@ -123,4 +125,30 @@ def test_columns_of_pictures_that_nothing_names_are_known(tmp_path: Path) -> Non
     datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).to_parquet(tmp_path / "rows.parquet")
     both = HubData(path="parquet", files=[str(tmp_path / "rows.parquet")], truth_key="prompt")
     parts = {"left": both, "right": both.model_copy(update={"images_key": "several"})}
-    assert open_source(MixData(sources=parts)).unshown() == ["one of left", "several of left", "one of right"]
+    mixture = open_source(mixed := MixData(sources=parts))
+    report = Report()
+    look_at_rows(mixed, "prompts.train", mixture, mixture[:2], report)
+    assert [note.split("; ")[0] for note in report.notes] == [
+        "prompts.train.sources.left: nothing names the pictures of one, several",
+        "prompts.train.sources.right: nothing names the pictures of one",
+    ]
+    assert report.notes[0].endswith("as prompts.train.sources.left.images_key")
+
+
+def test_the_remedy_for_blind_rows_is_that_of_their_source(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": f"{PICTURE} what?", "truth": "1"}) + "\n")
+    parts = {
+        "file": HubData(path="json", files=[str(tmp_path / "rows.jsonl")], truth_key="truth"),
+        "own": CustomData(function="tests.data.test_pictures:blind"),
+    }
+    mixture = open_source(mixed := MixData(sources=parts))
+    report = Report()
+    look_at_rows(mixed, "prompts.train", mixture, mixture[:2], report)
+    assert [found.split(":")[0] for found in report.problems] == ["prompts.train.sources.file"]
+    assert "name the column of their pictures as prompts.train.sources.file.images_key; where" in report.problems[0]
+    assert "give them as penstock.Prompt(…, pictures=(bytes, …)), and set pictures: true" in report.notes[0]
+
+
+def blind() -> list[Prompt]:
+    """Rows of a user's own."""
+    return [Prompt(index=0, text=f"{PICTURE} what?")]

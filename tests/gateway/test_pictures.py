@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from penstock.protocols import wire
 from penstock.protocols.experience import PICTURE, Group, Prompt
 from penstock.protocols.packed_groups import pack_group, unpack_group
-from penstock.services.gateway import policy
+from penstock.services.gateway import pictures, policy
 from penstock.services.gateway.chat import ChatRequest
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.desk import Desk
@@ -247,9 +247,15 @@ def test_what_cannot_be_shown_is_refused(house: House, monkeypatch: pytest.Monke
             with pytest.raises(AgentError, match=why) as refused:
                 await house.desk.chat(held, chat(*said), None)
             assert refused.value.code == code
-        monkeypatch.setattr(policy, "MOST_BYTES", 50)
-        with pytest.raises(AgentError, match="shows at most 0 MiB of pictures"):
-            await house.desk.chat(held, chat(in_chat(RED)), None)
+        for limit, most, why in (
+            ("MOST_BYTES", 50, "a conversation shows at most 50 bytes of pictures, and this would show "),
+            ("MOST_PICTURES", 1, "a conversation shows at most 1 pictures, and this would show 2: show fewer"),
+            ("MOST_PIXELS", 100, "a conversation shows at most 100 pixels, and this"),
+            ("MOST_OF_SESSION", 50, "a session shows at most 50 bytes of pictures"),
+        ):
+            with monkeypatch.context() as narrow, pytest.raises(AgentError, match=why):
+                narrow.setattr(pictures, limit, most)
+                await house.desk.chat(held, chat(in_chat(RED, RED)), None)
         house._config = GatewayConfig()
         house.open().start(house.lease(1))
         held = await house.desk.open(1)

@@ -263,7 +263,7 @@ MISTAKES = [
     m("pictures for a tiny model", "model.type: a tiny model sees nothing, and prompts show pictures",
       overrides=[f"prompts.train={SHOWN}"]),
     m("pictures for agents and for a server", "gateway.pictures: it is false, and tasks show pictures",
-      "rollout.engine.name: openai is handed no pictures",
+      "rollout.engine.name: openai is handed none, and prompts show pictures",
       overrides=[f"prompts.train={SHOWN}", "gateway.count=1",
                  "rollout.engine={type: plugin, name: openai, options: {url: 'http://127.0.0.1:1', folder: v}}"]),
     m("pictures that nobody is told of", "prompts: some show pictures, and none of the sources says so: set pictures:",

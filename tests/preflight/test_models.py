@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.models import make_tiny as making
 from penstock.pipeline.models.tiny import ALPHABET, make_tokenizer
 from penstock.pipeline.preflight import model as models
+from penstock.pipeline.preflight import pictures
 from penstock.pipeline.preflight.report import Report
 from penstock.services.modeling.load import load_model, load_tokenizer
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
+from tests import seeing
 from tests.conftest import TINY
 from tests.e2e.runs import QUICKSTART, SHORT
 
@@ -40,10 +44,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("policy"))
 
 
-def said(policy: Path, **given: Any) -> str:
+def said(policy: Path, look: Callable[[Config, Report], None] = models.look, **given: Any) -> str:
     told = {"model": {"type": "pretrained", "path": str(policy)}, "prompts": {"train": {"type": "sort"}}, **given}
     report = Report()
-    models.look(Config.model_validate(told), report)
+    look(Config.model_validate(told), report)
     return "\n".join(report.problems)
 
 
@@ -65,6 +69,22 @@ def test_whoever_reads_the_policys_tokens_must_know_them(policy: Path, tmp_path:
     for path in (bare, marked):  # what reads ids alone needs no tokenizer, and begins no text
         assert not said(policy, reference={"path": str(path)}, trainer=kl)
     assert not said(policy, reference={"path": str(policy)}, trainer=kl) and not said(policy, trainer=gae)
+
+
+def test_who_is_shown_pictures_sees_as_the_policy_does(policy: Path, tmp_path: Path) -> None:
+    agents = {"gateway": {"count": 1, "pictures": True}}
+    found = said(policy, pictures.look, **agents)
+    assert "sees nothing, and agents may show pictures; take a model that sees" in found
+    assert found.endswith("or set gateway.pictures to false")
+    for name in ("sees", "otherwise"):
+        seeing.write("qwen3_vl", tmp_path / name)
+    told = tmp_path / "otherwise" / "preprocessor_config.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"size": {"shortest_edge": 4096, "longest_edge": 8192}}))
+    kl = {"algorithm": {"kl": {"coefficient": 0.1}}}
+    assert not said(tmp_path / "sees", pictures.look, **agents, reference={"path": str(tmp_path / "sees")}, trainer=kl)
+    other = {"path": str(tmp_path / "otherwise")}
+    found = said(tmp_path / "sees", pictures.look, **agents, reference=other, trainer=kl)
+    assert re.search(r"reference.path: .*otherwise has \d+ tokens for a picture for which the policy has \d+", found)
 
 
 def test_a_critic_is_of_a_kind_that_has_a_head_for_it(policy: Path, tmp_path: Path) -> None:

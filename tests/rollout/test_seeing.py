@@ -228,6 +228,16 @@ class Confused:
         return penstock.Turn(f"see {PICTURE}", pictures=[RED, GREEN])
 
 
+class Many:
+    """Asks of more pictures than its task has."""
+
+    def reset(self, prompt: Prompt) -> Any:
+        return f"see {PICTURE} or {PICTURE}"
+
+    def step(self, answer: str) -> Any:
+        raise AssertionError("it has not begun")
+
+
 class Late:
     """Shows something, and nobody was told."""
 
@@ -251,6 +261,7 @@ class Broken:
     [
         ("Confused", True, "step says <image> 1 times, and gave 2 pictures"),
         ("Late", False, "step shows pictures, and rollout.environment.pictures is false: set it to true"),
+        ("Many", False, "reset says <image> 2 times, and its task shows 1 pictures: say it once for each"),
         ("Broken", True, "step: picture 1: 10 bytes that are no picture"),
     ],
 )
@@ -260,8 +271,9 @@ def test_a_picture_that_cannot_be_shown_costs_its_trajectory(
     inbox: queue.Queue[object] = queue.Queue()
     config = EnvironmentConfig(environment=f"tests.rollout.test_seeing:{environment}", pictures=told)
     maker = MultiTurn(*engine, config, 96, inbox.put)
+    leased = lease().model_copy(update={"prompt": Prompt(index=3, text=f"{PICTURE}is", pictures=(RED,))})
     try:
-        group = made(maker, engine[0], inbox, lease())
+        group = made(maker, engine[0], inbox, leased)
     finally:
         maker.close()
     assert all(why in trajectory.failure for trajectory in group.trajectories)

@@ -224,8 +224,10 @@ def test_tokens_by_size_are_those_by_pixels(family: str, repeats: bool, tmp_path
     assert reader._repeats == repeats
     for size in ((32, 32), (33, 47), (500, 31), (640, 480), (61, 611), (28, 28), (1000, 1000)):
         picture = seeing.picture(seeing.COLOURS["r"], size)
-        by_pixels = reader._call(reader.mark, [picture], add_special_tokens=False)["input_ids"][0]
+        by_pixels = reader._read(reader.mark, [open_picture(picture)], add_special_tokens=False)
         assert reader.expansion(picture) == by_pixels
+        text, seen = f"a{reader.framed_mark}b{reader.framed_mark}", [open_picture(picture)] * 2
+        assert reader.encode(text, [picture] * 2, True).tolist() == reader._read(text, seen, add_special_tokens=False)
     if repeats:
         with pytest.raises(PictureError, match="cannot take the picture: .*aspect ratio"):
             reader.expansion(seeing.picture(seeing.COLOURS["r"], (9000, 30)))

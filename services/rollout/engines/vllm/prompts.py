@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,15 @@ import numpy as np
 from penstock.services.data.picture_files import open_picture
 from penstock.services.modeling.pictures import PictureReader
 from penstock.services.rollout.engines.base import EngineError, Request, RequestError
+from penstock.services.runtime.kept import Kept
 
 BLIND = (
     "it shows pictures, and vLLM was started for words alone; set images_key, or pictures: true of the custom source, "
     "the environment (rollout.environment.pictures) or the gateway (gateway.pictures) that shows them"
 )
+
+OPENED: Kept[Any] = Kept(512 << 20, lambda image: 3 * image.width * image.height)
+"""Pictures, up to so many bytes of their pixels: a group's answers follow each other, and a session's turns."""
 
 
 def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, Any]:
@@ -34,13 +38,8 @@ def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, An
         tokens = tokens[place + len(expansion) :]
     return {
         "prompt_token_ids": folded + tokens,
-        "multi_modal_data": {"image": [_opened(picture) for picture in request.pictures]},
+        "multi_modal_data": {"image": [OPENED.get(each, partial(open_picture, each)) for each in request.pictures]},
     }
-
-
-@lru_cache(maxsize=32)  # a group's answers follow each other, and a session's turns
-def _opened(picture: bytes) -> Any:
-    return open_picture(picture)
 
 
 def check_shown(request: Request, run: list[int] | None) -> None:
