@@ -10,10 +10,12 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.config.columns import check_columns, columns_read
+from penstock.pipeline.config.engine import check_engine
 from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
 from penstock.pipeline.config.given import check_given, given_by_preset
 from penstock.pipeline.config.head import check_head
+from penstock.pipeline.config.programs import ProgramConfig
 from penstock.pipeline.config.reference import check_reference
 from penstock.pipeline.config.sources import check_sources
 from penstock.protocols.columns import REFERENCE, VALUES, ColumnTable
@@ -31,13 +33,7 @@ from penstock.services.critic.config import CriticConfig
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.reference.config import ReferenceConfig
 from penstock.services.reward.config import ENVIRONMENT, RewardConfig
-from penstock.services.rollout.config import (
-    HTTP_ENGINES,
-    PluginEngineConfig,
-    RolloutConfig,
-    TorchEngineConfig,
-    VllmEngineConfig,
-)
+from penstock.services.rollout.config import RolloutConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.custom_scorer import ScorerConfig
 from penstock.services.runtime.settings import MOST_PORT, Section
@@ -245,6 +241,9 @@ class Config(Section):
     """Redis, where everything lies that must survive a crash."""
     replay: ReplayConfig = ReplayConfig()
     """Finished groups: which are left out, which are kept on disk."""
+    programs: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], ProgramConfig] = {}
+    """Programs of others that `penstock run` starts beside the run, by name, each until it is over, e.g. ``{judge:
+    {command: vllm serve Qwen/Qwen3-8B --port 8431, ready: "http://127.0.0.1:8431/health", gpus: 1}}``."""
 
     @property
     def template(self) -> dict[str, Any]:
@@ -298,50 +297,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        sampling, engine, algorithm = self.rollout.sampling, self.rollout.engine, self.trainer.algorithm
-        if isinstance(engine, TorchEngineConfig | VllmEngineConfig):
-            if isinstance(engine, TorchEngineConfig) and sampling.n > engine.max_sequences:
-                raise ValueError(
-                    f"rollout.sampling.n={sampling.n} exceeds rollout.engine.max_sequences={engine.max_sequences}"
-                )
-            if sampling.max_new_tokens >= engine.max_length:
-                raise ValueError(
-                    f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
-                    f"rollout.engine.max_length={engine.max_length}"
-                )
-            if self.weights.canary_tokens > engine.max_length:
-                raise ValueError(
-                    f"weights.canary_tokens={self.weights.canary_tokens} exceeds "
-                    f"rollout.engine.max_length={engine.max_length}"
-                )
-        if sampling.routing_replay and isinstance(self.model, TinyModel) and not self.model.experts:
-            raise ValueError("rollout.sampling.routing_replay: there are no experts; set model.experts, e.g. to 4")
-        if sampling.routing_replay and isinstance(engine, PluginEngineConfig) and engine.name in HTTP_ENGINES:
-            raise ValueError(
-                f"rollout.sampling.routing_replay: a server over HTTP ({engine.name}) does not say which experts it "
-                "took; use rollout.engine.type=torch or vllm"
-            )
-        if isinstance(engine, VllmEngineConfig) and engine.adapter == "beside":
-            lora = self.trainer.lora
-            if lora is None or not self.trainer.sends_adapter or lora.variant == "dora" or "lm_head" in lora.targets:
-                raise ValueError(
-                    "rollout.engine.adapter: beside wants versions that are an adapter alone, and neither dora's nor "
-                    "the head's: set trainer.lora.publish=adapter, or rollout.engine.adapter=merged"
-                )
-        if sampling.candidates and not sampling.training().truncated:
-            raise ValueError("rollout.sampling.candidates: without top_p or top_k there is nothing to record")
-        if isinstance(engine, VllmEngineConfig) and sampling.candidates and not sampling.top_k:
-            raise ValueError("rollout.sampling.candidates: vLLM needs top_k with it, the number of tokens to look at")
-        if (
-            isinstance(engine, VllmEngineConfig)
-            and sampling.training().truncated
-            and not sampling.candidates
-            and sampling.temperature != 1
-        ):
-            raise ValueError(
-                "rollout.sampling: vLLM reports no log-probabilities of the untruncated distribution at a temperature "
-                f"other than 1 (it is {sampling.temperature:g}); set candidates=true, or leave top_p and top_k out"
-            )
+        sampling, algorithm = self.rollout.sampling, self.trainer.algorithm
+        check_engine(self)
         check_given(self)
         weighs = algorithm.correction.type not in ("none", "custom") and algorithm.loss.has_ratio
         if weighs and algorithm.ratio == "behaviour":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.resources.gpus import gpus_of_programs
 from penstock.pipeline.resources.placement import joining_guests, seated
 from penstock.services.runtime import registry
 from penstock.services.runtime.registry import ActorSpec
@@ -48,7 +49,7 @@ def parts_of(config: Config, with_gpus: bool, each: int = 1) -> list[Part]:
     """The head first; ``each``: processes of one kind in a task, where there are several. Raises `ConfigError` where
     these would be more than the config says."""
     head = [(spec, len(spec.names(config))) for spec in registry.started_here(config)]
-    gpus = sum(count * spec.gpus(config) for spec, count in head) * with_gpus
+    gpus = (sum(count * spec.gpus(config) for spec, count in head) + gpus_of_programs(config)) * with_gpus
     cpus = HEAD_CPUS + sum(count * _cpus(spec, config) for spec, count in head)
     found = [Part("head", 1, 1, gpus, cpus, sum(count * spec.ranks(config) for spec, count in head))]
     specs, guests = registry.actors(config), joining_guests(config)

@@ -10,8 +10,13 @@ from penstock.services.runtime import registry
 
 
 def total_gpus(config: Config) -> int:
-    """GPUs of the whole run, which nobody shares but guests (`run.placement`: colocated)."""
-    return gpus_but(config, GUESTS if config.run.colocated else ())
+    """GPUs of the whole run, its programs among it, which nobody shares but guests (`run.placement`: colocated)."""
+    return gpus_but(config, GUESTS if config.run.colocated else ()) + gpus_of_programs(config)
+
+
+def gpus_of_programs(config: Config) -> int:
+    """GPUs of the programs that it starts beside itself."""
+    return sum(program.gpus for program in config.programs.values())
 
 
 def gpus_but(config: Config, kinds: Collection[str]) -> int:

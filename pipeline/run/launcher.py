@@ -21,6 +21,7 @@ from penstock.pipeline.run.command import penstock
 from penstock.pipeline.run.finish import conclude
 from penstock.pipeline.run.folder import keys_folder, run_key, run_name
 from penstock.pipeline.run.forking import fork_server
+from penstock.pipeline.run.programs import Programs
 from penstock.pipeline.run.redis_server import PrivateRedis
 from penstock.pipeline.run.serve import environment
 from penstock.pipeline.run.supervisor import Child, Supervisor
@@ -64,11 +65,12 @@ class InterruptedRunError(RunError):
     """It was interrupted, and has no summary: before it began, or a second time, which ends it at once."""
 
 
-def run(config: Config, folder: Path, console: Console) -> dict[str, Any]:
-    """Runs everything; returns the summary. Raises `RunError` or a `SetupError`."""
+def run(config: Config, folder: Path, console: Console, programs: Programs) -> dict[str, Any]:
+    """Runs everything, beside ``programs`` that are there already; returns the summary. Raises `RunError` or a
+    `SetupError`."""
     logs.configure(run_name(folder), "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
     interrupted: list[int] = []
-    launch = _Launch(config, folder, console, interrupted)
+    launch = _Launch(config, folder, console, programs, interrupted)
     previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in ends()}
     try:
         return launch.run()
@@ -88,13 +90,16 @@ def ends() -> tuple[int, ...]:
 class _Launch:
     """One run's processes and the connection to its broker."""
 
-    def __init__(self, config: Config, folder: Path, console: Console, interrupted: list[int]) -> None:
-        self._config, self._folder, self._console = config, folder, console
+    def __init__(
+        self, config: Config, folder: Path, console: Console, programs: Programs, interrupted: list[int]
+    ) -> None:
+        self._config, self._folder, self._console, self._programs = config, folder, console, programs
         self._interrupted = interrupted
         """Signals that came, one after the other."""
         self._redis: PrivateRedis | None = None
         self._mailbox: Mailbox | None = None
-        self._told: dict[str, int] = {}
+        self._told: dict[Path, int] = {}
+        """Restarts that the view was told of, by log: a program may be called as an actor is."""
         self._gpus = place(config, visible_gpus())
         preloaded = any(spec.preloaded(config) and spec.count(config) for spec in registry.started_here(config))
         forks = fork_server(self._stderr("forkserver")) if preloaded else None
@@ -231,7 +236,7 @@ class _Launch:
         assert self._mailbox
         heard = time.monotonic()
         while True:
-            error = self._supervisor.poll()
+            error = self._supervisor.poll() or self._programs.poll()
             self._note_restarts(view)
             self._check_disk()
             if error:
@@ -246,7 +251,7 @@ class _Launch:
                 if time.monotonic() - max(heard, self._mailbox.heard_at) > BROKER_SILENT_S:
                     return self._supervisor.poll() or str(late), "failed"
                 continue
-            view.update(state, self._supervisor.restarts)
+            view.update(state, self._restarts)
             for name, silent_s in state["lost"].items():
                 self._supervisor.end_wedged(name, silent_s)
             if state["phase"] == "done":
@@ -260,10 +265,14 @@ class _Launch:
         if shutil.disk_usage(self._folder).free < LEAST_DISK:
             raise RunError(f"the disk that {self._folder} is on is full; free some space, and go on")
 
+    @property
+    def _restarts(self) -> int:
+        return self._supervisor.restarts + self._programs.restarts
+
     def _note_restarts(self, view: View) -> None:
-        for child in self._supervisor.children:
-            if child.restarts > self._told.get(child.name, 0):
-                self._told[child.name] = child.restarts
+        for child in (*self._supervisor.children, *self._programs.children):
+            if child.restarts > self._told.get(child.stderr, 0):
+                self._told[child.stderr] = child.restarts
                 view.note(f"{child.name} died and was started again ({child.restarts})")
 
     # --- ending ------------------------------------------------------------------------------------------------------
@@ -277,12 +286,12 @@ class _Launch:
             self._drain(view, broker, "" if outcome == "complete" else error or outcome)
             status, ledger = self._insist(StatusRequest()), self._insist(LedgerRequest())
             assert isinstance(status, Status) and isinstance(ledger, LedgerReply)
-            view.finish(status.state, self._supervisor.restarts)
+            view.finish(status.state, self._restarts)
             self._insist(StopRun(reason="the supervisor has seen the end", seen=True))
             self._supervisor.wait({"broker"}, STOP_S)
         except (DeadlineError, RefusedError) as late:
             raise RunError(f"{error or 'the run ended'}; {late}") from None
-        summary = conclude(self._folder, status.state, ledger, self._supervisor.restarts, outcome, error)
+        summary = conclude(self._folder, status.state, ledger, self._restarts, outcome, error)
         if error:
             raise RunError(error)
         return summary
@@ -341,9 +350,9 @@ class _Launch:
         return answer_to(answer, 0.0)
 
     def _keep_books(self) -> None:
-        """Broker and store are needed to the last, when nobody else is started again."""
+        """Broker, store and programs are needed to the last, when nobody else is started again."""
         if len(self._interrupted) > 1:
             raise InterruptedRunError("interrupted twice: ended at once, without a checkpoint of the last steps")
         self._check_disk()
-        if broken := self._supervisor.poll({"broker", "redis"}):
+        if broken := self._supervisor.poll({"broker", "redis"}) or self._programs.poll():
             raise RunError(broken)

@@ -23,6 +23,7 @@ from penstock.pipeline.run.folder import address_file, begin, make_folder, new_f
 from penstock.pipeline.run.launcher import InterruptedRunError, RunError
 from penstock.pipeline.run.launcher import run as launch
 from penstock.pipeline.run.lock import held
+from penstock.pipeline.run.programs import Programs, of_their_own, started, too_few_gpus
 from penstock.pipeline.run.resume import committed, complete, how_to_go_on, resumed
 from penstock.services.runtime.plain import plain, visible
 
@@ -60,8 +61,12 @@ def start(
         if resume and not dry_run:  # at once: from then on what the start before left counts for nothing
             stack.enter_context(_taken(folder, wait_s))
         try:
+            lacking = too_few_gpus(config) if dry_run else ""
+            there = config.model_copy(update={"programs": {}}) if lacking else config
+            programs = stack.enter_context(started(there, folder, bool(resume) and not dry_run, console))
             with console.status("looking at data, model and functions …"):
-                report = look(config, folder)
+                report = look(_untried(config) if lacking else config, folder)
+                report.here += [lacking] * bool(lacking)
         except KeyboardInterrupt:
             typer.echo("interrupted before the run began", err=True)
             return INTERRUPTED
@@ -71,7 +76,14 @@ def start(
         if not resume:  # nothing is made for a run that cannot work
             stack.enter_context(_taken(folder, wait_s))
         _tell(console, report, committed(folder) if resume else None, changed)
-        return _run(console, config, origin, folder, show)
+        programs.move(folder / "logs")
+        return _run(console, config, origin, folder, show, programs)
+
+
+def _untried(config: Config) -> Config:
+    """Its reward functions are not called: they may ask programs that are not there."""
+    functions = tuple(each.model_copy(update={"trial": False}) for each in config.reward.functions)
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
 
 
 @contextmanager
@@ -98,7 +110,8 @@ def laid_out(file: str | None, overrides: list[str], resume: Path | None) -> tup
     config, origin, changed = _read(file, given, resume)
     if config.run.placement != "auto":
         return config, replace(origin, before_auto=()), changed
-    choice = choose(config)
+    with of_their_own(config):
+        choice = choose(config)
     config, origin, changed = _read(file, [*given, *choice.overrides], resume)
     return config, replace(origin, before_auto=choice.before), [*changed, choice.line]
 
@@ -129,14 +142,14 @@ def _show(config: Config, report: Report, changed: list[str]) -> int:
     return COMPLETE
 
 
-def _run(console: Console, config: Config, origin: Origin, folder: Path, show: Show) -> int:
+def _run(console: Console, config: Config, origin: Origin, folder: Path, show: Show, programs: Programs) -> int:
     begin(config, folder, origin)
     address_file(folder).unlink(missing_ok=True)  # of a broker that is no more
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
     if config.gateway.count:
         console.print(waits_for_agents(folder), highlight=False, markup=False, soft_wrap=True)
     try:
-        summary = launch(config, folder, console)
+        summary = launch(config, folder, console, programs)
     except RunError as error:
         typer.echo(f"error: {visible(str(error))}\nlogs: {folder / 'logs'}\n{go_on(folder)}", err=True)
         return INTERRUPTED if isinstance(error, InterruptedRunError) else FAILED

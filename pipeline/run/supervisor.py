@@ -42,6 +42,8 @@ class Child:
     """Not an actor of ours: it does not watch its stdin for the supervisor's end."""
     preloaded: bool = False
     """It may be forked from a process that has loaded torch and transformers."""
+    folder: Path | None = None
+    """Where it starts; None: where the supervisor did."""
     process: subprocess.Popen[bytes] | Forked | None = None
     started_at: float = 0.0
     said_before: int = 0
@@ -92,9 +94,10 @@ class Supervisor:
         pass_fds: tuple[int, ...] = (),
         foreign: bool = False,
         preloaded: bool = False,
+        folder: Path | None = None,
     ) -> Child:
         """Starts a process. Its stdin stays open as long as this process lives: its lifeline."""
-        child = Child(name, command, {**os.environ, **(env or {})}, stderr, restartable, foreign, preloaded)
+        child = Child(name, command, {**os.environ, **(env or {})}, stderr, restartable, foreign, preloaded, folder)
         self.children.append(child)
         self._spawn(child, pass_fds)
         return child
@@ -171,6 +174,7 @@ class Supervisor:
                 stdout=stderr,
                 stderr=stderr,
                 env=child.env,
+                cwd=child.folder,
                 pass_fds=pass_fds,
                 preexec_fn=with_parent() if child.foreign else None,
                 start_new_session=True,  # Ctrl-C is the supervisor's to handle

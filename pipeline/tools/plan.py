@@ -20,7 +20,7 @@ from penstock.pipeline.resources.choice import (
     shape_words,
 )
 from penstock.pipeline.resources.devices import devices_of
-from penstock.pipeline.resources.gpus import total_gpus
+from penstock.pipeline.resources.gpus import gpus_of_programs, total_gpus
 from penstock.pipeline.resources.host import host_needs
 from penstock.pipeline.resources.memory import plan, trainer_of
 from penstock.pipeline.resources.model_shape import shape_of
@@ -76,7 +76,10 @@ def _too_few(config: Config, count: int, device: Device) -> list[str]:
     if config.run.placement == "auto" or total_gpus(config) <= count:  # which takes a layout of its own
         return []
     here = config.model_copy(update={"run": config.run.model_copy(update={"elsewhere": ()})})
-    gpus = [str(number) for number in range(count)]
+    left = count - (taken := gpus_of_programs(config))
+    if left < 1:
+        return [f"programs: they want {taken} GPUs of their own, and there are {count}"]
+    gpus = [str(number) for number in range(left)]
     try:
         return too_much(here, place(here, gpus), dict.fromkeys(gpus, device.gib))
     except ConfigError as error:
@@ -97,6 +100,7 @@ def _print_parts(console: Console, config: Config, shape: Shape) -> None:
 
 def _print_layouts(console: Console, config: Config, shape: Shape, count: int, device: Device, load: Load) -> None:
     groups = config.gate.groups_per_step * config.sampling.trajectories
+    count = max(0, count - gpus_of_programs(config))
     every = list(layouts(config, shape, count, device, load))
     if not every:
         console.print(nothing_fits(config, count, device), style="red", highlight=False)

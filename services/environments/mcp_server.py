@@ -15,18 +15,17 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from penstock.services.environments.tools_config import McpServerConfig, with_variables
 from penstock.services.runtime.install import install
-from penstock.services.runtime.user_folders import folders
+from penstock.services.runtime.user_folders import folder_of
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -223,7 +222,7 @@ class McpServer:
         command = [self._filled(word) for word in shlex.split(config.command)]
         self._secrets.update({name: os.environ[name] for name in config.env if name in os.environ})
         variables = [*INHERITED, *config.env]
-        return mcp_transport.stdio(command, variables, _folder(command), lambda why: self._drop(self._client, why))
+        return mcp_transport.stdio(command, variables, folder_of(command), lambda why: self._drop(self._client, why))
 
     def _drop(self, client: Client | None, why: str) -> None:
         """``client`` is of no use any more; ``why`` is empty where that is to be told later."""
@@ -248,18 +247,6 @@ class McpServer:
         for name, value in self._secrets.items():
             words = words.replace(value, f"${{{name}}}") if value else words
         return words[:300]
-
-
-def _folder(command: Sequence[str]) -> Path:
-    """Where a command starts: the first folder for a user's files that has one which it names, or the current one."""
-
-    def has(folder: Path, word: str) -> bool:
-        try:
-            return not Path(word).is_absolute() and (folder / word).is_file()
-        except OSError:  # a whole program, say, is longer than a name may be
-            return False
-
-    return next((each for each in folders() if any(has(each, word) for word in command)), Path.cwd())
 
 
 async def _listed(client: Client) -> list[Tool]:

@@ -52,6 +52,18 @@ def find_folder(name: str) -> Path | None:
     return next((path for folder in folders() if (path := folder / name).is_dir()), None)
 
 
+def folder_of(command: Sequence[str]) -> Path:
+    """Where a command starts: the first of the folders that has a file which it names, or the current one."""
+
+    def has(folder: Path, word: str) -> bool:
+        try:
+            return not Path(word).is_absolute() and (folder / word).is_file()
+        except OSError:  # a whole program, say, is longer than a name may be
+            return False
+
+    return next((each for each in folders() if any(has(each, word) for word in command)), Path.cwd())
+
+
 def find_file(name: str) -> Path | None:
     """The file called ``name``, absolute or below one of the folders."""
     return next((path for folder in folders() if (path := folder / name).is_file()), None)

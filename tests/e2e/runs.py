@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,13 @@ def unread() -> BinaryIO:
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "wb")
+
+
+def free_port() -> int:
+    """Of this machine, that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class Run:

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +21,15 @@ from penstock.pipeline import cli
 from penstock.pipeline.run.summary import steps_of
 from penstock.pipeline.tools.export import FIXED
 from penstock.services.broker import archive
-from tests.e2e.runs import ROOT, SHORT, Run, check_promises
+from tests.e2e.runs import ROOT, SHORT, Run, check_promises, free_port
 
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.fixture
-def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}/v1")
-    server = subprocess.Popen([sys.executable, str(EXAMPLES / "async-judge" / "judge_server.py"), str(port)])
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        with socket.socket() as asked:
-            if not asked.connect_ex(("127.0.0.1", port)):
-                break
-        time.sleep(0.1)
-    yield port
-    server.kill()
-    server.wait()
-
-
-def run_copy(name: str, tmp_path: Path) -> tuple[Run, dict[str, object]]:
+def run_copy(name: str, tmp_path: Path, *overrides: str) -> tuple[Run, dict[str, object]]:
     """A copy of the example, away from the repository, for a few steps."""
     folder = shutil.copytree(EXAMPLES / name, tmp_path / name)
-    run = Run(tmp_path, SHORT, folder / "config.yaml")
+    run = Run(tmp_path, [*SHORT, *overrides], folder / "config.yaml")
     summary = run.wait()
     check_promises(summary)
     assert summary["steps"] == 6 and summary["rewards_failed"] == 0 and summary["eval_after"] is not None
@@ -92,9 +73,14 @@ def exported(run: Run, archived: list[dict[str, Any]], file: Path) -> None:
     assert set(pandas.read_parquet(one)["step"]) == {2}
 
 
-@pytest.mark.usefixtures("judge")
-def test_an_async_judge_beside_another_reward(tmp_path: Path) -> None:
-    run, _ = run_copy("async-judge", tmp_path)
+def test_an_async_judge_beside_another_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{port}/v1")
+    judge = [f"programs.judge.command=python judge_server.py {port}", f"programs.judge.ready=tcp://127.0.0.1:{port}"]
+    run, _ = run_copy("async-judge", tmp_path, *judge)
+    assert (run.folder / "logs" / "program-judge.stderr").is_file()
+    with socket.socket() as asked:
+        assert asked.connect_ex(("127.0.0.1", port)), "it has ended with the run"
     for row in steps_of(run.folder):
         assert row["reward"] == pytest.approx(row["reward/judge"] + 0.1 * row["reward/brief"], abs=1e-5)
     assert any(row.get("latency/reward/judge", 0) > 0.2 for row in steps_of(run.folder))
@@ -122,6 +108,10 @@ def test_own_environment(tmp_path: Path) -> None:
 def test_a_judge_that_is_not_there_is_told_of_before_anything_starts(tmp_path: Path) -> None:
     env = {**os.environ, "JUDGE_URL": "http://127.0.0.1:9/v1"}
     command = [sys.executable, "-m", "penstock.pipeline.cli", "run", str(EXAMPLES / "async-judge" / "config.yaml")]
-    told = subprocess.run([*command, f"run.folder={tmp_path}"], env=env, capture_output=True, text=True, timeout=60)
+    command.append(f"run.folder={tmp_path}")
+    told = subprocess.run([*command, "programs={}"], env=env, capture_output=True, text=True, timeout=60)
     assert told.returncode == 2 and not list(tmp_path.iterdir())
     assert "reward.functions.0: my_judge:judge" in told.stderr and "ConnectError" in told.stderr
+    command += ["--dry-run", "programs.judge.gpus=1000"]
+    told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and "# on this machine: programs: they want 1000 GPUs" in told.stdout

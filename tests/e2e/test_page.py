@@ -19,7 +19,7 @@ from penstock.pipeline.page.build import page as make_page
 from penstock.pipeline.page.build import write
 from penstock.pipeline.run.command import penstock
 from tests.e2e.page_pictures import chromium
-from tests.e2e.runs import SHORT, Run, check_promises
+from tests.e2e.runs import SHORT, Run, check_promises, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 KEEP = ["trainer.algorithm.kl.coefficient=0.001", "replay.archive=all", "trainer.steps=80", "prompts.eval_every=10"]
@@ -69,8 +69,7 @@ def served() -> Iterator[Any]:
     processes: list[subprocess.Popen[bytes]] = []
 
     def serve(*folders: Path) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         processes.append(subprocess.Popen(penstock("page", *map(str, folders), "--port", str(port))))
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:

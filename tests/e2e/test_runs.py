@@ -25,7 +25,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.run.summary import read_lines, steps_of
 from penstock.services.learning import checkpoint
 from tests.e2e.documented import undocumented
-from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises, page_of
+from tests.e2e.runs import QUICKSTART, ROOT, SHORT, WHOLE, Run, check_promises, free_port, page_of
 
 FIELDS = """
     steps version reward_first reward_last eval_before eval_after max_lag lag_max_seen groups_leased groups_finished
@@ -280,12 +280,6 @@ def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     command = [sys.executable, "-m", "penstock.pipeline.cli", *arguments]
     env = {**os.environ, **environment}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def serve_each(tmp_path: Path, redis_url: str, port: int, overrides: list[str]) -> dict[str, subprocess.Popen[bytes]]:

@@ -1,0 +1,62 @@
+"""Programs of others that a run starts beside itself."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from pydantic import Field, field_validator
+
+from penstock.services.runtime.settings import MOST_PORT, Section
+
+ADDRESS = re.compile(r"(https?|tcp)://(\[[^\s/\[\]]+\]|[^\s:/\[\]]+)(?::(?P<port>\d{1,5}))?(?P<path>/\S*)?")
+
+
+class ProgramConfig(Section):
+    """A program beside the run, e.g. the server of a judge. It is started first, and ended last."""
+
+    command: str | tuple[str, ...]
+    """What is started, without a shell, e.g. ``vllm serve Qwen/Qwen3-8B --port 8431``; a list where a word has spaces,
+    e.g. ``[bash, -c, "source env/bin/activate && exec python judge.py"]``. Programs are looked for beside Penstock's
+    own Python first. It runs in the first folder, of where you start from and beside the config, that has a file which
+    the command names, or where you start from."""
+    ready: str | None = None
+    """What must answer before anything else is done, e.g. ``http://127.0.0.1:8431/health`` (any status below 400) or
+    ``tcp://127.0.0.1:6333`` (a port that listens); null: it is not waited for."""
+    ready_s: float = Field(600.0, gt=0)
+    """Seconds in which `ready` must answer: a large model takes minutes to load."""
+    gpus: int = Field(0, ge=0)
+    """GPUs of this machine that are its own, e.g. ``1``: the last ones; the run has the others. 0: it sees none."""
+    env: dict[str, str] = {}
+    """Environment variables that it has beside those of `penstock run`, e.g. ``{HF_HUB_OFFLINE: "1"}``. They are
+    written to the run's folder: set secrets where the run is started."""
+
+    @field_validator("command")
+    @classmethod
+    def _has_words(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        try:
+            words = shlex.split(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"{value!r} cannot be split into words: {error}; give a list") from None
+        if not words or not words[0]:
+            raise ValueError("no program is named; give e.g. vllm serve MODEL --port 8431")
+        return value
+
+    @field_validator("ready")
+    @classmethod
+    def _is_somewhere(cls, value: str | None) -> str | None:
+        found = ADDRESS.fullmatch(value) if value is not None else None
+        if value is not None and (
+            not found
+            or int(found["port"] or 1) not in range(1, MOST_PORT + 1)
+            or (value.startswith("tcp:") and (not found["port"] or found["path"]))
+        ):
+            raise ValueError(
+                f"{value!r} cannot be asked; give e.g. http://127.0.0.1:8431/health or tcp://127.0.0.1:6333"
+            )
+        return value
+
+    @property
+    def words(self) -> list[str]:
+        """The program, and what it is told."""
+        return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)

@@ -1,0 +1,138 @@
+"""Programs of others beside a run: real processes, waited for, watched and ended."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from penstock.pipeline.config import Config, ConfigError
+from penstock.pipeline.launch.parts import parts_of
+from penstock.pipeline.resources.gpus import total_gpus
+from penstock.pipeline.run import programs as running
+from penstock.pipeline.run.programs import of_their_own, started
+from penstock.services.runtime.gpus import VISIBLE
+from tests.e2e.runs import free_port
+
+SERVER = """
+import http.server, os, subprocess, sys
+print("starting", file=sys.stderr, flush=True)
+beside = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open("told", "w").write(f"{os.environ['OWN']} {os.environ['CUDA_VISIBLE_DEVICES']} {beside.pid}")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+def config(**programs: dict[str, Any]) -> Config:
+    return Config.model_validate(
+        {"model": {"type": "tiny"}, "prompts": {"train": {"type": "sort"}}, "programs": programs}
+    )
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def said() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def test_a_program_is_ready_watched_and_ended_with_all_that_it_started(
+    tmp_path: Path, said: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "server.py").write_text(SERVER)
+    port = free_port()
+    judge = {"command": f"python server.py {port}", "ready": f"http://127.0.0.1:{port}/", "env": {"OWN": "mine"}}
+    with started(config(judge=judge), tmp_path / "runs" / "new", False, said) as programs:
+        assert "waiting for programs.judge (http://127.0.0.1:" in said.file.getvalue()  # type: ignore[attr-defined]
+        own, gpus, beside = (tmp_path / "told").read_text().split(" ")
+        assert (own, gpus) == ("mine", "") and psutil.pid_exists(int(beside))
+        assert not (tmp_path / "runs").exists(), "nothing is made for a run that may not work"
+        programs.move(tmp_path / "runs" / "new" / "logs")
+        log = tmp_path / "runs" / "new" / "logs" / "program-judge.stderr"
+        assert log.read_text().startswith("starting")
+        with pytest.raises(ConfigError, match=r"programs.judge.ready: http.* answers before the program is started"):
+            monkeypatch.setattr(running, "LEAVE_S", 0.0)
+            with started(config(judge=judge), tmp_path / "other", False, said):
+                pass
+        guard = programs.children[0].process
+        assert guard and programs.poll() is None
+        os.killpg(psutil.Process(guard.pid).children()[0].pid, signal.SIGKILL)
+        until(lambda: bool(programs.poll() or programs.restarts))
+        until(lambda: log.read_text().count("starting") == 2)
+        until(lambda: not psutil.pid_exists(int(beside)))
+        until(lambda: running._answers(judge["ready"]))  # type: ignore[arg-type]
+        again = int((tmp_path / "told").read_text().split(" ")[2])
+    assert not running._answers(judge["ready"])  # type: ignore[arg-type]
+    until(lambda: not psutil.pid_exists(again))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".programs")] == []
+
+
+def test_one_that_is_not_ready_says_why(tmp_path: Path, said: Console) -> None:
+    ready = f"tcp://127.0.0.1:{free_port()}"
+    told: dict[str, tuple[Any, str]] = {
+        "gone": (["python", "-c", "import sys; sys.exit('no model here')"], "with exit code 1 .*: no model here"),
+        "nowhere": ("no-such-program --port 1", "with exit code 127 .*no-such-program: No such file or directory"),
+        "late": (["python", "-c", "import time; print('loading', flush=True); time.sleep(60)"], "within 1 s .*loading"),
+    }
+    for name, (command, why) in told.items():
+        program = {"command": command, "ready": ready, "ready_s": 1.0 if name == "late" else 30.0}
+        with pytest.raises(ConfigError, match=rf"programs\.{name}.*{why}"):  # noqa: SIM117
+            with started(config(**{name: program}), tmp_path / "runs", False, said):
+                pass
+    assert not [child for child in psutil.Process().children() if "-c" in child.cmdline()]
+
+
+def test_one_that_dies_again_and_again_ends_the_run(tmp_path: Path, said: Console) -> None:
+    short = config(frail={"command": [sys.executable, "-c", "raise SystemExit('out of memory')"]})
+    short = short.model_copy(update={"run": short.run.model_copy(update={"max_restarts": 1})})
+    with started(short, tmp_path / "runs", False, said) as programs:
+        found: list[str] = []
+        until(lambda: bool((error := programs.poll()) and found.append(error) is None))
+    assert "programs.frail: frail ended with exit code 1 after 1 restarts" in found[0] and "out of memory" in found[0]
+
+
+def test_their_gpus_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "0,1,2,3")
+    monkeypatch.setattr(running, "visible_gpus", lambda: os.environ[VISIBLE].split(","))
+    both = config(
+        judge={"command": "judge", "gpus": 2}, search={"command": "search", "gpus": 1}, plain={"command": "x"}
+    )
+    with of_their_own(both) as gpus:
+        assert gpus == {"judge": "2,3", "search": "1"} and os.environ[VISIBLE] == "0"
+    assert os.environ[VISIBLE] == "0,1,2,3"
+    alone = total_gpus(config())
+    assert total_gpus(both) == alone + 3 and parts_of(both, with_gpus=True)[0].gpus == alone + 3
+    many = config(judge={"command": "judge", "gpus": 4})
+    assert "they want 4 GPUs of their own (judge 4), and this machine has 4" in running.too_few_gpus(many)
+    with of_their_own(many) as gpus:
+        assert not gpus and os.environ[VISIBLE] == "0,1,2,3"
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ({"command": "  "}, "no program is named"),
+        ({"command": 'judge "'}, "cannot be split into words: No closing quotation"),
+        ({"command": "x", "ready": "127.0.0.1:80"}, "cannot be asked; give e.g. http://127.0.0.1:8431/health"),
+        ({"command": "x", "ready": "tcp://127.0.0.1"}, "cannot be asked"),
+        ({"command": "x", "ready": "http://127.0.0.1:99999"}, "cannot be asked"),
+    ],
+)
+def test_what_cannot_be_started_or_asked_is_refused(program: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        config(judge=program)
