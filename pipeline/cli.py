@@ -221,7 +221,6 @@ def prepare(
     from penstock.pipeline.preflight.look import look
     from penstock.pipeline.resources.host import to_scale, too_small
     from penstock.pipeline.run.folder import open_folder
-    from penstock.pipeline.run.programs import not_started
     from penstock.services.runtime.install import in_container
 
     config = load(file, overrides)
@@ -229,7 +228,7 @@ def prepare(
         report = look(config, folder)
         report.problems += too_small(config, os.environ) + report.packages * in_container()
         report.check(elsewhere=True)
-        for note in [*report.remarks, *to_scale(config, os.environ), *not_started(config)]:
+        for note in [*report.remarks, *to_scale(config, os.environ)]:
             typer.echo(f"note: {plain(note)}", err=True)
     for change in open_folder(config, folder, Origin(str(file.resolve()), tuple(overrides or ()))):
         typer.echo(f"changed: {change}", err=True)

@@ -30,9 +30,9 @@ from penstock.pipeline.resources.memory import plan
 from penstock.services.runtime.gpus import visible_gpus
 
 
-def look(config: Config, folder: Path) -> Report:
+def look(config: Config, folder: Path, programs: bool = False) -> Report:
     """All that is found, wrong or right, of a run in ``folder``: nothing is raised for what a better config would mend.
-    Loads no weights, and starts nothing that stays."""
+    Loads no weights, and starts nothing that stays. ``programs``: those of the config are there."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     report = Report()
     with without_hub(config, report):
@@ -41,10 +41,24 @@ def look(config: Config, folder: Path) -> Report:
             gpus, data, pictures, model, lora, learners, rewards, sources, environment, gateway, algorithm, scorers,
             trackers,
         )  # fmt: skip
+        alone = bool(config.programs) and not programs
+        if alone:
+            names = ", ".join(f"programs.{name}" for name in config.programs)
+            report.notes.append(
+                f"{names}: not started here, so no reward function and no environment was tried; `penstock run` starts "
+                "programs, and where actors are started one by one they are yours to start"
+            )
         for part in parts:
-            part.look(config, report)
+            if not (alone and part is environment):
+                part.look(_untried(config) if alone else config, report)
     needs = plan(config)
     here = "" if visible_gpus() else "; this machine has none, and would compute on its CPU"
     report.lines += [line + here if line.startswith("GPUs:") else line for line in needs.lines]
     report.problems += needs.problems
     return report
+
+
+def _untried(config: Config) -> Config:
+    """Its reward functions are loaded, and not called."""
+    functions = tuple(each.model_copy(update={"trial": False}) for each in config.reward.functions)
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})

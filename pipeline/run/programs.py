@@ -76,9 +76,13 @@ class Programs:
 
     def move(self, logs: Path) -> None:
         """What they say is in ``logs`` from now on, of the same disk."""
+        if not self.children or logs == self._logs:
+            return
         logs.mkdir(parents=True, exist_ok=True)
         for child in self.children:
             child.stderr = child.stderr.rename(logs / child.stderr.name)
+        self._logs.rmdir()
+        self._logs = logs
 
     def close(self) -> None:
         """Ends them all."""
@@ -183,9 +187,3 @@ def _answers(url: str) -> bool:
             return bool(answer.status < 400)
     except (OSError, http.client.HTTPException, ValueError):  # a status is an OSError
         return False
-
-
-def not_started(config: Config) -> list[str]:
-    """What one should know where actors are started one by one."""
-    names = ", ".join(f"programs.{name}" for name in config.programs)
-    return [f"{names}: `penstock run` alone starts programs; here they are yours to start"] * bool(names)

@@ -65,7 +65,7 @@ def start(
             there = config.model_copy(update={"programs": {}}) if lacking else config
             programs = stack.enter_context(started(there, folder, bool(resume) and not dry_run, console))
             with console.status("looking at data, model and functions …"):
-                report = look(_untried(config) if lacking else config, folder)
+                report = look(config, folder, programs=not lacking)
                 report.here += [lacking] * bool(lacking)
         except KeyboardInterrupt:
             typer.echo("interrupted before the run began", err=True)
@@ -78,12 +78,6 @@ def start(
         _tell(console, report, committed(folder) if resume else None, changed)
         programs.move(folder / "logs")
         return _run(console, config, origin, folder, show, programs)
-
-
-def _untried(config: Config) -> Config:
-    """Its reward functions are not called: they may ask programs that are not there."""
-    functions = tuple(each.model_copy(update={"trial": False}) for each in config.reward.functions)
-    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
 
 
 @contextmanager

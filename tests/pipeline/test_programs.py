@@ -17,6 +17,7 @@ from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.launch.parts import parts_of
+from penstock.pipeline.preflight.look import look
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.run import programs as running
 from penstock.pipeline.run.programs import of_their_own, started
@@ -95,6 +96,20 @@ def test_one_that_is_not_ready_says_why(tmp_path: Path, said: Console) -> None:
             with started(config(**{name: program}), tmp_path / "runs", False, said):
                 pass
     assert not [child for child in psutil.Process().children() if "-c" in child.cmdline()]
+
+
+def failing(response: str) -> float:
+    """A reward that asks a program."""
+    raise ConnectionError("no judge here")
+
+
+def test_where_they_are_not_started_nobody_asks_them(tmp_path: Path) -> None:
+    asking = config(judge={"command": "judge"}).model_dump()
+    asking["reward"] = {"functions": [{"function": "tests.pipeline.test_programs:failing"}]}
+    told = Config.model_validate(asking)
+    report = look(told, tmp_path)
+    assert not report.problems and report.notes[0].startswith("programs.judge: not started here, so no reward function")
+    assert "no judge here" in "".join(look(told, tmp_path, programs=True).problems)
 
 
 def test_one_that_dies_again_and_again_ends_the_run(tmp_path: Path, said: Console) -> None:
