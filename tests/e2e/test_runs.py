@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import redis
 from typer.testing import CliRunner
@@ -266,14 +267,16 @@ def test_ctrl_c_saves_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_actors_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
-    run = Run(tmp_path, [*SHORT, "trainer.steps=100000"])
+    waits = f"programs={{waits: {{command: [sh, -c, 'sleep 3000 & echo $! > {tmp_path}/pid; wait']}}}}"
+    run = Run(tmp_path, [*SHORT, "trainer.steps=100000", waits])
     run.wait_for_step(2)
+    sleeper = psutil.Process(int((tmp_path / "pid").read_text()))
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + 40
-    while run.actors() and time.monotonic() < deadline:
+    while (run.actors() or sleeper.is_running()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not run.actors()
+    assert not run.actors() and not sleeper.is_running(), "what a program has started ends too"
 
 
 def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
