@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-
-import structlog
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.preflight import (
@@ -27,13 +24,14 @@ from penstock.pipeline.preflight import (
 from penstock.pipeline.preflight.hub import without_hub
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources.memory import plan
+from penstock.services.runtime import logs
 from penstock.services.runtime.gpus import visible_gpus
 
 
 def look(config: Config, folder: Path, programs: bool = False) -> Report:
     """All that is found, wrong or right, of a run in ``folder``: nothing is raised for what a better config would mend.
     Loads no weights, and starts nothing that stays. ``programs``: those of the config are there."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logs.silence()
     report = Report()
     with without_hub(config, report):
         machine.look(config, folder, report)

@@ -71,7 +71,7 @@ def _problems(config: Config) -> Iterator[str]:
     if config.with_critic:
         yield f"trainer.algorithm.advantage: {by}, which no critic sees; take one without, e.g. grpo"
     if isinstance(engine, PluginEngineConfig):
-        yield (f"rollout.engine.name: {engine.name} is handed none, and {by}; use rollout.engine.type=torch or vllm")
+        yield f"rollout.engine.name: {engine.name} is handed none, and {by}; use rollout.engine.type=torch or vllm"
     if isinstance(engine, VllmEngineConfig) and engine.vllm.get("language_model_only"):
         yield f"rollout.engine.vllm.language_model_only: {by}; leave it out"
 

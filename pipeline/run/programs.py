@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import typer
 from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError
 from penstock.pipeline.config.programs import ProgramConfig
 from penstock.pipeline.resources.gpus import gpus_of_programs
 from penstock.pipeline.run.supervisor import Child, Supervisor
+from penstock.services.runtime import logs
 from penstock.services.runtime.gpus import VISIBLE, visible_gpus
 from penstock.services.runtime.guard import guarded
 from penstock.services.runtime.user_folders import folder_of
@@ -44,6 +46,7 @@ class Programs:
 
     def start(self, console: Console) -> None:
         """Returns once all are ready. Raises `ConfigError`, which says why one is not."""
+        logs.silence()
         patient = time.monotonic() + LEAVE_S
         for name, program in self._configs.items():
             while program.ready and _answers(program.ready):
@@ -93,7 +96,7 @@ class Programs:
             return
         words = f"waiting for programs.{child.name} ({program.ready}) …"
         if not console.is_terminal:  # where a status shows nothing
-            console.print(words, highlight=False, markup=False, soft_wrap=True)
+            typer.echo(words, err=True)
         deadline = time.monotonic() + program.ready_s
         with console.status(words):
             while not _answers(program.ready):

@@ -60,6 +60,11 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
+def silence() -> None:
+    """Nothing is logged, until `configure`: what is wrong is raised, or said otherwise."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
 def quiet() -> None:
     """For commands that speak for themselves: only warnings, of vLLM only errors, unless the user wants to see more."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))

@@ -52,14 +52,17 @@ def said() -> Console:
 
 
 def test_a_program_is_ready_watched_and_ended_with_all_that_it_started(
-    tmp_path: Path, said: Console, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Console, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "server.py").write_text(SERVER)
     port = free_port()
     judge = {"command": f"python server.py {port}", "ready": f"http://127.0.0.1:{port}/", "env": {"OWN": "mine"}}
     with started(config(judge=judge), tmp_path / "runs" / "new", False, said) as programs:
-        assert "waiting for programs.judge (http://127.0.0.1:" in said.file.getvalue()  # type: ignore[attr-defined]
+        told = capsys.readouterr()
+        assert "waiting for programs.judge (http://127.0.0.1:" in told.err and not told.out, (
+            "which has a dry run's YAML"
+        )
         own, gpus, beside = (tmp_path / "told").read_text().split(" ")
         assert (own, gpus) == ("mine", "") and psutil.pid_exists(int(beside))
         assert not (tmp_path / "runs").exists(), "nothing is made for a run that may not work"
