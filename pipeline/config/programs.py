@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.services.runtime.settings import MOST_PORT, Section
 
 ADDRESS = re.compile(r"(https?|tcp)://(\[[^\s/\[\]]+\]|[^\s:/\[\]]+)(?::(?P<port>\d{1,5}))?(?P<path>/\S*)?")
+
+
+RUN = "RUN"
+"""The word of a command that stands for the run's folder."""
 
 
 class ProgramConfig(Section):
@@ -19,7 +23,8 @@ class ProgramConfig(Section):
     """What is started, without a shell, e.g. ``vllm serve Qwen/Qwen3-8B --port 8431``; a list where a word has spaces,
     e.g. ``[bash, -c, "source env/bin/activate && exec python judge.py"]``. Programs are looked for beside Penstock's
     own Python first. It runs in the first folder, of where you start from and beside the config, that has a file which
-    the command names, or where you start from."""
+    the command names, or where you start from. The word ``RUN`` is the run's folder, e.g. ``penstock play RUN
+    my_env:Guess``: such a program is started once the run is under way."""
     ready: str | None = None
     """What must answer before anything else is done, e.g. ``http://127.0.0.1:8431/health`` (any status below 400) or
     ``tcp://127.0.0.1:6333`` (a port that listens); null: it is not waited for."""
@@ -55,6 +60,19 @@ class ProgramConfig(Section):
                 f"{value!r} cannot be asked; give e.g. http://127.0.0.1:8431/health or tcp://127.0.0.1:6333"
             )
         return value
+
+    @model_validator(mode="after")
+    def _waits_for_one_thing(self) -> ProgramConfig:
+        if self.of_run and self.ready is not None:
+            raise ValueError(
+                f"ready: a program that is told of the run ({RUN}) is started behind all else; leave it out"
+            )
+        return self
+
+    @property
+    def of_run(self) -> bool:
+        """It is told of the run, and so wants it to be there."""
+        return RUN in self.words
 
     @property
     def words(self) -> list[str]:

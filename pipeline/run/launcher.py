@@ -113,6 +113,7 @@ class _Launch:
             for name in spec.names(self._config):
                 self._start(spec, name, ["--broker", address])
         self._say_hello(address)
+        self._programs.begin(self._folder.resolve())
         with View(self._console, f"penstock {run_name(self._folder)}") as view:
             error, outcome = self._watch(view)
             return self._finish(view, error, outcome)

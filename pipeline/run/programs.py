@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from penstock.pipeline.config import Config, ConfigError
-from penstock.pipeline.config.programs import ProgramConfig
+from penstock.pipeline.config.programs import RUN, ProgramConfig
 from penstock.pipeline.resources.gpus import gpus_of_programs
 from penstock.pipeline.run.supervisor import Child, Supervisor
 from penstock.services.runtime import logs
@@ -57,14 +57,17 @@ class Programs:
                     f"programs.{name}.ready: {program.ready} answers before the program is started, so another one is "
                     "there: end that, or take another port"
                 )
-        for name, program in self._configs.items():
-            beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-            env = {"PATH": beside, VISIBLE: self._gpus.get(name, ""), **program.env}
-            command = guarded(program.words, [*os.environ, *env])
-            log = self._logs / f"program-{name}.stderr"
-            self._supervisor.start(name, command, log, env, foreign=True, folder=folder_of(program.words))
-        for child, program in zip(self.children, self._configs.values(), strict=True):
+        first = {name: program for name, program in self._configs.items() if not program.of_run}
+        for name, program in first.items():
+            self._start(name, program, program.words)
+        for child, program in zip(self.children, first.values(), strict=True):
             self._wait_for(child, program, console)
+
+    def begin(self, run: Path) -> None:
+        """The run in the folder ``run`` is under way: starts those that are told of it."""
+        for name, program in self._configs.items():
+            if program.of_run:
+                self._start(name, program, [str(run) if word == RUN else word for word in program.words])
 
     @property
     def restarts(self) -> int:
@@ -79,7 +82,7 @@ class Programs:
 
     def move(self, logs: Path) -> None:
         """What they say is in ``logs`` from now on, of the same disk."""
-        if not self.children or logs == self._logs:
+        if not self._configs or logs == self._logs:
             return
         logs.mkdir(parents=True, exist_ok=True)
         for child in self.children:
@@ -90,6 +93,12 @@ class Programs:
     def close(self) -> None:
         """Ends them all."""
         self._supervisor.stop(STOP_S)
+
+    def _start(self, name: str, program: ProgramConfig, words: list[str]) -> None:
+        beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        env = {"PATH": beside, VISIBLE: self._gpus.get(name, ""), **program.env}
+        command, log = guarded(words, [*os.environ, *env]), self._logs / f"program-{name}.stderr"
+        self._supervisor.start(name, command, log, env, foreign=True, folder=folder_of(words))
 
     def _wait_for(self, child: Child, program: ProgramConfig, console: Console) -> None:
         if not program.ready:

@@ -140,7 +140,7 @@ def _run(console: Console, config: Config, origin: Origin, folder: Path, show: S
     begin(config, folder, origin)
     address_file(folder).unlink(missing_ok=True)  # of a broker that is no more
     console.print(f"run folder: {folder}", highlight=False, markup=False, soft_wrap=True)
-    if config.gateway.count:
+    if config.gateway.count and not any(program.of_run for program in config.programs.values()):
         console.print(waits_for_agents(folder), highlight=False, markup=False, soft_wrap=True)
     try:
         summary = launch(config, folder, console, programs)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import penstock
@@ -162,6 +163,20 @@ def test_agents_are_trained_on_what_they_were_served(tmp_path: Path) -> None:
     assert all(row["turns"] >= 1 for row in steps_of(run.folder))
     check_tokens(run, agents.heard, all_heard=True)
     check_rewards(run, agents.heard)
+
+
+def test_a_run_plays_with_agents_that_it_starts_itself(tmp_path: Path) -> None:
+    """One that dies is started again."""
+    command = ["penstock", "play", "RUN", "tests.players.envs:Endless", "-o", "max_turns=2", "--sessions", "8"]
+    run = Run(tmp_path, [*TINY, f"programs={json.dumps({'players': {'command': command}})}"], CONFIG)
+    run.wait_for_step(1)
+    assert "which you start beside it" not in run.output.read_text()
+    play = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"][2:4] == ["play", str(run.folder)]]
+    play[0].kill()
+    summary = run.wait(240)
+    check_promises(summary)
+    assert summary["steps"] == 6 and summary["restarts"] >= 1 and "players died and was" in run.output.read_text()
+    assert "played" in (run.folder / "logs" / "program-players.stderr").read_text()
 
 
 def free_ports() -> list[str]:

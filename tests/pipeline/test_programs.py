@@ -149,6 +149,7 @@ def test_their_gpus_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"command": "x", "ready": "127.0.0.1:80"}, "cannot be asked; give e.g. http://127.0.0.1:8431/health"),
         ({"command": "x", "ready": "tcp://127.0.0.1"}, "cannot be asked"),
         ({"command": "x", "ready": "http://127.0.0.1:99999"}, "cannot be asked"),
+        ({"command": "play RUN", "ready": "tcp://127.0.0.1:80"}, r"told of the run \(RUN\) is started behind all else"),
     ],
 )
 def test_what_cannot_be_started_or_asked_is_refused(program: dict[str, Any], why: str) -> None:
