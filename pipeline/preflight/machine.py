@@ -19,6 +19,7 @@ from penstock.pipeline.resources.trainer_memory import GIB
 from penstock.pipeline.run.folder import keys_folder
 from penstock.pipeline.run.redis_server import find_server
 from penstock.protocols.keys import is_loopback
+from penstock.protocols.wire import MAX_FRAME_BYTES
 from penstock.services.broker import traces
 from penstock.services.rollout.config import VllmEngineConfig
 from penstock.services.runtime import registry
@@ -92,7 +93,8 @@ def _look_at_store(config: Config, report: Report) -> None:
         if url is None:
             find_server()
         else:
-            _look_into(redis.Redis.from_url(url, socket_timeout=STORE_S, socket_connect_timeout=STORE_S), report)
+            store = redis.Redis.from_url(url, socket_timeout=STORE_S, socket_connect_timeout=STORE_S)
+            _look_into(store, config.show_pictures, report)
     except ConfigError as error:
         report.here.append(str(error))
     except ValueError:  # its words may hold a part of the password
@@ -102,11 +104,13 @@ def _look_at_store(config: Config, report: Report) -> None:
         report.here.append(f"store.url: no Redis answers at {shown}: {error}; null takes a private one")
 
 
-def _look_into(store: Any, report: Report) -> None:
-    """Whether a Redis of the user's own keeps what it is given. Raises what redis-py does where none answers."""
+def _look_into(store: Any, shows: bool, report: Report) -> None:
+    """Whether a Redis of the user's own keeps what it is given; ``shows``: pictures among it. Raises what
+    redis-py does where none answers."""
     store.ping()
     try:
-        found = store.config_get("maxmemory-policy") | store.config_get("appendonly")
+        keys = ("maxmemory-policy", "appendonly", "proto-max-bulk-len")
+        found = {name: value for key in keys for name, value in store.config_get(key).items()}
     except redis.ResponseError:  # a hosted one does not tell
         report.notes.append("store.url: its Redis does not say whether it keeps what it is given (CONFIG is forbidden)")
         return
@@ -115,6 +119,11 @@ def _look_into(store: Any, report: Report) -> None:
         report.here.append(
             f"store.url: its Redis may throw away what it holds (maxmemory-policy {policy}): "
             "CONFIG SET maxmemory-policy noeviction"
+        )
+    if shows and int(found.get("proto-max-bulk-len", MAX_FRAME_BYTES)) < MAX_FRAME_BYTES:
+        report.notes.append(
+            f"store.url: a group with pictures of more than {int(found['proto-max-bulk-len']) >> 20} MiB would end the "
+            f"run, since its Redis takes none: CONFIG SET proto-max-bulk-len {MAX_FRAME_BYTES}"
         )
     if found.get("appendonly") == "no":
         report.notes.append(

@@ -203,7 +203,8 @@ class Store:
                 time.sleep(wait)
                 wait = min(1.0, wait * 2)
             except redis.RedisError as error:
-                raise StoreError(f"store at {self._where}: {error}") from None
+                large = "; a group is larger than it takes: CONFIG SET proto-max-bulk-len 1gb, and go on"
+                raise StoreError(f"store at {self._where}: {error}{large * ('bulk' in str(error))}") from None
 
 
 def is_loading(url: str) -> bool:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 MOST_PIXELS = 80_000_000
+MOST_OF_GROUP = 384 << 20
+"""Bytes of the different pictures that a group's trajectories show beside their prompt's: a group travels, and lies in
+Redis, as one piece, and Redis takes none above 512 MiB unless it is told to."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """That are read: of others Pillow starts programs, such as Ghostscript."""
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)

@@ -19,6 +19,7 @@ import structlog
 from penstock.protocols.experience import Group
 from penstock.protocols.mailbox import RefusedError
 from penstock.protocols.messages import Lease, Message
+from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.gateway.access import WHO, Visitor
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import LEAVING, LOST, AgentError
@@ -67,7 +68,7 @@ class Desk:
         """Agents that wait for a session, and when one was last asked for."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.replies = Replies(text, config.tool_calls)
-        self._policy = Policy(config, text, self.replies, max_length, ask)
+        self._policy = Policy(config, text, self.replies, max_length, ask, self._records)
         self._works: dict[Key, Work] = {}
         self._free: deque[tuple[Work, Session]] = deque()
         self._held: dict[str, Held] = {}
@@ -91,8 +92,9 @@ class Desk:
         """A group to be made, with what is known of it from a gateway before this one."""
         try:
             prompt = self._text.encode(lease.prompt)
-            work = Work(lease, prompt, [Session(place) for place in range(lease.sampling.trajectories)])
-            restore(lease, work.sessions, self.replies)
+            count = lease.sampling.trajectories
+            work = Work(lease, prompt, [Session(place, room=MOST_OF_GROUP // count) for place in range(count)])
+            restore(work, self.replies)
         except Exception as error:  # a tokenizer's template may raise anything; it costs this prompt alone
             self._deliver(lease, f"{type(error).__name__}: {error}")
             return

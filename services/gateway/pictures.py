@@ -17,10 +17,8 @@ from penstock.services.gateway.errors import AgentError
 
 IMAGES = {"image_url", "input_image", "image"}
 """As OpenAI's chat completions, its responses, and Anthropic call such a part; `AgentClient` may give bytes."""
-MOST_PICTURES, MOST_PIXELS, MOST_BYTES = 500, 320_000_000, 24 << 20
-"""Of a conversation: an engine opens them all, and few bytes may have many pixels. As many as 150 screens have."""
-MOST_OF_SESSION = 256 << 20
-"""Bytes of all its pictures."""
+MOST_PICTURES, MOST_PIXELS, MOST_BYTES = 500, 250_000_000, 24 << 20
+"""Of a conversation: an engine opens them all, and few bytes may have many pixels. As many as 120 screens have."""
 
 
 def read_part(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,13 +46,14 @@ def named(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], 
     return found, files
 
 
-def check_shown(shown: Sequence[bytes], of_session: Collection[bytes]) -> None:
-    """Raises `AgentError` where a conversation shows more than it may, or its session would."""
+def check_shown(shown: Sequence[bytes], of_session: Collection[bytes], room: int) -> None:
+    """Raises `AgentError` where a conversation shows more than it may, or its session would, which has ``room`` for so
+    many bytes."""
     about = (
         (len(shown), MOST_PICTURES, "pictures", "a conversation"),
         (sum(map(len, shown)), MOST_BYTES, "bytes of pictures", "a conversation"),
         (sum(map(pixels_of, shown)), MOST_PIXELS, "pixels", "a conversation"),
-        (sum(map(len, of_session)), MOST_OF_SESSION, "bytes of pictures", "a session"),
+        (sum(map(len, of_session)), room, "bytes of pictures", "a session"),
     )
     for found, most, unit, of in about:
         if found > most:

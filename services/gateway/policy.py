@@ -18,7 +18,7 @@ from penstock.protocols.messages import UNANSWERED, Message, TurnAnswer, TurnKey
 from penstock.services.gateway.config import GatewayConfig
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.pictures import check_shown, digests, named
-from penstock.services.gateway.records import NOBODY
+from penstock.services.gateway.records import NOBODY, Records
 from penstock.services.gateway.replies import Replies
 from penstock.services.gateway.session import Said, Session, Turn, canonical
 from penstock.services.gateway.work import Held, Work
@@ -62,8 +62,9 @@ class Policy:
         replies: Replies,
         max_length: int | None,
         say: Callable[[Message, float], Future[Message]],
+        records: Records,
     ) -> None:
-        self._config, self._text, self._replies = config, text, replies
+        self._config, self._text, self._replies, self._records = config, text, replies, records
         self._max_length, self._say = max_length, say
 
     def spliced(
@@ -120,12 +121,10 @@ class Policy:
                 400, "unsupported", "this run's policy is asked in words alone: gateway.pictures is false in its config"
             )
         known = {**files, **session.files}
-        if lost := next((name for name in names if name not in known), None):
-            raise AgentError(400, "invalid_messages", f"the picture {lost} is none of this session's")
         pictures = tuple(known[name] for name in names)
         if pictures:
             new = [known[name] for name in set(names) - session.files.keys()]
-            check_shown([*session.pictures(parent), *pictures], [*session.files.values(), *new])
+            check_shown([*session.pictures(parent), *pictures], [*session.files.values(), *new], session.room)
         return pictures
 
     def _checked(self, session: Session, spliced: Spliced) -> Spliced:
@@ -166,7 +165,9 @@ class Policy:
         prompt = np.concatenate([session.tokens(parent), given]).astype(np.int32)
         sampling = self._sampling(work, session, len(prompt), max_tokens, stop)
         number, session.next_turn = session.next_turn, session.next_turn + 1
-        new = session.unseen(added, pictures)
+        files = dict(zip(digests(added), pictures, strict=True))
+        if held.life == session.life:
+            session.files |= files
         key = TurnKey(purpose=work.lease.purpose, number=work.lease.number, place=session.place, turn=number)
         note = {
             "asked": asked,
@@ -174,7 +175,6 @@ class Policy:
             "parent": NOBODY if parent is None else parent.number,
             "given": given,
             "added": json.dumps(added),
-            "files": {name: as_bytes(picture) for name, picture in new.items()},
             "told": told,
             "stop": list(stop),
         }
@@ -185,13 +185,15 @@ class Policy:
             known=routed_before(len(prompt), len(given)), note=as_bytes(wire.pack(note)),
             **_shown_to_engines(session, spliced),
         )  # fmt: skip
+        if files:
+            await self._records.keep_pictures(work, files)
         answer = await self._answered(request)
         turn = Turn(number, None if parent is None else parent.number, given, answer, said, told)
         turn.asked, turn.prompt_tokens = asked, len(prompt)
         turn.message, turn.stopped_by = self._replies.message(work.lease, session.place, number, answer, told, stop)
         turn.said, turn.pictures = [*said, canonical(turn.message)], pictures
         if held.life == session.life and not session.ended:
-            session.add(turn, new)
+            session.turns[number] = turn
         return turn
 
     async def _answered(self, request: TurnRequest) -> Answer:

@@ -2,8 +2,8 @@
 
 session.PLACE           {life, spared, opened, owner, beats}, and once it has ended {reward, failure, metrics, unheard,
                         turn_rewards}
-note.PLACE.TURN         {asked, life, parent, given, added, files, told, stop}: what was asked, as far as its parent
-                        has not, and the pictures that no turn before it had shown, by digest
+picture.DIGEST          a file that some of the group's sessions show
+note.PLACE.TURN         {asked, life, parent, given, added, told, stop}: what was asked, as far as its parent has not
 answer.PLACE.TURN       what the policy said to it
 reward.PLACE.TURN       {reward}: what its agent has said that it was worth, until the session has ended
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,6 +28,7 @@ from penstock.services.gateway.work import Key, Work
 from penstock.services.turns.answers import unpack_answer
 
 NOTE_S = 60.0
+PICTURE = "picture"
 NOBODY = -1
 """In the place of a parent's number: the turn begins a conversation."""
 
@@ -50,9 +51,19 @@ class Records:
         key = TurnKey(purpose=purpose, number=number, place=session.place, turn=turn)
         await self._keep(work, key.reward_record, {"reward": reward})
 
+    async def keep_pictures(self, work: Work, files: Mapping[str, bytes]) -> None:
+        """Each once for all sessions of the group, by its digest. Raises `AgentError`."""
+        async with work.keeping:
+            new = {name: picture for name, picture in files.items() if name not in work.files}
+            await asyncio.gather(*(self._say(work, f"{PICTURE}.{name}", picture) for name, picture in new.items()))
+            work.files |= new
+
     async def _keep(self, work: Work, name: str, what: dict[str, Any]) -> None:
+        await self._say(work, name, wire.pack(what))
+
+    async def _say(self, work: Work, name: str, data: bytes) -> None:
         purpose, number = work.key
-        note = Note(purpose=purpose, number=number, name=name, data=as_bytes(wire.pack(what)))
+        note = Note(purpose=purpose, number=number, name=name, data=as_bytes(data))
         try:
             await asyncio.wrap_future(self._ask(note, NOTE_S))
         except DeadlineError:
@@ -80,11 +91,13 @@ def at_the_end(session: Session, owner: str) -> dict[str, Any]:
     return {"opened": True, "owner": owner, "ended": True, "unheard": unheard, "turn_rewards": rewards}
 
 
-def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None:
+def restore(work: Work, replies: Replies) -> None:
     """Takes up what a gateway before this one had kept."""
-    by_place = {session.place: session for session in sessions}
+    lease, by_place = work.lease, {session.place: session for session in work.sessions}
+    named = ((name.partition("."), data) for name, data in lease.records.items())
+    work.files |= {digest: data.tobytes() for (kind, _, digest), data in named if kind == PICTURE}
     ended: list[tuple[Session, dict[str, Any]]] = []
-    for session in sessions:
+    for session in work.sessions:
         kept = lease.records.get(f"session.{session.place}")
         if kept is None:
             continue
@@ -97,13 +110,14 @@ def restore(lease: Lease, sessions: Sequence[Session], replies: Replies) -> None
             ended.append((session, state))
     found = (TurnKey.of_note(lease.purpose, lease.number, name) for name in lease.records)
     for key in sorted(filter(None, found), key=lambda key: key.turn):
-        _restore_turn(lease, by_place[key.place], key, replies)
+        _restore_turn(work, by_place[key.place], key, replies)
     for session, state in ended:
         how = state.get("metrics", {}), state.get("turn_rewards", {})  # older code knows neither
         session.end(state["reward"], state["failure"], *how)
 
 
-def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies) -> None:
+def _restore_turn(work: Work, session: Session, key: TurnKey, replies: Replies) -> None:
+    lease = work.lease
     note, number = wire.unpack(lease.records[key.note_record].tobytes()), key.turn
     session.next_turn = max(session.next_turn, number + 1)
     if note["life"] != session.life:
@@ -120,9 +134,9 @@ def _restore_turn(lease: Lease, session: Session, key: TurnKey, replies: Replies
     turn.message, turn.stopped_by = message, stopped_by
     turn.asked, turn.prompt_tokens = note["asked"], (parent.size if parent else 0) + len(turn.given)
     turn.wanted = number not in session.unheard
-    files = {name: picture.tobytes() for name, picture in note.get("files", {}).items()}  # older code knows none
-    shown = session.files | files
-    turn.pictures = tuple(shown[name] for name in digests(said[len(parent.said) if parent else 0 :]))
+    shown = list(digests(said[len(parent.said) if parent else 0 :]))
+    turn.pictures = tuple(work.files[name] for name in shown)
+    session.files |= {name: work.files[name] for name in shown}
     if (kept := lease.records.get(key.reward_record)) is not None:
         turn.reward = wire.unpack(kept.tobytes())["reward"]
-    session.add(turn, files)
+    session.turns[number] = turn

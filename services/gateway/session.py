@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocols.experience import Trajectory
+from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.gateway.pictures import digests
 from penstock.services.turns.answers import Answer
 from penstock.services.turns.joining import Again, Part, join, placed
@@ -127,7 +128,9 @@ class Session:
     metrics: dict[str, float] = field(default_factory=dict)
     """What its agent has measured."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """By digest, what its turns show."""
+    """By digest, what its turns show, those too that have no answer yet."""
+    room: int = MOST_OF_GROUP
+    """Bytes of `files`, at most."""
 
     def begin_anew(self, taken: bool) -> None:
         """Another agent takes it, from the start; ``taken``: the one before had heard of it."""
@@ -188,16 +191,6 @@ class Session:
     def pictures(self, turn: Turn | None) -> tuple[bytes, ...]:
         """All that a conversation shows, up to this answer."""
         return tuple(picture for each in self.path(turn) for picture in each.pictures)
-
-    def unseen(self, added: Said, pictures: Sequence[bytes]) -> dict[str, bytes]:
-        """Of the ``pictures`` that ``added`` messages show, by digest, those that no turn has shown."""
-        named = zip(digests(added), pictures, strict=True)
-        return {name: picture for name, picture in named if name not in self.files}
-
-    def add(self, turn: Turn, files: Mapping[str, bytes]) -> None:
-        """It has been answered; ``files``: those pictures of its that no turn had shown, by digest."""
-        self.turns[turn.number] = turn
-        self.files.update(files)
 
     def trajectories(
         self, decode: Callable[[Sequence[int]], str], prompt: np.ndarray, greedy: bool,

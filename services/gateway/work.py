@@ -32,6 +32,10 @@ class Work:
     lease: Lease
     prompt: np.ndarray
     sessions: list[Session]
+    files: dict[str, bytes] = field(default_factory=dict)
+    """By digest, the pictures that the broker keeps, of all sessions."""
+    keeping: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """For whoever has it keep more."""
 
     @property
     def key(self) -> Key:

@@ -17,6 +17,7 @@ import structlog
 
 from penstock.protocols.experience import Group, Trajectory
 from penstock.protocols.messages import Lease
+from penstock.services.data.picture_files import MOST_OF_GROUP
 from penstock.services.environments.begun import begun_with
 from penstock.services.environments.config import EnvironmentConfig
 from penstock.services.environments.pool import MOST_LOST, EnvironmentPool
@@ -199,6 +200,11 @@ class MultiTurn:
             return self._refused(session, reason)
         try:
             pictures = tuple(found["pictures"])
+            room = MOST_OF_GROUP // session.work.lease.sampling.trajectories
+            if pictures and (shown := sum(map(len, {*session.pictures, *pictures}))) > room:
+                raise ValueError(
+                    f"it would show {shown:,} bytes of pictures, and a trajectory of this group at most {room:,}"
+                )
             told = self._text.observe(found["observation"], session.chat, int(last.tokens[-1]), pictures=pictures)
             # A picture's own tokens in words alone would be taken for a part of one, once any is shown.
             bare = [told] if session.pictures and not pictures else []

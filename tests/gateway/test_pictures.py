@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 from itertools import pairwise
@@ -13,7 +14,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from penstock.protocols import wire
 from penstock.protocols.experience import PICTURE, Group, Prompt
 from penstock.protocols.packed_groups import pack_group, unpack_group
 from penstock.services.gateway import pictures, policy
@@ -23,6 +23,7 @@ from penstock.services.gateway.desk import Desk
 from penstock.services.gateway.errors import AgentError
 from penstock.services.gateway.http import described
 from penstock.services.gateway.messages import MessagesRequest
+from penstock.services.gateway.questions import Asking
 from penstock.services.gateway.responses import ResponsesRequest
 from penstock.services.gateway.work import Held
 from penstock.services.modeling.load import load_model
@@ -134,13 +135,33 @@ def test_what_turns_show_again_is_kept_once(house: House) -> None:
         await house.desk.finish(id, 1.0)
 
     id = house.run(begin)
-    kept = [wire.unpack(note.tobytes())["files"] for name, note in house.records["train", 0].items() if "note" in name]
-    assert sorted(each.tobytes() for files in kept for each in files.values()) == sorted(shots)
+    assert sorted(pictures_kept(house)) == sorted(shots)
     house.open().start(house.lease(0, new=2))
     house.run(lambda: go_on(id))
     made = house.delivered["train", 0]
     assert isinstance(made, Group)
     assert [t.pictures for t in made.trajectories] == [*pairwise(shots), (shots[3], shots[0])]
+
+
+def pictures_kept(house: House) -> list[bytes]:
+    """By the broker."""
+    return [data.tobytes() for name, data in house.records["train", 0].items() if name.startswith("picture.")]
+
+
+def test_what_all_choices_and_sessions_show_is_kept_once(house: House) -> None:
+    house.desk.start(house.lease(0, n=2, new=2))
+    notes: list[str] = []
+    say = house.desk._records._ask
+    house.desk._records._ask = lambda message, deadline_s: (notes.append(message.name), say(message, deadline_s))[1]  # type: ignore[attr-defined]
+
+    async def agents() -> None:
+        several = [await house.desk.open(1) for _ in range(2)]
+        asks = [house.desk.chats(held, chat(in_chat("see ", RED)), None) for held in several for _ in range(4)]
+        turns = await asyncio.gather(*(ask(Asking()) for ask in asks))
+        assert len({(turn.number, id(turn)) for turn in turns}) == 8 and all(turn.pictures == (RED,) for turn in turns)
+
+    house.run(agents)
+    assert pictures_kept(house) == [RED] and sum(name.startswith("picture.") for name in notes) == 1
 
 
 def test_a_conversation_in_which_a_pictures_token_was_sampled_is_not_gone_on_from(
@@ -251,11 +272,13 @@ def test_what_cannot_be_shown_is_refused(house: House, monkeypatch: pytest.Monke
             ("MOST_BYTES", 50, "a conversation shows at most 50 bytes of pictures, and this would show "),
             ("MOST_PICTURES", 1, "a conversation shows at most 1 pictures, and this would show 2: show fewer"),
             ("MOST_PIXELS", 100, "a conversation shows at most 100 pixels, and this"),
-            ("MOST_OF_SESSION", 50, "a session shows at most 50 bytes of pictures"),
         ):
             with monkeypatch.context() as narrow, pytest.raises(AgentError, match=why):
                 narrow.setattr(pictures, limit, most)
                 await house.desk.chat(held, chat(in_chat(RED, RED)), None)
+        held.session.room = 50
+        with pytest.raises(AgentError, match="a session shows at most 50 bytes of pictures, and this would show"):
+            await house.desk.chat(held, chat(in_chat(RED)), None)
         house._config = GatewayConfig()
         house.open().start(house.lease(1))
         held = await house.desk.open(1)
