@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence, Set
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,8 @@ def _stem(group: Group, number: int) -> tuple[int, int] | None:
     best: tuple[int, int] | None = None
     for earlier, other in enumerate(group.trajectories[:number]):
         if own.session == ALONE or other.session != own.session:
+            continue
+        if any(map(ne, own.pictures, other.pictures)):  # whose tokens may be the same all the same
             continue
         size = min(len(own.tokens), len(other.tokens))
         differ = np.flatnonzero(own.tokens[:size] != other.tokens[:size])

@@ -78,6 +78,15 @@ def marked_chat(messages: Sequence[Any], pictures: Sequence[bytes]) -> list[Any]
     return said
 
 
+def in_parts(content: str) -> list[dict[str, Any]]:
+    """``content`` as templates take what shows pictures: its words, and a picture for each mark between them."""
+    first, *others = content.split(PICTURE)
+    parts = [{"type": "text", "text": first}] if first else []
+    for words in others:
+        parts += [{"type": "image"}, *([{"type": "text", "text": words}] if words else [])]
+    return parts
+
+
 def _has_words(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("content"), str)
 

@@ -30,7 +30,7 @@ def content_of(content: Any) -> Any:
                 raise ValueError("text: not a text")
             if read and read[-1]["type"] == "text":
                 words = read.pop()["text"] + words
-            read.append({"type": "text", "text": words})
+            read += [{"type": "text", "text": words}] * bool(words)
         elif kind not in UNREAD:
             raise ValueError(f"the policy reads text and pictures, and not a part of type {kind!r}")
     shows = any(part["type"] == "image" for part in read)

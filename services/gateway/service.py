@@ -60,6 +60,8 @@ class Gateway:
         speak of. Those that no agent is at are given back, and then it is as many as agents ask for."""
         self._outbox = Outbox(self.actor, lambda: self._level)
         text = Tokenizer(context.model_path, template)
+        if config.pictures:
+            _ = text.pictures  # what it lacks is said now, and no agent waits until it is loaded
         self._loop = asyncio.new_event_loop()
         self._desk = Desk(
             config, text, max_length, self._say, self._deliver, self._gone, reads,

@@ -31,8 +31,8 @@ log = structlog.get_logger()
 POLL_S = 0.005
 SILENT_S = 3 * BEAT_S
 """A client of which nothing was heard for so long is given no session: it has gone, most probably."""
-REMEMBERED = 4096
-"""Answers that are kept for who asks again."""
+REMEMBERED, REMEMBERED_BYTES = 4096, 256 << 20
+"""Answers that are kept for who asks again; and bytes of the pictures that tasks among them show."""
 Request = tuple[str, int, str]
 """Who asked, by which number, and with which guest's key: asked again, it is the same."""
 Asked = TypeVar("Asked", bound=BaseModel)
@@ -47,6 +47,7 @@ class ZmqDoor:
         self.address = self._router.address
         self._answers: queue.SimpleQueue[tuple[Request, m.Message]] = queue.SimpleQueue()
         self._known: OrderedDict[Request, m.Message | None] = OrderedDict()
+        self._known_bytes = 0
         self._heard_at: OrderedDict[str, float] = OrderedDict()
         """By identity: clients that have said something, and when, the last of them last."""
         self._closing = threading.Event()
@@ -109,8 +110,9 @@ class ZmqDoor:
 
     def _remember(self, request: Request, answer: m.Message | None) -> None:
         self._known[request] = answer
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        self._known_bytes += _shown_bytes(answer)
+        while len(self._known) > REMEMBERED or (self._known_bytes > REMEMBERED_BYTES and len(self._known) > 1):
+            self._known_bytes -= _shown_bytes(self._known.popitem(last=False)[1])
 
     def _who(self, guest: str) -> Visitor:
         return self._access.by_curve(guest) if guest else OWNER
@@ -170,6 +172,10 @@ class ZmqDoor:
             raise AgentError(503, "no_session", "nothing was heard of who asked for a session; ask again", 1.0)
         lease, url, turn_s = held.work.lease, f"{self._base_url}/s/{held.id}/v1", self._desk.config.turn_s
         return m.AgentOpened(session=held.id, base_url=url, purpose=lease.purpose, task=lease.prompt, turn_s=turn_s)
+
+
+def _shown_bytes(answer: m.Message | None) -> int:
+    return sum(map(len, answer.task.pictures)) if isinstance(answer, m.AgentOpened) else 0
 
 
 def _read(kind: type[Asked], said: dict[str, Any]) -> Asked:

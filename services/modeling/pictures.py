@@ -60,12 +60,7 @@ class PictureReader:
     def encode(self, text: str, pictures: Sequence[bytes], begun: bool) -> np.ndarray:
         """int32 ``[tokens]`` of ``text`` with a `mark` for each of ``pictures``, which becomes as many tokens as that
         picture has. ``begun``: the text says itself what begins one. Raises `PictureError`."""
-        if (marks := text.count(self.mark)) != len(pictures):
-            raise PictureError(
-                f"{len(pictures)} pictures, and {self.mark} {marks} times in the prompt: leave it out of the words; if "
-                "it is not in them, the chat template does not show each picture once: give another as "
-                "model.chat_template"
-            )
+        self._check_count(text.count(self.mark), len(pictures))
         if self._word != self.mark and self._word in text:
             raise PictureError(f"the prompt has {self._word}, which stands for a part of a picture: leave it out")
         if self.folds:  # as the processor would, which looks at every pixel first
@@ -83,11 +78,7 @@ class PictureReader:
         places = np.flatnonzero(ids == self.mark_id)
         if self._word != self.mark and self._token in ids:
             raise PictureError(f"what shows pictures has {self._word}, which stands for a part of one: leave it out")
-        if len(places) != len(pictures):
-            raise PictureError(
-                f"{len(pictures)} pictures, and {self.mark} {len(places)} times in what shows them: the chat template "
-                "(model.chat_template) must show each once"
-            )
+        self._check_count(len(places), len(pictures))
         parts = np.split(ids, places)
         found = [*parts[:1]]
         for number, (picture, part) in enumerate(zip(pictures, parts[1:], strict=True)):
@@ -96,6 +87,20 @@ class PictureReader:
             except PictureError as error:
                 raise PictureError(f"picture {number}: {error}") from error
         return self._apart(np.concatenate(found), pictures)
+
+    def check_bare(self, ids: np.ndarray) -> None:
+        """Raises `PictureError` where ``ids`` of words have what stands for a picture, or for a part of one."""
+        for token, word in ((self.mark_id, self.mark), (self._token, self._word)):
+            if token in ids:
+                raise PictureError(f"the words say {word}, which stands for a picture: leave it out")
+
+    def _check_count(self, marks: int, pictures: int) -> None:
+        if marks != pictures:
+            raise PictureError(
+                f"{pictures} pictures, and {self.mark} {marks} times in what shows them: leave it out of the words; if "
+                "it is not in them, the chat template does not show each picture once: give another as "
+                "model.chat_template"
+            )
 
     def _apart(self, given: Any, pictures: Sequence[bytes]) -> np.ndarray:
         """As int32. Raises `PictureError` where two pictures touch that must not: of a family with frames, runs of a

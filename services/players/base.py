@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from penstock.protocols.agent_client import AgentRefusedError, AsyncAgentSession, Reply
 from penstock.protocols.experience import PICTURE, Prompt
+from penstock.services.data.pictures import in_parts as parts_of
 
 NO_ROOM = {"context_length_exceeded", "too_many_turns"}
 """What ends a task that has gone on for too long."""
@@ -62,9 +63,8 @@ def in_parts(messages: Sequence[Mapping[str, Any]], pictures: Sequence[bytes]) -
     """``messages`` as a session is asked: where ``pictures`` stand by their marks, as many as there are, in parts."""
     left, found = iter(pictures), []
     for message in messages:
-        first, *others = (message["content"] or "").split(PICTURE) if pictures else [message["content"]]
-        parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
-        for words in others:
-            parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": words}]
-        found.append({**message, "content": parts if others else first})
+        content: Any = message["content"]
+        if pictures and PICTURE in (content or ""):
+            content = [{**part, "image": next(left)} if part["type"] == "image" else part for part in parts_of(content)]
+        found.append({**message, "content": content})
     return found

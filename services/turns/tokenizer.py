@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.protocols.experience import PICTURE, Prompt
 from penstock.services.data.picture_files import PictureError, open_pictures
+from penstock.services.data.pictures import in_parts
 from penstock.services.modeling.load import load_tokenizer
 from penstock.services.modeling.pictures import PictureReader
 
@@ -80,7 +81,7 @@ class Tokenizer:
         any is shown they would be taken for a part of it."""
         try:
             for part in parts:
-                self.pictures.expand(part, ())
+                self.pictures.check_bare(part)
         except PictureError as error:
             raise TextError(str(error)) from error
 
@@ -375,16 +376,7 @@ def _says(told: str, written: str) -> bool:
 
 def _shown_in_parts(messages: Sequence[Message]) -> list[Message]:
     """Those that show pictures in parts; others stay text, which is all that some templates take of them."""
-    return [{**m, "content": _in_parts(m["content"])} if PICTURE in m["content"] else m for m in messages]
-
-
-def _in_parts(content: str) -> list[dict[str, str]]:
-    """``content`` as templates take what shows pictures: its words, and a picture for each mark between them."""
-    first, *others = content.split(PICTURE)
-    parts = [{"type": "text", "text": first}] if first else []
-    for words in others:
-        parts += [{"type": "image"}, *([{"type": "text", "text": words}] if words else [])]
-    return parts
+    return [{**m, "content": in_parts(m["content"])} if PICTURE in m["content"] else m for m in messages]
 
 
 def _contents(messages: Sequence[Message]) -> str:

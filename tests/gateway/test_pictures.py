@@ -260,7 +260,7 @@ def test_what_cannot_be_shown_is_refused(house: House, monkeypatch: pytest.Monke
             (
                 [in_chat("<|image_pad|>"), more, in_chat(RED)],
                 "invalid_messages",
-                "stands for a part|times in what shows",
+                "the words say .* which stands for a picture: leave it out",
             ),
             ([in_chat("<|image_pad|>", RED)], "invalid_messages", "leave it out of the words"),
             ([in_chat(RED, cut)], "cannot_answer", "PNG, 64 x 64, .* cannot be read to its end"),

@@ -132,31 +132,35 @@ def test_rollouts_come_token_by_token(folder: Path) -> None:
 
 
 def test_branches_of_a_session_hang_on_what_they_go_on_from(folder: Path) -> None:
-    def branch(tokens: list[int], mask: list[int], session: int) -> Trajectory:
+    def branch(tokens: list[int], mask: list[int], session: int, pictures: tuple[bytes, ...] = ()) -> Trajectory:
         said = np.array(mask, np.uint8)
         versions, logprobs = (
             np.where(said == 1, 2, -1).astype(np.int32),
             np.where(said == 1, -0.5, 0).astype(np.float32),
         )
         return Trajectory(
-            np.array(tokens, np.int32), said, logprobs, versions, session=session, metrics={"calls": float(session)}
-        )
+            np.array(tokens, np.int32), said, logprobs, versions, session=session, metrics={"calls": float(session)},
+            pictures=pictures,
+        )  # fmt: skip
 
     told = [
         branch([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1], 0),
         branch([5, 6, 7, 8, 11, 12], [0, 0, 0, 0, 0, 1], 0),
         branch([20, 21], [0, 1], 0),
         branch([5, 6, 7, 8], [0, 0, 1, 1], 1),
+        branch([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1], 1, (b"a", b"b")),
+        branch([5, 6, 7, 8, 9, 11], [0, 0, 0, 0, 0, 1], 1, (b"b", b"c")),
     ]
     group = Group(9, Prompt(index=0, text="sort ba=", truth="ab"), told)
-    columns = {"reward": np.array([1, 1, 1, 0], np.float32), "reference": np.zeros(18, np.float32)}
+    columns = {"reward": np.array([1, 1, 1, 0, 0, 0], np.float32), "reference": np.zeros(30, np.float32)}
     row = TakenGroup(number=9, experience=as_bytes(pack_group(group)), columns=columns)
     Archive(folder, "all").append(Batch(step=3, seed=0, max_lag=2, groups=[row], committed=3), "digest")
-    first, second, third, other = groups_of(folder)[-1]["members"]
+    first, second, third, other, shows, otherwise = groups_of(folder)[-1]["members"]
     assert "parent" not in first and first["mask"] == [0, 1, 1, 0, 1] and first["session"] == 0
     assert (second["parent"], second["shared"], second["mask"]) == (0, 4, [0, 1])
     assert (third["parent"], third["shared"], third["mask"]) == (0, 0, [0, 1])
     assert "parent" not in other and other["session"] == 1 and other["agent/calls"] == 1.0
+    assert (shows["parent"], shows["shared"]) == (3, 4) and otherwise["parent"] == 3, "no branch of what shows others"
 
 
 def test_a_step_that_is_removed_meanwhile_is_left_out(folder: Path) -> None:

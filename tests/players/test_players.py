@@ -20,13 +20,15 @@ from typer.testing import CliRunner
 from penstock.pipeline import cli
 from penstock.protocols import agent_client
 from penstock.protocols.agent_client import AsyncAgentSession, Reply
-from penstock.protocols.experience import Group, Prompt
+from penstock.protocols.experience import PICTURE, Group, Prompt
 from penstock.protocols.mailbox import DeadlineError
 from penstock.services.data import open_source
 from penstock.services.data.config import NumbersData
+from penstock.services.data.pictures import in_parts
+from penstock.services.gateway.asking import content_of
 from penstock.services.gateway.zmq_door import ZmqDoor
 from penstock.services.players import openenv, playing
-from penstock.services.players.base import Played, Player
+from penstock.services.players.base import Played, Player, as_messages
 from penstock.services.players.openenv import OpenEnvConfig, OpenEnvPlayer
 from penstock.services.players.own import as_said
 from penstock.services.players.playing import Score, play_run
@@ -85,6 +87,15 @@ def test_what_a_class_shows_is_seen(tmp_path: Path) -> None:
     red, green = (seeing.picture(seeing.COLOURS[name]) for name in "rg")
     for trajectory in (each for number in range(2) for each in made(house, number).trajectories):
         assert trajectory.pictures == (red, green) and len(trajectory.turns) == 2 and not trajectory.failure
+
+
+def test_a_task_is_told_in_the_parts_in_which_a_rollout_tells_it() -> None:
+    shown = Prompt(index=0, text=f"what is {PICTURE}", pictures=(b"a",))
+    assert shown.text is not None
+    (said,) = as_messages(shown)
+    assert said["content"] == [{"type": "text", "text": "what is "}, {"type": "image", "image": b"a"}]
+    assert [part["type"] for part in said["content"]] == [part["type"] for part in in_parts(shown.text)]
+    assert content_of([{"type": "text", "text": ""}, {"type": "text", "text": "a"}]) == "a"
 
 
 def test_a_class_of_ones_own_plays_and_what_raises_costs_its_session(

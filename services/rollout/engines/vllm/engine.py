@@ -120,6 +120,7 @@ class VllmEngine(AsyncEngine):
         )  # fmt: skip
         self._model_config, self._adapter = model_config, lora_request() if beside else None
         self._pictures, self.blind = pictures, "" if pictures else BLIND
+        self._opening = asyncio.Lock()
         started, before = time.monotonic(), set(psutil.Process().children(recursive=True))
         self.llm: Any = self.call(self._start(arguments), config.start_s, "start")
         parallel = self.llm.vllm_config.parallel_config
@@ -251,8 +252,9 @@ class VllmEngine(AsyncEngine):
 
         sampling = request.sampling
         try:
+            shown = await self._shown(request)  # a version may come meanwhile
             # Salted, so that blocks of an older version are never taken for this one's.
-            prompt = {"cache_salt": str(self.version), **shown_prompt(request, self._pictures)}
+            prompt = {**shown, "cache_salt": str(self.version)}
             parameters = SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -277,6 +279,13 @@ class VllmEngine(AsyncEngine):
             return found
         size, routed = len(request.tokens) - request.known + len(found.tokens), result.outputs[0].routed_experts
         return dataclasses.replace(found, routing=as_recorded(routed, size, self._model_config))
+
+    async def _shown(self, request: Request) -> dict[str, Any]:
+        """Pictures are opened in another thread: everybody else's answers go on meanwhile; once for a whole group."""
+        if not request.pictures:
+            return shown_prompt(request, None)
+        async with self._opening:
+            return await asyncio.to_thread(shown_prompt, request, self._pictures)
 
     async def _answer(self, prompt: dict[str, Any], parameters: Any, name: str, **how: Any) -> Any:
         self._requests += 1

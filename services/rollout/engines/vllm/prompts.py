@@ -17,8 +17,9 @@ BLIND = (
     "the environment (rollout.environment.pictures) or the gateway (gateway.pictures) that shows them"
 )
 
-OPENED: Kept[Any] = Kept(512 << 20, lambda image: 3 * image.width * image.height)
-"""Pictures, up to so many bytes of their pixels: a group's answers follow each other, and a session's turns."""
+OPENED: Kept[Any] = Kept(1 << 30, lambda image: 4 * image.width * image.height)
+"""Pictures, up to so many bytes of their pixels, as Pillow has them: a group's answers follow each other, and a
+session's turns. All of a conversation fit, or its first would be gone whenever it comes again."""
 
 
 def shown_prompt(request: Request, reader: PictureReader | None) -> dict[str, Any]:
