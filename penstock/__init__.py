@@ -15,6 +15,7 @@ from typing import Any
 
 _DOOR = {
     "AgentClient": "penstock.protocols.agent_client",
+    "AgentRefusedError": "penstock.protocols.agent_client",
     "AsyncAgentClient": "penstock.protocols.agent_client",
     "Config": "penstock.pipeline.config",
     "ConfigError": "penstock.pipeline.config",

@@ -102,7 +102,7 @@ def run(
     ] = None,
     wait_s: Annotated[float, typer.Option("--wait", hidden=True)] = 0.0,
 ) -> None:
-    """Run everything that FILE describes on this machine: Redis, broker, rollouts, reward, reference, trainer.
+    """Run everything that FILE describes on this machine: programs, Redis, broker, rollouts, reward, trainer and so on.
 
     Looks at data, model and functions first. Then it watches the processes, starts again what dies, and leaves
     metrics.jsonl, summary.json, report.html, logs/ and checkpoints/ in the run's folder. Ctrl-C drains, saves a

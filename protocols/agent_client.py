@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -112,7 +114,7 @@ class _Asked:
 
     def _chat(self, messages: Any, tools: Any, max_tokens: int | None, stop: Sequence[str]) -> m.AgentChat:
         return m.AgentChat(
-            session=self.id, request=self._line.request(), messages=[dict(message) for message in messages],
+            session=self.id, request=self._line.request(), messages=[_sent(message) for message in messages],
             tools=None if tools is None else [dict(tool) for tool in tools], max_tokens=max_tokens, stop=list(stop),
         )  # fmt: skip
 
@@ -316,3 +318,20 @@ class AsyncAgentClient:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._line.close)
+
+
+def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
+    """With the files of the pictures that it shows."""
+    content = message.get("content")
+    return {**message, "content": list(map(_part, content))} if isinstance(content, list | tuple) else dict(message)
+
+
+def _part(part: Any) -> Any:
+    image: Any = part.get("image") if isinstance(part, Mapping) else None
+    if isinstance(image, os.PathLike):
+        return {**part, "image": Path(image).read_bytes()}
+    if hasattr(image, "save"):  # Pillow's
+        file = io.BytesIO()
+        image.convert("RGB").save(file, "PNG")
+        return {**part, "image": file.getvalue()}
+    return part

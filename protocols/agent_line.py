@@ -31,7 +31,7 @@ class AgentRefusedError(RuntimeError):
     ``run_over``, …; docs/agents.md has all."""
 
     def __init__(self, refusal: m.AgentRefused) -> None:
-        super().__init__(refusal.reason)
+        super().__init__(f"{refusal.reason} [{refusal.code}]")
         self.status, self.code, self.retry_s = refusal.status, refusal.code, refusal.retry_s
 
     @property

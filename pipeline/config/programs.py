@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 
@@ -12,12 +13,14 @@ from penstock.services.runtime.settings import MOST_PORT, Section
 ADDRESS = re.compile(r"(https?|tcp)://(\[[^\s/\[\]]+\]|[^\s:/\[\]]+)(?::(?P<port>\d{1,5}))?(?P<path>/\S*)?")
 
 
+SHELL, ASSIGNED = {"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1"}, re.compile(r"^\w+=")
 RUN = "RUN"
 """The word of a command that stands for the run's folder."""
 
 
 class ProgramConfig(Section):
-    """A program beside the run, e.g. the server of a judge. It is started first, and ended last."""
+    """A program beside the run, e.g. the server of a judge. It is started first, and ended last; one that ends before,
+    with exit code 0 too, is started again."""
 
     command: str | tuple[str, ...]
     """What is started, without a shell, e.g. ``vllm serve Qwen/Qwen3-8B --port 8431``; a list where a word has spaces,
@@ -45,6 +48,10 @@ class ProgramConfig(Section):
             raise ValueError(f"{value!r} cannot be split into words: {error}; give a list") from None
         if not words or not words[0]:
             raise ValueError("no program is named; give e.g. vllm serve MODEL --port 8431")
+        found = [word for word in words if word in SHELL] or ASSIGNED.findall(words[0])
+        if isinstance(value, str) and found:
+            bash = f"[bash, -c, {json.dumps(value)}]"
+            raise ValueError(f"{found[0]!r} is for a shell, and there is none: give {bash}, or variables as env")
         return value
 
     @field_validator("ready")

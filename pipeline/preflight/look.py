@@ -28,9 +28,10 @@ from penstock.services.runtime import logs
 from penstock.services.runtime.gpus import visible_gpus
 
 
-def look(config: Config, folder: Path, programs: bool = False) -> Report:
+def look(config: Config, folder: Path, programs: bool = False, lacking: str = "") -> Report:
     """All that is found, wrong or right, of a run in ``folder``: nothing is raised for what a better config would mend.
-    Loads no weights, and starts nothing that stays. ``programs``: those of the config are there."""
+    Loads no weights, and starts nothing that stays. ``programs``: those of the config are there; ``lacking``: what this
+    machine has not, so that they are not."""
     logs.silence()
     report = Report()
     with without_hub(config, report):
@@ -40,7 +41,9 @@ def look(config: Config, folder: Path, programs: bool = False) -> Report:
             trackers,
         )  # fmt: skip
         alone = bool(config.programs) and not programs
-        if alone:
+        if alone and lacking:
+            report.here.append(f"{lacking}; they are not started, so no reward function and no environment was tried")
+        elif alone:
             names = ", ".join(f"programs.{name}" for name in config.programs)
             report.notes.append(
                 f"{names}: not started here, so no reward function and no environment was tried; `penstock run` starts "

@@ -14,7 +14,7 @@ from penstock.pipeline.config.origin import Origin
 from penstock.pipeline.config.origin import read as read_origin
 from penstock.pipeline.config.origin import write as write_origin
 from penstock.pipeline.run import crashes
-from penstock.pipeline.run.lock import is_of_before
+from penstock.pipeline.run.lock import LOCK, is_of_before
 from penstock.pipeline.run.resume import changes, check_fixed, complete
 from penstock.pipeline.run.summary import read_summary
 from penstock.services.runtime import device_turn
@@ -29,7 +29,8 @@ def new_folder(config: Config, config_path: Path) -> Path:
     """Where a new run will lie. Raises `ConfigError` where something is there already."""
     name = config.run.name or f"{config_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.run.folder) / name
-    if folder.exists() and any(folder.iterdir()):
+    # Where a start before was told that it cannot work there may be what its programs said.
+    if folder.exists() and any(entry.name not in ("logs", LOCK) for entry in folder.iterdir()):
         on = f"go on with it: penstock run --resume {folder}; or " if (folder / "config.yaml").is_file() else ""
         raise ConfigError(f"run.name: {folder} exists and is not empty; {on}choose another name")
     return folder

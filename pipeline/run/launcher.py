@@ -51,6 +51,8 @@ BROKER_SILENT_S = 60.0
 DRAIN_S, CHECKPOINT_S = 120.0, 3600.0
 """For the work in hand; for learners, which may have a large checkpoint to write."""
 STOP_S = 30.0
+ONCE_S = 0.5
+"""Signals that come so soon behind each other are one."""
 
 
 LEAST_DISK = 1 << 20
@@ -71,7 +73,15 @@ def run(config: Config, folder: Path, console: Console, programs: Programs) -> d
     logs.configure(run_name(folder), "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
     interrupted: list[int] = []
     launch = _Launch(config, folder, console, programs, interrupted)
-    previous = {number: signal.signal(number, lambda n, _f: interrupted.append(n)) for number in ends()}
+    began: list[float] = []
+
+    def hear(number: int, _frame: object) -> None:
+        """`timeout`, and others that start it, signal it and then its whole group: that is once."""
+        if not began or time.monotonic() - began[-1] > ONCE_S:
+            interrupted.append(number)
+        began.append(time.monotonic())
+
+    previous = {number: signal.signal(number, hear) for number in ends()}
     try:
         return launch.run()
     finally:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import socket
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,6 +32,8 @@ ASK_S, ANSWER_S = 0.3, 2.0
 """Between two looks at whether a program is ready; and for it to say so."""
 STOP_S, LEAVE_S = 10.0, 5.0
 """More than its guard gives it; and for one of a start before, which was killed, to be gone."""
+TELL_S = 30.0
+"""Between two words to who waits, where a terminal shows nothing."""
 
 
 class Programs:
@@ -44,12 +48,18 @@ class Programs:
         """Their processes."""
         return self._supervisor.children
 
+    @property
+    def restarts(self) -> int:
+        """How often they were started again."""
+        return self._supervisor.restarts
+
     def start(self, console: Console) -> None:
-        """Returns once all are ready. Raises `ConfigError`, which says why one is not."""
+        """Those that are not told of the run; returns once all are ready. Raises `ConfigError`, which says why one is
+        not."""
         logs.silence()
         patient = time.monotonic() + LEAVE_S
         for name, program in self._configs.items():
-            while program.ready and _answers(program.ready):
+            while program.ready and not _lacks(program.ready):
                 if time.monotonic() < patient:
                     time.sleep(ASK_S)
                     continue
@@ -60,8 +70,11 @@ class Programs:
         first = {name: program for name, program in self._configs.items() if not program.of_run}
         for name, program in first.items():
             self._start(name, program, program.words)
-        for child, program in zip(self.children, first.values(), strict=True):
-            self._wait_for(child, program, console)
+        waited_for = {name: program for name, program in first.items() if program.ready}
+        words = ", ".join(f"programs.{name} ({program.ready})" for name, program in waited_for.items())
+        if waited_for:
+            with console.status(f"waiting for {words} …"):
+                self._wait_for(waited_for, "" if console.is_terminal else words)
 
     def begin(self, run: Path) -> None:
         """The run in the folder ``run`` is under way: starts those that are told of it."""
@@ -69,26 +82,11 @@ class Programs:
             if program.of_run:
                 self._start(name, program, [str(run) if word == RUN else word for word in program.words])
 
-    @property
-    def restarts(self) -> int:
-        """How often they were started again."""
-        return self._supervisor.restarts
-
     def poll(self) -> str | None:
         """Starts again what died; returns an error where one cannot go on."""
         self._supervisor.poll()
         child = next((child for child in self.children if child.fatal), None)
-        return f"programs.{child.name}: {child.fatal}" if child else None
-
-    def move(self, logs: Path) -> None:
-        """What they say is in ``logs`` from now on, of the same disk."""
-        if not self._configs or logs == self._logs:
-            return
-        logs.mkdir(parents=True, exist_ok=True)
-        for child in self.children:
-            child.stderr = child.stderr.rename(logs / child.stderr.name)
-        self._logs.rmdir()
-        self._logs = logs
+        return f"{child.fatal}; see {child.stderr}" if child else None
 
     def close(self) -> None:
         """Ends them all."""
@@ -98,56 +96,55 @@ class Programs:
         beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         env = {"PATH": beside, VISIBLE: self._gpus.get(name, ""), **program.env}
         command, log = guarded(words, [*os.environ, *env]), self._logs / f"program-{name}.stderr"
-        self._supervisor.start(name, command, log, env, foreign=True, folder=folder_of(words))
+        self._supervisor.start(f"programs.{name}", command, log, env, foreign=True, folder=folder_of(words))
 
-    def _wait_for(self, child: Child, program: ProgramConfig, console: Console) -> None:
-        if not program.ready:
-            return
-        words = f"waiting for programs.{child.name} ({program.ready}) …"
-        if not console.is_terminal:  # where a status shows nothing
-            typer.echo(words, err=True)
-        deadline = time.monotonic() + program.ready_s
-        with console.status(words):
-            while not _answers(program.ready):
-                process = child.process
-                if process is None or process.poll() is not None:
-                    code = f" with exit code {process.returncode}" if process else ""
-                    raise ConfigError(f"programs.{child.name} ended{code} before it was ready; {_last(child)}")
-                if time.monotonic() > deadline:
+    def _wait_for(self, programs: Mapping[str, ProgramConfig], words: str) -> None:
+        """``words``: told to who has no terminal; then how it stands, now and then."""
+        began = told = time.monotonic()
+        left = dict(programs)
+        if words:
+            typer.echo(f"waiting for {words}; what they say: {self._logs}/program-NAME.stderr", err=True)
+        while left:
+            lacks = {name: _lacks(program.ready or "") for name, program in left.items()}
+            left = {name: program for name, program in left.items() if lacks[name]}
+            for child in self.children:
+                if child.process is not None and child.process.poll() is not None:
+                    how = f"{child.name} ended with exit code {child.process.returncode} before the run could begin"
+                    raise ConfigError(f"{how}; {_last(child)}")
+            waited_s = time.monotonic() - began
+            for child in self.children:
+                name = child.name.removeprefix("programs.")
+                if name in left and waited_s > left[name].ready_s:
                     raise ConfigError(
-                        f"programs.{child.name}.ready: {program.ready} did not answer within {program.ready_s:g} s "
-                        f"(programs.{child.name}.ready_s); {_last(child)}"
+                        f"{child.name}.ready: {left[name].ready} {lacks[name]}, {left[name].ready_s:g} s after the "
+                        f"program was started ({child.name}.ready_s); {_last(child)}"
                     )
-                time.sleep(ASK_S)
+            if words and left and time.monotonic() > told + TELL_S:
+                told = time.monotonic()
+                typer.echo(f"waiting for {', '.join(left)} for {waited_s:.0f} s", err=True)
+            time.sleep(ASK_S if left else 0)
 
 
 @contextmanager
-def started(config: Config, folder: Path, made: bool, console: Console) -> Iterator[Programs]:
-    """The programs of a run in ``folder``, ready, with GPUs that nobody else sees meanwhile. Where that folder is not
-    ``made`` yet, what they say goes beside it until `Programs.move`. Raises `ConfigError`."""
+def started(config: Config, folder: Path | None, console: Console) -> Iterator[Programs]:
+    """The programs of a run in ``folder``, ready, with GPUs that nobody else sees meanwhile. None: somebody only looks,
+    and what they say is kept where one could not be started. Raises `ConfigError`."""
     if lacking := too_few_gpus(config):
         raise ConfigError(lacking)
-    with of_their_own(config) as gpus, _logs(config, folder, made) as logs:
-        programs = Programs(config, gpus, logs)
+    aside = Path(tempfile.mkdtemp(prefix="penstock-programs-")) if folder is None and config.programs else None
+    with of_their_own(config) as gpus:
+        programs = Programs(config, gpus, aside or (folder or Path()) / "logs")
         try:
-            programs.start(console)
+            try:
+                programs.start(console)
+            except ConfigError:  # which names it
+                aside = None
+                raise
             yield programs
         finally:
             programs.close()
-
-
-@contextmanager
-def _logs(config: Config, folder: Path, made: bool) -> Iterator[Path]:
-    if made or not config.programs:
-        yield folder / "logs"
-        return
-    there = next(above for above in folder.absolute().parents if above.is_dir())
-    try:
-        aside = tempfile.TemporaryDirectory(prefix=".programs-", dir=there)
-    except OSError as error:
-        raise ConfigError(f"run.folder: cannot write to {there}: {error.strerror}; choose another folder") from None
-    with aside:
-        yield Path(aside.name)
+            if aside:
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def too_few_gpus(config: Config) -> str:
@@ -158,8 +155,8 @@ def too_few_gpus(config: Config) -> str:
         return ""
     many = ", ".join(f"{name} {program.gpus}" for name, program in config.programs.items() if program.gpus)
     return (
-        f"programs: they want {wanted} GPUs of their own ({many}), and this machine has {there}, of which the run "
-        "itself needs some: give them fewer (programs.NAME.gpus), or start them on another machine yourself"
+        f"programs: they want {wanted} GPU{'s' * (wanted > 1)} of their own ({many}) beside those of the run, and this "
+        f"machine has {there}: give them fewer (programs.NAME.gpus), or start them on another machine yourself"
     )
 
 
@@ -184,18 +181,21 @@ def of_their_own(config: Config) -> Iterator[dict[str, str]]:
 
 
 def _last(child: Child) -> str:
-    return f"its last words: {child.last_words() or 'none'}"
+    return f"its last words: {child.last_words() or 'none'}; all of them: {child.stderr}"
 
 
-def _answers(url: str) -> bool:
+def _lacks(url: str) -> str:
+    """Why what listens at ``url`` is not ready; empty: it is."""
     parts = urlsplit(url)
     try:
         if parts.scheme == "tcp":
             assert parts.hostname and parts.port
             socket.create_connection((parts.hostname, parts.port), ANSWER_S).close()
-            return True
+            return ""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(url, timeout=ANSWER_S) as answer:
-            return bool(answer.status < 400)
-    except (OSError, http.client.HTTPException, ValueError):  # a status is an OSError
-        return False
+        direct.open(url, timeout=ANSWER_S).close()
+    except urllib.error.HTTPError as error:
+        return f"answers {error.code} ({error.reason})"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return f"does not answer ({getattr(error, 'reason', error)})"
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.report.console import print_summary
 from penstock.pipeline.resources.choice import choose
 from penstock.pipeline.run.folder import address_file, begin, make_folder, new_folder
-from penstock.pipeline.run.launcher import InterruptedRunError, RunError
+from penstock.pipeline.run.launcher import InterruptedRunError, RunError, ends
 from penstock.pipeline.run.launcher import run as launch
 from penstock.pipeline.run.lock import held
 from penstock.pipeline.run.programs import Programs, of_their_own, started, too_few_gpus
@@ -58,26 +59,43 @@ def start(
         print_summary(console, summary, folder)
         return COMPLETE
     with ExitStack() as stack:
-        if resume and not dry_run:  # at once: from then on what the start before left counts for nothing
+        # Of one that goes on at once: from then on what the start before left counts for nothing. Nothing is made for a
+        # new one that cannot work, but for what its programs say.
+        early = bool(resume or config.programs)
+        if early and not dry_run:
             stack.enter_context(_taken(folder, wait_s))
         try:
-            lacking = too_few_gpus(config) if dry_run else ""
-            there = config.model_copy(update={"programs": {}}) if lacking else config
-            programs = stack.enter_context(started(there, folder, bool(resume) and not dry_run, console))
-            with console.status("looking at data, model and functions …"):
-                report = look(config, folder, programs=not lacking)
-                report.here += [lacking] * bool(lacking)
+            with _interrupting():
+                lacking = too_few_gpus(config) if dry_run else ""
+                there = config.model_copy(update={"programs": {}}) if lacking else config
+                programs = stack.enter_context(started(there, None if dry_run else folder, console))
+                with console.status("looking at data, model and functions …"):
+                    report = look(config, folder, not lacking, lacking)
         except KeyboardInterrupt:
             typer.echo("interrupted before the run began", err=True)
             return INTERRUPTED
         if dry_run:
             return _show(config, report, changed)
         report.check(elsewhere=False)
-        if not resume:  # nothing is made for a run that cannot work
+        if not early:
             stack.enter_context(_taken(folder, wait_s))
         _tell(console, report, committed(folder) if resume else None, changed)
-        programs.move(folder / "logs")
         return _run(console, config, origin, folder, show, programs)
+
+
+@contextmanager
+def _interrupting() -> Iterator[None]:
+    """What ends a run that has begun (`ends`) is Ctrl-C meanwhile, so that nothing is left behind."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in ends()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -109,8 +109,11 @@ def _begun(picture: bytes) -> Any:
     except UnidentifiedImageError:
         what = f"{len(picture)} bytes that are no picture (PNG, JPEG, WebP, GIF, BMP, TIFF)"
         raise PictureError(what) from None
+    except Image.DecompressionBombError:
+        raise PictureError(f"it has more than {MOST_PIXELS:,} pixels; make it smaller") from None
     except Exception as error:  # its readers raise anything
         raise PictureError(f"a file of {len(picture)} bytes cannot be read as a picture: {error}") from error
     if image.width * image.height > MOST_PIXELS:
-        raise PictureError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS:,}; make it smaller")
+        size = f"{image.width} x {image.height}"
+        raise PictureError(f"it has more than {MOST_PIXELS:,} pixels ({size}); make it smaller")
     return image

@@ -20,10 +20,13 @@ def content_of(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     read: list[dict[str, Any]] = []
-    for part in content:
+    for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in IMAGES:
-            read.append(read_part(part))
+            try:
+                read.append(read_part(part))
+            except ValueError as error:
+                raise ValueError(f"part {number}: {error}") from error
         elif kind in TEXT:
             words = part.get("text", part.get("refusal"))
             if not isinstance(words, str):

@@ -31,7 +31,8 @@ class AgentError(Exception):
 
 def what_is_wrong(errors: Sequence[Any], skip: int = 0) -> str:
     """Pydantic's ``errors`` for people: the first three, each with where it is, less the first ``skip`` steps."""
-    return "; ".join(f"{'.'.join(map(str, each['loc'][skip:]))}: {each['msg']}" for each in errors[:3])
+    said = ((".".join(map(str, each["loc"][skip:])), each["msg"].removeprefix("Value error, ")) for each in errors[:3])
+    return "; ".join(f"{where}: {what}" for where, what in said)
 
 
 class About(BaseModel):

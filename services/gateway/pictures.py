@@ -29,7 +29,9 @@ def read_part(part: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(found, str):
         found = _decoded(found)
     if not isinstance(found, bytes) or not found:
-        raise ValueError(f"a part of type {part.get('type')!r} has no picture: give it as a data: URL, or in base64")
+        uploaded = "; files that were uploaded are not known here" * ("file_id" in part)
+        what = f"a part of type {part.get('type')!r} has no picture"
+        raise ValueError(f"{what}: give it as a data: URL, or in base64{uploaded}")
     check_picture(found)
     return {"type": "image", "picture": found}
 

@@ -80,8 +80,9 @@ class Policy:
         said = [canonical(message) for message in whole]
         parent = session.parent_of(said, told)
         added = said[len(parent.said) if parent else 0 :]
-        self._check_size(json.dumps(added, ensure_ascii=False), "" if parent else told)
         pictures = self._shown(session, parent, added, files)
+        words = json.dumps([_words(each) for each in added], ensure_ascii=False)
+        self._check_size(words, "" if parent else told)
         try:
             if parent is None:
                 given = self._text.encode_chat(said, tools, pictures)
@@ -239,3 +240,10 @@ def _shown_to_engines(session: Session, spliced: Spliced) -> dict[str, Any]:
         sampled += [np.zeros(len(turn.given), bool), np.ones(len(turn.answer.tokens), bool)]
     whole = np.concatenate([*sampled, np.zeros(len(spliced.given), bool)])
     return {"pictures": [as_bytes(picture) for picture in pictures], "sampled": as_bytes(whole.tobytes())}
+
+
+def _words(message: Mapping[str, Any]) -> dict[str, Any]:
+    """``message`` less the pictures that it shows."""
+    content = message.get("content")
+    parts = [part for part in content if "picture" not in part] if isinstance(content, list) else content
+    return {**message, "content": parts}
