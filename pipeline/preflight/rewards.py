@@ -11,6 +11,7 @@ from penstock.pipeline.config import Config
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
+from penstock.services.data.picture_files import blank_picture
 from penstock.services.reward.config import ENVIRONMENT, FunctionConfig
 from penstock.services.reward.function import of_prompt
 from penstock.services.reward.groups import apart, together
@@ -33,7 +34,7 @@ def look(config: Config, report: Report) -> None:
         return
     with ThreadPoolExecutor(len(functions)) as threads:
         tried = [
-            threads.submit(_try, function, index, config.columns, _row_for(function, report))
+            threads.submit(_try, function, index, config.columns, _shown_by_others(config, _row_for(function, report)))
             for index, function in functions
         ]
     for trial in tried:
@@ -46,6 +47,17 @@ def look(config: Config, report: Report) -> None:
 def _row_for(function: FunctionConfig, report: Report) -> Prompt | None:
     """A row that it would be asked for."""
     return next((report.rows[source] for source in function.sources or report.rows if source in report.rows), None)
+
+
+def _shown_by_others(config: Config, row: Prompt | None) -> Prompt | None:
+    """``row`` with a blank picture, where an environment or agents show some, and it has none of its own."""
+    others = any(each.pictures for each in (config.rollout.environment, config.gateway) if each)
+    if row is None or row.pictures or not others:
+        return row
+    try:
+        return row.model_copy(update={"pictures": (blank_picture(),)})
+    except ImportError:
+        return row
 
 
 def _try(function: FunctionConfig, index: int, table: ColumnTable, row: Prompt | None) -> tuple[str, str]:

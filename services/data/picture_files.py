@@ -85,6 +85,15 @@ def check_picture(picture: bytes) -> None:
         return
 
 
+def blank_picture() -> bytes:
+    """A small one, where none is at hand yet. Raises `ImportError` where Pillow is not installed."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "PNG")
+    return file.getvalue()
+
+
 def told(picture: bytes) -> str:
     """It in a few words, for people: ``PNG, 640 x 480, 31 kB``."""
     size = f"{len(picture) / 1000:,.0f} kB" if len(picture) >= 1000 else f"{len(picture)} bytes"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.pipeline.run.summary import steps_of
-from tests.e2e.runs import ROOT, SHORT, Run, check_promises, page_of
+from tests.e2e.runs import ROOT, SHORT, Run, check_promises, free_port, page_of
 
 LOSS = "trainer.algorithm.loss={{type: custom, function: 'tests.e2e.mistakes:{}'}}"
 REWARD = "reward.functions=[{{function: 'tests.e2e.mistakes:{}', timeout_s: {}}}]"
@@ -25,6 +27,24 @@ def test_what_a_run_waits_for_at_its_start_is_said_without_a_terminal_too(tmp_pa
     assert f"it waits for agents, which you start beside it: penstock play {run.folder} my_env:MyClass" in said
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(30) == 130 and f"penstock run --resume {run.folder}" in run.output.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_ended_while_a_program_is_waited_for_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    program = {"command": f"sleep 3{os.getpid()}", "ready": f"tcp://127.0.0.1:{free_port()}"}
+    run = Run(tmp_path, [*SHORT, f"programs={json.dumps({'slow': program})}"])
+    deadline = time.monotonic() + 60
+    while not sleeping(program["command"]):
+        assert time.monotonic() < deadline, run.output.read_text()
+        time.sleep(0.1)
+    run.process.send_signal(number)
+    assert run.process.wait(30) == 130 and "interrupted before the run began" in run.output.read_text()
+    assert not sleeping(program["command"])
+    assert sorted(path.name for path in run.folder.iterdir()) == ["logs", "run.lock"], "where another may begin"
+
+
+def sleeping(command: str) -> bool:
+    return any(process.info["cmdline"] == command.split() for process in psutil.process_iter(["cmdline"]))
 
 
 def test_a_loss_that_becomes_nan_ends_the_run_by_its_name(tmp_path: Path) -> None:
