@@ -135,7 +135,7 @@ def test_only_one_at_a_time_runs_in_a_folder(folder: Path) -> None:
 
 
 def test_a_run_that_goes_on_has_its_folder_before_it_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(config: Config, looked: Path) -> None:
+    def look(config: Config, looked: Path, *_: object) -> None:
         raise ConfigError(f"held by {holder(looked)}")
 
     monkeypatch.setattr("penstock.pipeline.run.start.look", look)
