@@ -242,7 +242,7 @@ class Config(Section):
     replay: ReplayConfig = ReplayConfig()
     """Finished groups: which are left out, which are kept on disk."""
     programs: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], ProgramConfig] = {}
-    """Programs of others, by name, that `penstock run` starts beside the run. Each runs until that is over, e.g.
+    """Programs of others beside the run, by name. `penstock run` starts them, and ends them with the run, e.g.
     ``{judge: {command: vllm serve Qwen/Qwen3-8B --port 8431, ready: "http://127.0.0.1:8431/health", gpus: 1}}``."""
 
     @property
