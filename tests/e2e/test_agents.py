@@ -168,14 +168,16 @@ def test_agents_are_trained_on_what_they_were_served(tmp_path: Path) -> None:
 def test_a_run_plays_with_agents_that_it_starts_itself(tmp_path: Path) -> None:
     """One that dies is started again."""
     command = ["penstock", "play", "RUN", "tests.players.envs:Endless", "-o", "max_turns=2", "--sessions", "8"]
-    run = Run(tmp_path, [*TINY, f"programs={json.dumps({'players': {'command': command}})}"], CONFIG)
-    run.wait_for_step(1)
+    programs = f"programs={json.dumps({'players': {'command': command}})}"
+    run = Run(tmp_path, [*TINY, "trainer.steps=3", "gateway.lost_s=4", programs], CONFIG)
+    run.wait_for_step(0)
     assert "which you start beside it" not in run.output.read_text()
     play = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"][2:4] == ["play", str(run.folder)]]
     play[0].kill()
     summary = run.wait(240)
     check_promises(summary)
-    assert summary["steps"] == 6 and summary["restarts"] >= 1 and "players died and was" in run.output.read_text()
+    assert summary["steps"] == 3 and summary["restarts"] >= 1
+    assert "programs.players died and was started again" in run.output.read_text()
     assert "played" in (run.folder / "logs" / "program-players.stderr").read_text()
 
 

@@ -29,15 +29,14 @@ def test_what_a_run_waits_for_at_its_start_is_said_without_a_terminal_too(tmp_pa
     assert run.process.wait(30) == 130 and f"penstock run --resume {run.folder}" in run.output.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_who_is_ended_while_a_program_is_waited_for_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_who_is_ended_while_a_program_is_waited_for_leaves_nothing(tmp_path: Path) -> None:
     program = {"command": f"sleep 3{os.getpid()}", "ready": f"tcp://127.0.0.1:{free_port()}"}
     run = Run(tmp_path, [*SHORT, f"programs={json.dumps({'slow': program})}"])
     deadline = time.monotonic() + 60
     while not sleeping(program["command"]):
         assert time.monotonic() < deadline, run.output.read_text()
         time.sleep(0.1)
-    run.process.send_signal(number)
+    run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(30) == 130 and "interrupted before the run began" in run.output.read_text()
     assert not sleeping(program["command"])
     assert sorted(path.name for path in run.folder.iterdir()) == ["logs", "run.lock"], "where another may begin"
