@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.config import Config
+from penstock.pipeline.preflight.judges import nobody_at
 from penstock.pipeline.preflight.report import Report
 from penstock.protocols.columns import ColumnTable
 from penstock.protocols.experience import Prompt
@@ -30,6 +31,9 @@ def look(config: Config, report: Report) -> None:
     if not actors(config)["reward"].count(config):
         return
     functions = [(i, f) for i, f in enumerate(config.reward.functions) if f.function != ENVIRONMENT]
+    lacking = {index: why for index, f in functions if (why := nobody_at(f, f"reward.functions.{index}"))}
+    report.here += lacking.values()
+    functions = [(index, function) for index, function in functions if index not in lacking]
     if not functions:
         return
     with ThreadPoolExecutor(len(functions)) as threads:
