@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
@@ -73,13 +74,14 @@ def run(config: Config, folder: Path, console: Console, programs: Programs) -> d
     logs.configure(run_name(folder), "supervisor", folder / "logs" / "supervisor.jsonl", config.run.log_level)
     interrupted: list[int] = []
     launch = _Launch(config, folder, console, programs, interrupted)
-    began: list[float] = []
+    heard_at = -math.inf
 
     def hear(number: int, _frame: object) -> None:
         """`timeout`, and others that start it, signal it and then its whole group: that is once."""
-        if not began or time.monotonic() - began[-1] > ONCE_S:
+        nonlocal heard_at
+        before, heard_at = heard_at, time.monotonic()
+        if heard_at - before > ONCE_S:
             interrupted.append(number)
-        began.append(time.monotonic())
 
     previous = {number: signal.signal(number, hear) for number in ends()}
     try:
@@ -108,8 +110,7 @@ class _Launch:
         """Signals that came, one after the other."""
         self._redis: PrivateRedis | None = None
         self._mailbox: Mailbox | None = None
-        self._told: dict[Path, int] = {}
-        """Restarts that the view was told of, by log: a program may be called as an actor is."""
+        self._told: dict[str, int] = {}
         self._gpus = place(config, visible_gpus())
         preloaded = any(spec.preloaded(config) and spec.count(config) for spec in registry.started_here(config))
         forks = fork_server(self._stderr("forkserver")) if preloaded else None
@@ -282,8 +283,8 @@ class _Launch:
 
     def _note_restarts(self, view: View) -> None:
         for child in (*self._supervisor.children, *self._programs.children):
-            if child.restarts > self._told.get(child.stderr, 0):
-                self._told[child.stderr] = child.restarts
+            if child.restarts > self._told.get(child.name, 0):
+                self._told[child.name] = child.restarts
                 view.note(f"{child.name} died and was started again ({child.restarts})")
 
     # --- ending ------------------------------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ class Programs:
         first = {name: program for name, program in self._configs.items() if not program.of_run}
         for name, program in first.items():
             self._start(name, program, program.words)
-        waited_for = {name: program for name, program in first.items() if program.ready}
-        words = ", ".join(f"programs.{name} ({program.ready})" for name, program in waited_for.items())
+        waited_for = {_called(name): program for name, program in first.items() if program.ready}
+        words = ", ".join(f"{name} ({program.ready})" for name, program in waited_for.items())
         if waited_for:
             with console.status(f"waiting for {words} …"):
                 self._wait_for(waited_for, "" if console.is_terminal else words)
@@ -96,28 +96,27 @@ class Programs:
         beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         env = {"PATH": beside, VISIBLE: self._gpus.get(name, ""), **program.env}
         command, log = guarded(words, [*os.environ, *env]), self._logs / f"program-{name}.stderr"
-        self._supervisor.start(f"programs.{name}", command, log, env, foreign=True, folder=folder_of(words))
+        self._supervisor.start(_called(name), command, log, env, foreign=True, folder=folder_of(words))
 
     def _wait_for(self, programs: Mapping[str, ProgramConfig], words: str) -> None:
-        """``words``: told to who has no terminal; then how it stands, now and then."""
+        """By the names of their processes. ``words``: told to who has no terminal; then how it stands, now and then."""
         began = told = time.monotonic()
-        left = dict(programs)
+        left, children = dict(programs), {child.name: child for child in self.children}
         if words:
             typer.echo(f"waiting for {words}; what they say: {self._logs}/program-NAME.stderr", err=True)
         while left:
             lacks = {name: _lacks(program.ready or "") for name, program in left.items()}
             left = {name: program for name, program in left.items() if lacks[name]}
-            for child in self.children:
+            for child in children.values():
                 if child.process is not None and child.process.poll() is not None:
                     how = f"{child.name} ended with exit code {child.process.returncode} before the run could begin"
                     raise ConfigError(f"{how}; {_last(child)}")
             waited_s = time.monotonic() - began
-            for child in self.children:
-                name = child.name.removeprefix("programs.")
-                if name in left and waited_s > left[name].ready_s:
+            for name, program in left.items():
+                if waited_s > program.ready_s:
                     raise ConfigError(
-                        f"{child.name}.ready: {left[name].ready} {lacks[name]}, {left[name].ready_s:g} s after the "
-                        f"program was started ({child.name}.ready_s); {_last(child)}"
+                        f"{name}.ready: {program.ready} {lacks[name]}, {program.ready_s:g} s after the program was "
+                        f"started ({name}.ready_s); {_last(children[name])}"
                     )
             if words and left and time.monotonic() > told + TELL_S:
                 told = time.monotonic()
@@ -178,6 +177,11 @@ def of_their_own(config: Config) -> Iterator[dict[str, str]]:
         del os.environ[VISIBLE]
         if before is not None:
             os.environ[VISIBLE] = before
+
+
+def _called(name: str) -> str:
+    """The process of the program of that name, which may be called as an actor is."""
+    return f"programs.{name}"
 
 
 def _last(child: Child) -> str:

@@ -131,7 +131,7 @@ class Policy:
     def _checked(self, session: Session, spliced: Spliced) -> Spliced:
         """Where pictures are shown no words have the tokens that stand for one. Raises `AgentError`."""
         before = session.path(spliced.parent)
-        if not (spliced.pictures or session.pictures(spliced.parent)):
+        if not spliced.pictures and not any(each.pictures for each in before):
             return spliced
         bare = [each.given for each in before if not each.pictures] if spliced.pictures else [spliced.given]
         try:
