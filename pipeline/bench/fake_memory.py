@@ -32,9 +32,10 @@ from penstock.services.learning import muon
 from penstock.services.modeling import attention, head
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.dtypes import DTYPES
+from penstock.services.modeling.four_bit import in_four_bits
 from penstock.services.modeling.load import attention_of, empty_model, load_config
 from penstock.services.modeling.logprobs import logprobs
-from penstock.services.modeling.lora import Adapter
+from penstock.services.modeling.lora import Adapter, adapted_layers
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel import expert, start
 from penstock.services.modeling.parallel.fsdp import clip_gradients, forward, shard, sum_gradients
@@ -141,7 +142,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
     trainer = trainer.model_copy(update={"sum_gradients": "step" if whole else "micro_batch"})
     model = empty_model(str(folder))
     lora = trainer.lora
-    adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant) if lora else None
+    adapter = Adapter.of(lora) if lora else None
     memory = Memory()
     start._prepare(model, adapter, str(folder), config.model.dtype)
     head.compute_head_in(model, config.model.head_dtype)
@@ -183,12 +184,16 @@ def reference_peak(config: Config) -> float:
     """GiB of a reference while it scores: weights, activations, logits."""
     from transformers import AutoModelForCausalLM
 
-    about = load_config(str(config_file(config, config.reference.path).parent))
-    memory = Memory()
-    with memory.counting(), torch.no_grad():
+    folder, memory = str(config_file(config, config.reference.path).parent), Memory()
+    about, lora = load_config(folder), config.reference_quantized
+    coded = adapted_layers(Adapter.of(lora), folder) if lora else []
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             about, dtype=DTYPES[config.model.dtype], attn_implementation=attention_of(about)
         )
+        in_four_bits(model, coded)
+    with memory.counting(), torch.no_grad():
+        start._materialize(model, CPU, CPU)
         head.compute_head_in(model, config.model.head_dtype)
         memory.peak = memory.now
         logprobs(model, _rows(config.reference.tokens_per_batch), 1.0)

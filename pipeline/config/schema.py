@@ -37,7 +37,7 @@ from penstock.services.rollout.config import RolloutConfig
 from penstock.services.runtime import registry
 from penstock.services.runtime.custom_scorer import ScorerConfig
 from penstock.services.runtime.settings import MOST_PORT, Section
-from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.config import LoraConfig, TrainerConfig
 from penstock.services.weights.config import WeightsConfig
 
 
@@ -256,6 +256,12 @@ class Config(Section):
     def show_pictures(self) -> bool:
         """Prompts may, or what an environment answers, or agents."""
         return self.prompts.show_pictures or any(e.pictures for e in (self.rollout.environment, self.gateway) if e)
+
+    @property
+    def reference_quantized(self) -> LoraConfig | None:
+        """The adapter of whose quantized model the reference is a copy; None: it lies whole."""
+        lora = self.trainer.lora
+        return lora if lora and lora.quantize and self.reference.path is None else None
 
     @property
     def with_reference(self) -> bool:

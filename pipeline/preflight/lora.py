@@ -20,6 +20,8 @@ def look(config: Config, report: Report) -> None:
         return
     if find_spec("peft") is None:
         report.lacks_package(f"trainer.lora: peft is not installed; run: {install('lora')}")
+    if lora.quantize and find_spec("bitsandbytes") is None:
+        report.lacks_package(f"trainer.lora.quantize: bitsandbytes is not installed; run: {install('qlora')}")
     if lora.start:
         with report.collect():
             _fits(Path(lora.start), lora)

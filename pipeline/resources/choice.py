@@ -100,6 +100,9 @@ def load_of(config: Config, response: int, prompt: int = PROMPT) -> Load:
     return Load(float(sampled), float(prompt + response), float(prompt))
 
 
+QLORA = "trainer.lora={rank: 32, quantize: nf4}, an adapter of a model in 4 bits"
+
+
 def nothing_fits(config: Config, count: int, device: Device) -> str:
     """For people."""
     if why := unsearched(config, device):
@@ -109,6 +112,7 @@ def nothing_fits(config: Config, count: int, device: Device) -> str:
         f"nothing fits {count} x {device.name} of {device.gib:.3g} GiB: take more of them, or larger ones; fewer "
         f"trainer.tokens_per_micro_batch{', fewer rollout.engine.max_sequences' * static} or a shorter "
         "rollout.engine.max_length need less"
+        f"{', as does ' + QLORA if not (config.trainer.lora and config.trainer.lora.quantize) else ''}"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.pipeline.config import Config
 from penstock.pipeline.resources.model_shape import shape_of
-from penstock.pipeline.resources.trainer_memory import GIB, state_bytes, version_bytes
+from penstock.pipeline.resources.trainer_memory import GIB, frozen_bytes, state_bytes, version_bytes
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import TorchEngineConfig
@@ -125,21 +125,21 @@ def host_needs(config: Config) -> HostNeeds | None:
     if shape is None:
         return None
     version, lora = _version(shape), config.trainer.lora
-    frozen = shape.learned_bytes * shape.parameters / GIB if lora else 0.0
+    frozen, codes = (size / GIB for size in frozen_bytes(shape, config.trainer))
     trained = shape.adapter(lora.rank, lora.targets) if lora else shape.parameters
     state = state_bytes(config.trainer.optimizer, trained, 0 if lora else shape.ends) / GIB
     published = version_bytes(shape, config.trainer) / GIB
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
     towers = (shape.learned_bytes if lora else 4) * shape.towers / GIB
-    offloaded = copies * (state + 4 * trained / GIB + frozen + towers) * config.trainer.offload  # and gradients
+    offloaded = (copies * (state + 4 * trained / GIB + towers) + frozen) * config.trainer.offload  # and gradients
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
         routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
         routing = engine.max_sequences * engine.max_length * routed / GIB
     resting = 0.0
-    if config.run.colocated and not config.trainer.offload:
-        resting = copies * (state + frozen + towers)
+    if config.run.colocated:
+        resting = codes + (0.0 if config.trainer.offload else copies * (state + towers) + frozen)
     others = [shape_of(config, path) or shape for path in (config.reference.path, config.critic.path)]
     reference, learned = _version(others[0]), others[1]
     critic = state_bytes(config.critic.optimizer, learned.parameters, learned.ends) / GIB * config.with_critic

@@ -9,7 +9,16 @@ from pydantic import ValidationError
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.gpus import total_gpus
 from penstock.pipeline.resources.model_shape import shape_of, tiny_shape
-from penstock.pipeline.resources.trainer_memory import GIB, LOGITS_GIB, OVERHEAD_GIB, trainer_gib, trainer_parts
+from penstock.pipeline.resources.trainer_memory import (
+    FOUR_BIT_BYTES,
+    GIB,
+    LOGITS_GIB,
+    OVERHEAD_GIB,
+    Staged,
+    coded_matrices,
+    trainer_gib,
+    trainer_parts,
+)
 from penstock.services.learning.config import LearnerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.rollout.config import NoEngineConfig, PluginEngineConfig, TorchEngineConfig
@@ -184,7 +193,7 @@ def _fewer(config: Config, shape: Shape, room: float) -> str:
 
 def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
     trainer, room = trainer_of(config), config.run.gpu_gib
-    need, tokens = trainer_gib(shape, trainer, room), trainer.tokens_per_micro_batch
+    need, tokens = trainer_gib(shape, trainer, room, staged(config)), trainer.tokens_per_micro_batch
     line = f"trainer: {trainer.ranks} ranks, about {need:.1f} GiB each with {tokens:,} tokens a micro-batch"
     mapped = mapped_gib(config, shape, trainer)
     found.lines.append(line + (f", and {mapped:.1f} GiB of versions that engines map" if mapped else ""))
@@ -196,14 +205,14 @@ def _plan_trainer(config: Config, shape: Shape, found: Plan) -> None:
             f"map take {mapped:.1f}, together more than a GPU's {room:g}; use auto"
         )
         return
-    fits = _ranks_that_fit(shape, trainer, room)
+    fits = _ranks_that_fit(shape, trainer, room, staged(config))
     hint = f"{fits} ranks with gradient_checkpointing would do" if fits else "take fewer tokens_per_micro_batch"
     found.problems.append(
         f"trainer.ranks={trainer.ranks}: about {need:.0f} GiB a rank do not fit GPUs of {room:g} GiB; {hint}"
     )
 
 
-def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float) -> int | None:
+def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float, beside: Staged) -> int | None:
     """The fewest that would, in the shape that is given, with gradient checkpointing."""
     for ranks in (2**power for power in range(12)):
         try:
@@ -211,7 +220,7 @@ def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float) -> int | 
             other = TrainerConfig.model_validate(trainer.model_dump() | changed)
         except ValidationError:  # not a number that nodes, replicas and the like divide
             continue
-        if trainer_gib(shape, other, room) <= room:
+        if trainer_gib(shape, other, room, beside) <= room:
             return ranks
     return None
 
@@ -219,12 +228,13 @@ def _ranks_that_fit(shape: Shape, trainer: TrainerConfig, room: float) -> int | 
 def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> None:
     """What lies on a GPU at once: the trainer's peak beside who sleeps; who is awake beside the trainer's context."""
     references = references_each(config, config.trainer.ranks)
-    peak = trainer_gib(shape, trainer_of(config), room) + (1 + references) * OVERHEAD_GIB
+    peak = trainer_gib(shape, trainer_of(config), room, staged(config)) + (1 + references) * OVERHEAD_GIB
     found.lines.append(f"at work: the trainer beside who sleeps, {peak:.1f} GiB of each GPU")
     if peak > room:
         found.problems.append(
             f"run.placement=colocated: a trainer's rank beside who sleeps takes {peak:.0f} GiB of a GPU's {room:g}; "
-            "take fewer trainer.tokens_per_micro_batch, gradient_checkpointing or offload"
+            "take fewer trainer.tokens_per_micro_batch, gradient_checkpointing or offload, or an adapter of a model in "
+            "4 bits (trainer.lora.quantize)"
         )
     engine = config.rollout.engine
     if isinstance(engine, PluginEngineConfig | NoEngineConfig):
@@ -250,6 +260,11 @@ def _plan_colocated(config: Config, shape: Shape, room: float, found: Plan) -> N
         )
 
 
+def staged(config: Config) -> Staged:
+    """What lies beside the trainer's model of the version that is published."""
+    return "bucket" if config.run.colocated else "version"
+
+
 def mapped_gib(config: Config, shape: Shape, trainer: TrainerConfig) -> float:
     """GiB of the versions that a ``trainer`` has on its GPU for engines that map them (`weights.transport`: cuda_ipc),
     beside the one that is published; 0 where nobody can."""
@@ -272,7 +287,8 @@ def reference_gib(config: Config) -> float | None:
     tokens, size = config.reference.tokens_per_batch, shape.served_bytes
     wide = shape.chosen * (2 * shape.hidden + 3 * shape.intermediate) if shape.experts else 3 * shape.intermediate
     inner = size * tokens * (8 * shape.hidden + wide) / GIB
-    weights = (shape.served * size + shape.sight_bytes) / GIB
+    coded = shape.layers * sum(coded_matrices(shape, config.reference_quantized))
+    weights = ((shape.served - coded) * size + FOUR_BIT_BYTES * coded + shape.sight_bytes) / GIB
     return weights + max(inner, 1.5 * LOGITS_GIB) + OVERHEAD_GIB
 
 
@@ -280,7 +296,7 @@ def critic_gib(config: Config, gpu_gib: float | None) -> float | None:
     """GiB of one of a critic's ranks at its peak: a trainer's; its head is smaller, which is not counted. None where
     the sizes of its model are not known here."""
     shape = shape_of(config, config.critic.path)
-    return None if shape is None else trainer_gib(shape, critic_of(config), gpu_gib)
+    return None if shape is None else trainer_gib(shape, critic_of(config), gpu_gib, "nothing")
 
 
 def trainer_of(config: Config) -> TrainerConfig:

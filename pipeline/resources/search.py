@@ -176,13 +176,13 @@ def _colocated(
         for tensor in tensors
         if ranks >= tensor and _has_room(config, shape, tensor, device, share)
     ]
-    found = _fastest(config, shape, _plain(config, ranks, lora), load, device, asleep)
+    found = _fastest(config, shape, _plain(config, ranks, lora), load, device, asleep, colocated=True)
     if engines and found:
         generate_s, tensor = min(engines)
         trainer, seconds, faster, faster_s = found
         yield Layout(
-            trainer, _rank_gib(config, shape, trainer, device), seconds, generate_s, ranks // tensor, tensor,
-            faster, _rank_gib(config, shape, faster, device) if faster else 0.0, faster_s, True, round(share, 2),
+            trainer, _rank_gib(config, shape, trainer, device, True), seconds, generate_s, ranks // tensor, tensor,
+            faster, _rank_gib(config, shape, faster, device, True) if faster else 0.0, faster_s, True, round(share, 2),
             switch_s(shape, trainer, tensor, device), *critic_times(config, load, device),
         )  # fmt: skip
 
@@ -195,13 +195,21 @@ def _ranks(count: int) -> Iterator[int]:
         ranks += 1 if ranks < MACHINE else MACHINE * (1 + ranks // (16 * MACHINE))
 
 
-def _rank_gib(config: Config, shape: Shape, trainer: TrainerConfig, device: Device) -> float:
+def _rank_gib(config: Config, shape: Shape, trainer: TrainerConfig, device: Device, colocated: bool = False) -> float:
     """Of one rank at its peak, with the versions that engines map."""
+    if colocated:
+        return trainer_gib(shape, trainer, device.gib, "bucket")
     return trainer_gib(shape, trainer, device.gib) + mapped_gib(config, shape, trainer)
 
 
 def _fastest(
-    config: Config, shape: Shape, plain: TrainerConfig, load: Load, device: Device, taken_gib: float = 0.0
+    config: Config,
+    shape: Shape,
+    plain: TrainerConfig,
+    load: Load,
+    device: Device,
+    taken_gib: float = 0.0,
+    colocated: bool = False,
 ) -> tuple[TrainerConfig, float, TrainerConfig | None, float] | None:
     """The fastest shape of so many ranks that fits beside ``taken_gib``, and its seconds; then the fastest that does
     not, where that would be faster. None: nothing fits."""
@@ -213,7 +221,7 @@ def _fastest(
     faster, faster_s = None, 0.0
     while tried:
         _, _, seconds, trainer = heapq.heappop(tried)
-        if _rank_gib(config, shape, trainer, device) <= device.gib * FILL - taken_gib:
+        if _rank_gib(config, shape, trainer, device, colocated) <= device.gib * FILL - taken_gib:
             return trainer, seconds, faster, faster_s
         if faster is None:
             faster, faster_s = trainer, seconds

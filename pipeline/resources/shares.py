@@ -13,6 +13,7 @@ from penstock.pipeline.resources.memory import (
     embedded_gib,
     mapped_gib,
     reference_gib,
+    staged,
     trainer_of,
 )
 from penstock.pipeline.resources.model_shape import shape_of
@@ -81,7 +82,7 @@ def _share(config: Config, actor: str, size: float) -> float:
         need = embedded_gib(config, shape)
     elif kind == "trainer" and shape:
         trainer = trainer_of(config)
-        need = trainer_gib(shape, trainer, size) + mapped_gib(config, shape, trainer)
+        need = trainer_gib(shape, trainer, size, staged(config)) + mapped_gib(config, shape, trainer)
     elif kind == "critic":
         need = critic_gib(config, size)
     elif kind == "reference":

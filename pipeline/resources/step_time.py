@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.pipeline.resources.trainer_memory import activations, keeps_whole_gradients, of_stage, state_bytes
+from penstock.pipeline.resources.trainer_memory import (
+    activations,
+    frozen_bytes,
+    keeps_whole_gradients,
+    of_stage,
+    state_bytes,
+)
 from penstock.protocols.columns import TAUGHT
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.modeling.flops import backward_flops, forward_flops
@@ -128,11 +134,11 @@ def values_s(shape: Shape, critic: TrainerConfig, load: Load, device: Device) ->
 def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) -> float:
     """Seconds of a step in which GPUs change hands (`run.placement`: colocated): what a trainer's rank keeps between
     two steps goes to its host and comes back, and so do an engine's weights, cut over ``tensor`` GPUs."""
-    lora = trainer.lora
+    lora, (frozen, codes) = trainer.lora, frozen_bytes(shape, trainer)
     trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else _cut(shape, trainer)
-    frozen = shape.learned_bytes * _cut(shape, trainer) if lora else 0.0
     ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
-    kept = 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends) + frozen
+    kept = codes / trainer.ranks
+    kept += 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends) + frozen / trainer.ranks
     return 2 * (kept + shape.parameters * shape.served_bytes / tensor) / (device.host_gb_s * 1e9 * LINK_SHARE)
 
 

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
+from penstock.protocols.versions import BUCKET_BYTES
 from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
 from penstock.services.modeling.decoder_shape import Shape
-from penstock.services.trainer.config import TrainerConfig
+from penstock.services.trainer.config import LoraConfig, TrainerConfig
 
 GIB = float(1 << 30)
 OVERHEAD_GIB = 1.5
 """CUDA context, allocator and collectives of a process."""
 EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)
 """Of a parameter: two moments of a byte, and a scale for each 256 of them."""
+FOUR_BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Of a number in 4 bits: a scale of 8 bits for each 64, and one of 32 for each 256 of those."""
 LOGITS_GIB = 0.5
 """Chunks of logits and of their gradients, beside the peak of a layer: `logprobs.LOGIT_BYTES` twice. Where teachers'
 distributions are learned one more for each, in which all but its own tokens are summed, and one for their gradients."""
 
 
-def trainer_gib(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None) -> float:
+Staged = Literal["version", "bucket", "nothing"]
+"""What lies beside the model of the version that is published: all of it; one bucket at a time, where versions go by
+the host (`run.placement`: colocated); nothing of a critic."""
+
+
+def trainer_gib(
+    shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None, staged: Staged = "version"
+) -> float:
     """GiB of one rank at its peak."""
-    return sum(trainer_parts(shape, trainer, gpu_gib).values())
+    return sum(trainer_parts(shape, trainer, gpu_gib, staged).values())
 
 
-def trainer_parts(shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None) -> dict[str, float]:
+def trainer_parts(
+    shape: Shape, trainer: TrainerConfig, gpu_gib: float | None = None, staged: Staged = "version"
+) -> dict[str, float]:
     """GiB of one rank at its peak, by what they are; of a pipeline, of a rank of the stage that takes most."""
     stages, each = trainer.pipeline_parallel, of_stage(trainer)
-    every = [_parts(shape.stage(number, stages), each, stages - number, gpu_gib) for number in range(stages)]
+    every = [_parts(shape.stage(number, stages), each, stages - number, gpu_gib, staged) for number in range(stages)]
     return max(every, key=lambda parts: sum(parts.values()))
 
 
@@ -36,7 +49,9 @@ def of_stage(trainer: TrainerConfig) -> TrainerConfig:
     return trainer.model_copy(update={"ranks": ranks, "pipeline_parallel": 1})
 
 
-def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float | None) -> dict[str, float]:
+def _parts(
+    shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float | None, staged: Staged
+) -> dict[str, float]:
     """Of a stage that has gone forward through ``in_flight`` micro-batches when its first backward begins: at its peak,
     where a later micro-batch's backward begins, or where embedding and head are summed, or gathered. Always there, and
     cut: fp32 weights, their gradient and the optimizer's state; the version that is published, in 16 bits. With an
@@ -51,7 +66,10 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
     even = (shape.layers * (shape.shared / tensor + shape.router) + shape.ends) / shards
     cut = even + shape.layers * own * shape.expert
     trained = shape.adapter(lora.rank, lora.targets) / shards if lora else cut
+    coded = coded_matrices(shape, lora)
+    codes = FOUR_BIT_BYTES * shape.layers * sum(coded)
     if lora:
+        layer -= sum(coded)  # neither cut nor gathered: made anew, one by one
         ends, layers = wide * shape.ends, 2.0 * wide * layer
         # While they are gathered, and the first layer behind them: as they come, and as they are put together.
         sums = 2.0 * wide * (shape.ends + layer)
@@ -72,8 +90,9 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
     version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.served / trainer.ranks
+    version = {"version": version, "bucket": min(version, BUCKET_BYTES), "nothing": 0.0}[staged]
     held = {
-        "weights": wide * cut + 4 * trained if lora else 4 * cut,
+        "weights": wide * (cut - shape.layers * sum(coded) / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else shape.ends / shards),
@@ -82,6 +101,8 @@ def _parts(shape: Shape, trainer: TrainerConfig, in_flight: int, gpu_gib: float 
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
     parts = (held if not trainer.offload else {}) | {
+        "weights in 4 bits": codes,
+        "one of them, whole": wide * max(coded, default=0),
         "towers that see": shape.sight_bytes,
         "gathered units": ends + layers,
         "activations": acts,
@@ -96,6 +117,21 @@ def _kept_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> floa
     if optimizer.moments == "8bit":
         return EIGHT_BIT_BYTES * trained
     return state_bytes(optimizer, trained, ends) - 4 * trained
+
+
+def frozen_bytes(shape: Shape, trainer: TrainerConfig) -> tuple[float, float]:
+    """Of the model that an adapter is trained beside, of all ranks: what is cut over them, and what lies in 4 bits,
+    whole on each; 0 where no adapter is."""
+    if trainer.lora is None:
+        return 0.0, 0.0
+    coded = shape.layers * sum(coded_matrices(shape, trainer.lora))
+    held = trainer.ranks // trainer.pipeline_parallel
+    return trainer.replicas * shape.learned_bytes * (shape.parameters - coded), FOUR_BIT_BYTES * held * coded
+
+
+def coded_matrices(shape: Shape, lora: LoraConfig | None) -> list[int]:
+    """Numbers of each of a layer's matrices that lie in 4 bits."""
+    return [inputs * outputs for inputs, outputs in shape.adapted(lora.targets)] if lora and lora.quantize else []
 
 
 def state_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:

@@ -33,6 +33,11 @@ def evaluate(console: Console, checkpoint: str, file: Path, overrides: list[str]
     path = str(find_folder(checkpoint) or checkpoint)
     about = adapter_of(Path(path))
     model: dict[str, Any] = {"type": "pretrained", "path": about.base if about else path, "dtype": config.model.dtype}
+    if about and about.quantize and about.dtype != config.model.dtype:
+        raise ConfigError(
+            f"model.dtype={config.model.dtype}: the matrices that {checkpoint} was trained beside were in 4 bits, made "
+            f"of {about.dtype}; set it to that"
+        )
     model["head_dtype"] = config.model.head_dtype
     if isinstance(config.model, PretrainedModel):  # its prompts are told as they were when it was trained
         model |= config.model.model_dump(include={"chat_template", "chat_template_kwargs"})
@@ -52,7 +57,7 @@ def _adapter(about: AdapterShape | None, path: str) -> dict[str, Any] | None:
     """`trainer.lora` that is as the adapter in ``path``: the trainer merges it into what it publishes."""
     if about is None:
         return None
-    said = {name: value for name, value in asdict(about).items() if name != "base" and value is not None}
+    said = {name: value for name, value in asdict(about).items() if name not in ("base", "dtype") and value is not None}
     return said | {"start": path}
 
 

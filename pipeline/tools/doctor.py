@@ -30,6 +30,7 @@ OPTIONAL = (
     ("datasets", "data", "Hugging Face datasets"),
     ("mcp", "mcp", "tools of MCP servers (rollout.environment)"),
     ("peft", "lora", "adapters (trainer.lora)"),
+    ("bitsandbytes", "qlora", "adapters of a model in 4 bits (trainer.lora.quantize)"),
     ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks"),
     ("tensorboardX", "tensorboard", "TensorBoard files"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from penstock.pipeline.config import ConfigError
 from penstock.services.modeling.adapter_files import CONFIG, AdapterShape, read_shape
+from penstock.services.runtime.install import install
 
 
 def adapter_of(checkpoint: Path) -> AdapterShape | None:
@@ -54,6 +56,8 @@ def merge(
     from penstock.services.modeling.processor_files import read_processor, write_processor
 
     base = load_model(about.base, "float32", torch.device("cpu"), "CHECKPOINT")
+    if about.quantize:  # the adapter has learned beside what these matrices were then
+        round_as_trained(base, checkpoint, about)
     merged: Any = PeftModel.from_pretrained(base, str(checkpoint)).merge_and_unload()
     told, merged.generation_config = merged.generation_config, GenerationConfig()
     merged.save_pretrained(out)
@@ -61,3 +65,25 @@ def merge(
     write_processor(read_processor(folder_of(about.base, "CHECKPOINT")), out)
     AutoTokenizer.from_pretrained(str(checkpoint)).save_pretrained(out)
     typer.echo(f"written: {out}")
+
+
+def round_as_trained(base: Any, checkpoint: Path, about: AdapterShape) -> None:
+    """The matrices of ``base``, a model of transformers in float32, that lay in 4 bits while the adapter ``about`` in
+    ``checkpoint`` was trained, are as they then were. Raises `ConfigError`."""
+    import torch
+    from safetensors import safe_open
+
+    from penstock.services.modeling.adapter_files import FILE
+    from penstock.services.modeling.dtypes import DTYPES
+    from penstock.services.modeling.lora import PREFIX
+
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(f"CHECKPOINT: its model was in 4 bits, and bitsandbytes is not installed: {install('qlora')}")
+    from penstock.services.modeling.four_bit import rounded
+
+    end = ".lora_A.weight"
+    with safe_open(checkpoint / FILE, framework="pt") as file, torch.no_grad():
+        for name in sorted(file.keys()):
+            if name.endswith(end):
+                weight = base.get_submodule(name.removeprefix(PREFIX).removesuffix(end)).weight
+                weight.copy_(rounded(weight.to(DTYPES[about.dtype])))

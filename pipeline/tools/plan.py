@@ -22,7 +22,7 @@ from penstock.pipeline.resources.choice import (
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import gpus_of_programs, total_gpus
 from penstock.pipeline.resources.host import host_needs
-from penstock.pipeline.resources.memory import plan, trainer_of
+from penstock.pipeline.resources.memory import plan, staged, trainer_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
 from penstock.pipeline.resources.search import BANDWIDTH_SHARE, Layout, layouts
@@ -87,7 +87,7 @@ def _too_few(config: Config, count: int, device: Device) -> list[str]:
 
 
 def _print_parts(console: Console, config: Config, shape: Shape) -> None:
-    parts = trainer_parts(shape, trainer_of(config), config.run.gpu_gib)
+    parts = trainer_parts(shape, trainer_of(config), config.run.gpu_gib, staged(config))
     table = Table(title=f"a trainer's rank of {config.trainer.ranks}")
     table.add_column("at its peak")
     table.add_column("GiB", justify="right")

@@ -10,18 +10,22 @@ from typing import Any
 from penstock.services.runtime.errors import SetupError
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+BASE = "penstock_base.json"
+"""What the model was when the adapter was trained, where that is not as its files are; peft knows of no such thing."""
 
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """What `CONFIG` says: in the words of `trainer.lora`, and the ``base`` that it was made for ("" where it is not
-    said; ``alpha`` None)."""
+    """What `CONFIG` and `BASE` say: in the words of `trainer.lora`, and the ``base`` that it was made for ("" where it
+    is not said; ``alpha`` None); ``dtype``: of what was in 4 bits."""
 
     rank: int
     alpha: int | None
     targets: tuple[str, ...]
     variant: str
     base: str
+    quantize: str | None = None
+    dtype: str = ""
 
 
 def read_shape(folder: Path, key: str) -> AdapterShape:
@@ -29,12 +33,21 @@ def read_shape(folder: Path, key: str) -> AdapterShape:
     path = folder / CONFIG
     try:
         found: dict[str, Any] = json.loads(path.read_text())
+        if (path := folder / BASE).is_file():
+            found |= json.loads(path.read_text())
         return AdapterShape(
             found["r"],
             found.get("lora_alpha"),
             tuple(sorted(found.get("target_modules") or ())),
             "dora" if found.get("use_dora") else "rslora" if found.get("use_rslora") else "lora",
             found.get("base_model_name_or_path") or "",
+            found.get("quantize"),
+            found.get("dtype", ""),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SetupError(f"{key}: cannot read {path}: {type(error).__name__}: {error}") from error
+
+
+def write_base(folder: Path, quantize: str, dtype: str) -> None:
+    """Says beside the adapter in ``folder`` how its model's matrices lay, and what they were read from."""
+    (folder / BASE).write_text(json.dumps({"quantize": quantize, "dtype": dtype}) + "\n")

@@ -107,9 +107,12 @@ class Shape:
     def adapter(self, rank: int, targets: Sequence[str] = ()) -> int:
         """Parameters of a LoRA adapter of the matrices whose full names end in one of ``targets``; none: of all of a
         layer's."""
+        return self.layers * rank * sum(inputs + outputs for inputs, outputs in self.adapted(targets))
+
+    def adapted(self, targets: Sequence[str] = ()) -> list[tuple[int, int]]:
+        """Inputs and outputs of a layer's matrices that `adapter` adds to."""
         paths = {f".{'self_attn' if name in ATTENTION else 'mlp'}.{name}": name for name in self.matrices}
-        chosen = [self.matrices[name] for path, name in paths.items() if not targets or _ends(path, targets)]
-        return self.layers * rank * sum(inputs + outputs for inputs, outputs in chosen)
+        return [self.matrices[name] for path, name in paths.items() if not targets or _ends(path, targets)]
 
     @property
     def head(self) -> int:

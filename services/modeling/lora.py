@@ -19,7 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
-from penstock.services.modeling.adapter_files import CONFIG, FILE, read_shape
+from penstock.services.modeling.adapter_files import CONFIG, FILE, read_shape, write_base
+from penstock.services.modeling.four_bit import FourBitLinear, in_four_bits
+from penstock.services.modeling.load import empty_model
 from penstock.services.modeling.parallel.fsdp import first_row, full, like
 from penstock.services.modeling.parallel.stages import Stage
 from penstock.services.modeling.towers import towers
@@ -47,6 +49,13 @@ class Adapter:
     """Names of the layers, or of what they end in; none: all that are linear, but the head."""
     variant: Variant = "lora"
     folder: Path | None = None
+    four_bits: bool = False
+    """The matrices that it adds to lie in 4 bits."""
+
+    @classmethod
+    def of(cls, config: Any, folder: Path | None = None) -> Adapter:
+        """As `trainer.lora` is, beginning as the one in ``folder``."""
+        return cls(config.rank, config.alpha, config.targets, config.variant, folder, config.quantize == "nf4")
 
 
 def inject(model: Any, adapter: Adapter, base: str) -> None:
@@ -71,10 +80,28 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
         if hasattr(layer, "lora_A") and type(layer.base_layer) is not torch.nn.Linear:
             kind = type(layer.base_layer).__name__
             raise SetupError(f"trainer.lora.targets: {name} is a {kind}; only linear layers can be merged: name others")
+    if adapter.four_bits:
+        in_four_bits(model, [f"{name}.base_layer" for name in _adapted_in_four_bits(model)])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapters(name))
         if parameter.requires_grad:  # peft makes them as the matrix is; they are trained, so they are whole
             parameter.data = parameter.data.float()
+
+
+def _adapted_in_four_bits(model: Any) -> list[str]:
+    found = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    for name, layer in found.items():
+        if layer is model.get_output_embeddings():
+            raise SetupError(f"trainer.lora.quantize: {name}, the head, stays whole; take it out of the targets")
+    return list(found)
+
+
+def adapted_layers(adapter: Adapter, base: str) -> list[str]:
+    """Names of the layers of the model at ``base`` that ``adapter`` adds to, and which may lie in 4 bits. Raises
+    `SetupError`."""
+    model = empty_model(base)
+    inject(model, adapter, base)
+    return _adapted_in_four_bits(model)
 
 
 def _all_linear(model: Any) -> list[str]:
@@ -170,18 +197,18 @@ class Merged:
     """A matrix with what its adapter adds, as it is whenever it is asked for; this rank's rows of it."""
 
     def __init__(self, layer: Any) -> None:
-        self._base = layer.base_layer.weight
+        self._base = layer.base_layer
         self._a, self._b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
         self._scale = float(layer.scaling[NAME])
         lengths = getattr(layer, "lora_magnitude_vector", {})
         self._lengths = lengths[NAME].weight if NAME in lengths else None
-        self.shape, self.device = self._base.shape, self._base.device
+        self.shape, self.device = torch.Size((self._b.shape[0], self._a.shape[1])), self._b.device
         self.gather()
 
     @property
     def first(self) -> int:
         """The number of its first row."""
-        return first_row(self._base)
+        return first_row(self._b)
 
     def gather(self) -> None:
         """Every rank needs all of A: to be called by all of them, when it has changed."""
@@ -191,7 +218,13 @@ class Merged:
     def local(self) -> torch.Tensor:
         """float32, flat: elements in the order of the whole matrix."""
         lengths = None if self._lengths is None else _mine(self._lengths)
-        return merge(_mine(self._base).float(), self._whole_a, _mine(self._b), lengths, self._scale).reshape(-1)
+        return merge(self._rows().float(), self._whole_a, _mine(self._b), lengths, self._scale).reshape(-1)
+
+    def _rows(self) -> torch.Tensor:
+        if not isinstance(self._base, FourBitLinear):
+            return _mine(self._base.weight)
+        first, rows = self.first, _mine(self._b).shape[0]
+        return self._base.matrix()[first : first + rows].to(self.device)  # the rest may lie on the host
 
 
 class Scaled:
@@ -227,7 +260,12 @@ class Adapted:
         self.config = model.peft_config[NAME]
         layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
         self._layers = {f"{name}.base_layer.weight": layer for name, layer in layers.items()}
-        self._whole = {name: parameter for name, parameter in parameters.items() if not is_adapters(name)}
+        self._whole: dict[str, torch.nn.Parameter | None] = {}
+        for prefix, module in model.named_modules():  # in the model's order, by which engines load layer after layer
+            if isinstance(module, FourBitLinear):
+                self._whole[f"{prefix}.weight"] = None
+            names = (f"{prefix}.{name}".lstrip(".") for name in module._parameters)
+            self._whole |= {name: parameters[name] for name in names if name in parameters and not is_adapters(name)}
         if tied := self._layers.keys() - self._whole.keys():
             raise SetupError(
                 f"trainer.lora.targets: {min(tied).removesuffix('.base_layer.weight')} shares its matrix with another "
@@ -255,3 +293,6 @@ class Adapted:
         """What peft and transformers know the files beside it by."""
         about = {k: sorted(v) if isinstance(v, set) else v for k, v in self.config.to_dict().items()}
         (folder / CONFIG).write_text(json.dumps(about | {"inference_mode": True}, indent=2, default=str) + "\n")
+        base = next(iter(self._layers.values())).base_layer
+        if isinstance(base, FourBitLinear):
+            write_base(folder, "nf4", str(base.dtype).removeprefix("torch."))

@@ -16,9 +16,11 @@ from penstock.protocols.experience import ExperienceError, Group
 from penstock.services.data.picture_files import PictureError
 from penstock.services.learning import checkpoint
 from penstock.services.modeling import determinism
+from penstock.services.modeling.four_bit import move_in_four_bits
 from penstock.services.modeling.head import compute_head_in
 from penstock.services.modeling.load import check_vocabulary, device_of, load_model, vocabulary_of
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
+from penstock.services.modeling.lora import Adapter, adapted_layers
 from penstock.services.modeling.packing import by_trajectory, plan_rows
 from penstock.services.modeling.resting import Resting, release
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
@@ -34,14 +36,16 @@ log = structlog.get_logger()
 
 class Reference:
     """The frozen model. With ``alone`` it scores each group by itself: a group's numbers may depend on what else is in
-    its batch, in the last bit. ``checkpoints``: where versions of the policy are that may take its place."""
+    its batch, in the last bit. ``checkpoints``: where versions of the policy are that may take its place.
+    ``quantized``: of this adapter's model, whose matrices lie in 4 bits, it is a copy."""
 
     def __init__(
         self, config: ReferenceConfig, model_path: str, dtype: str, temperature: float, alone: bool, checkpoints: Path,
-        head_dtype: str | None = None,
+        head_dtype: str | None = None, quantized: Adapter | None = None,
     ) -> None:  # fmt: skip
         self._config, self._temperature, self._alone = config, temperature, alone
         self._dtype, self._head_dtype, self._checkpoints, self._version = dtype, head_dtype, checkpoints, 0
+        self._quantized = quantized
         self._begun: int | None = None
         """The version that was due when it began: whoever did not save it then is not blamed."""
         self._device = device_of(config.device, "reference.device")
@@ -52,7 +56,11 @@ class Reference:
         self._model = self._load(self._path, self._device, key)
 
     def _load(self, path: str, device: torch.device, key: str) -> Any:
-        model = load_model(path, self._dtype, device, key).eval()
+        if self._quantized:  # on the host first: the device may have no room for it whole
+            model = load_model(path, self._dtype, torch.device("cpu"), key).eval()
+            move_in_four_bits(model, adapted_layers(self._quantized, path), device)
+        else:
+            model = load_model(path, self._dtype, device, key).eval()
         compute_head_in(model, self._head_dtype)
         give_sight(model, self._path, self._dtype, self._device, self._key)
         return model
@@ -162,6 +170,7 @@ def make(context: ActorContext, config: Any, kind: str) -> ScorerActor:
         config.run.deterministic,
         context.folder / "checkpoints",
         config.model.head_dtype,
+        Adapter.of(lora) if (lora := config.reference_quantized) else None,
     )
     guest = Guest(turn, reference.sleep, reference.wake) if turn else None
     return ScorerActor(kind, context, reference, guest)

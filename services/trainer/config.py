@@ -27,10 +27,29 @@ class LoraConfig(Section):
     start: str | None = None
     """A folder with an adapter in peft's layout to begin with, e.g. ``runs/first-try/checkpoints/step-000100``; null:
     one that adds nothing yet."""
+    quantize: Literal["nf4"] | None = None
+    """``nf4``: the matrices that are added to lie in 4 bits, a quarter of bfloat16's memory (QLoRA, Dettmers et al.
+    2023); a step takes a little longer. Rollouts are sent what these matrices then are, in `model.dtype`, with the
+    adapter merged; a reference whose `reference.path` is null has them so too. null: they lie in `model.dtype`. Needs
+    `penstock[qlora]`."""
     publish: Literal["merged", "adapter"] = "merged"
     """What rollouts are sent: the model with the adapter ``merged``; or the ``adapter`` alone, in fp32, which they
     merge with the model that they have on their disk: megabytes a version instead of gigabytes, for rollouts behind a
     slow network."""
+
+    @model_validator(mode="after")
+    def _quantized_as_far_as_it_goes(self) -> LoraConfig:
+        if self.quantize and self.publish == "adapter":
+            raise ValueError(
+                "quantize: rollouts would merge the adapter with matrices that are not quantized; set publish to "
+                "merged, or quantize to null"
+            )
+        if self.quantize and self.variant == "dora":
+            raise ValueError(
+                "quantize: DoRA learns lengths of rows that nobody has in 4 bits; set variant to lora or rslora, or "
+                "quantize to null"
+            )
+        return self
 
 
 class TrainerConfig(LearnerConfig):

@@ -131,7 +131,7 @@ def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfi
         model = load_trainable(path, world, world.device, dtype, offload=offload)
     else:
         begun = Path(path) if path != start else Path(lora.start) if lora.start else None
-        adapter = Adapter(lora.rank, lora.alpha, lora.targets, lora.variant, begun)
+        adapter = Adapter.of(lora, begun)
         model = load_trainable(start, world, world.device, dtype, adapter=adapter, offload=offload)
     give_sight(model, start, dtype, world.device)  # a checkpoint may be gone when the first picture comes
     return model

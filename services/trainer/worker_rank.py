@@ -20,7 +20,7 @@ class WorkerRank:
         self._world, self._learner, self._shift = rank.world, rank.learner, rank.shift
         kept = settings.trainer.checkpoint
         self._saver = checkpoint.Saver(self._learner, rank.tokenizer, settings.checkpoints, kept.keep, kept.keep_every)
-        self._sender = RankSender(make_exporter(self._learner, settings), settings.weights.host)
+        self._sender = RankSender(make_exporter(self._learner, settings), settings.weights.host, settings.colocated)
         self._read = threading.Event()
         self._read.set()
         self._canary = settings.canary(self._learner, rank.tokenizer)

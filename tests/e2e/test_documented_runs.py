@@ -16,7 +16,8 @@ from tests.pipeline.test_documented_commands import in_blocks, words_of
 
 ELSEWHERE = {
     "run configs/quickstart.yaml rollout.engine.type=vllm": "make test-vllm",
-    "run configs/quickstart.yaml trainer.optimizer.moments=8bit": "make test-adam8bit",
+    "run configs/quickstart.yaml trainer.optimizer.moments=8bit": "make test-low-bits",
+    "run configs/quickstart.yaml trainer.lora.rank=16 trainer.lora.quantize=nf4": "make test-low-bits",
     "run configs/agent.yaml": "tests/e2e/test_agents.py",
     "run configs/quickstart.yaml run.folder=/shared/runs": "tests/e2e/test_join.py",
     "run configs/grpo-32b.yaml": "tests/e2e/test_join.py, with a small model",

@@ -41,7 +41,9 @@ JUDGED = ('scorers={judge: {scorer: "mine:Judge", columns: {judged: token}}}', "
 def test_every_shipped_config_passes_the_dry_run(path: Path) -> None:
     result = CliRunner().invoke(app, ["run", str(path), "--dry-run"])
     assert result.exit_code == 0, result.output
-    assert ("# GPUs: " in result.output) == (path in GRPO or path.stem in ("gsm8k", "one-gpu", "geometry3k"))
+    assert ("# GPUs: " in result.output) == (
+        path in GRPO or path.stem in ("gsm8k", "one-gpu", "one-gpu-7b", "geometry3k")
+    )
 
 
 def test_parameters_are_those_of_the_real_models() -> None:

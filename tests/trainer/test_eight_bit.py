@@ -18,7 +18,7 @@ from tests.conftest import TINY
 from tests.trainer.steps import a_step
 from tests.trainer.test_checkpoint import a_learner, continues_exactly
 
-pytest.importorskip("torchao", reason="penstock[adam8bit] is not installed: make test-adam8bit")
+pytest.importorskip("torchao", reason="penstock[adam8bit] is not installed: make test-low-bits")
 from torchao.optim.subclass_8bit import OptimState8bit
 
 BLOCK = 256

@@ -68,7 +68,11 @@ def test_ranks_in_a_shape_are_one_process(ranks: int, tmp_path: Path) -> None:
     a_model().save_pretrained(tmp_path / "start")
     a_model(tie_word_embeddings=True, num_hidden_layers=4).save_pretrained(tmp_path / "tied")
     a_mixture().save_pretrained(tmp_path / "mixture")
-    shapes = {name: shape for name, shape in SHAPES.items() if shape["ranks"] == ranks}
+    check_shapes(ranks, {name: shape for name, shape in SHAPES.items() if shape["ranks"] == ranks}, tmp_path)
+
+
+def check_shapes(ranks: int, shapes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Each of ``shapes``, of so many ``ranks``, is as one process is; ``tmp_path`` has the models."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = [*command, "-m", "tests.trainer.shapes_program", str(tmp_path), json.dumps(shapes), "cpu"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=480)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.services.modeling import lora
+from penstock.services.modeling.four_bit import FourBitLinear
 from penstock.services.modeling.load import Head, ModelError, empty_model, folder_of, load_model
 from penstock.services.modeling.lora import Adapter
 from penstock.services.modeling.parallel.fsdp import block_of, shard
@@ -128,18 +129,25 @@ def _fill(model: Any, files: WeightFiles, given: str) -> None:
         if name not in files:  # a value head: no state is worth more than another yet
             parameter.zero_()
             continue
-        if files.shape(name) != tuple(parameter.shape):
-            raise ModelError(
-                f"{given}: {name} has shape {files.shape(name)}, the config.json makes it {tuple(parameter.shape)}"
-            )
+        _check_shape(files, name, parameter.shape, given)
         mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if mine.numel():
             block = block_of(parameter) if isinstance(parameter, DTensor) else (slice(None),)
             mine.copy_(files.block(name, block))
     for prefix, module in model.named_modules():
+        if isinstance(module, FourBitLinear):
+            name = lora.plain_name(f"{prefix}.weight")
+            _check_shape(files, name, module.shape, given)
+            module.take(files.block(name, (slice(None),)))
+            continue
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}".lstrip(".")
             if full in files:
                 buffer.copy_(files.block(full, (slice(None),)))
             elif _is_computed(module):
                 _compute(model, module)
+
+
+def _check_shape(files: WeightFiles, name: str, shape: torch.Size, given: str) -> None:
+    if files.shape(name) != tuple(shape):
+        raise ModelError(f"{given}: {name} has shape {files.shape(name)}, the config.json makes it {tuple(shape)}")

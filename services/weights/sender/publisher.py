@@ -40,6 +40,7 @@ from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.queues import mark_current, use_device
 from penstock.services.weights.sender import changes
 from penstock.services.weights.sender.broadcast import Backend, Broadcast
+from penstock.services.weights.sender.device_stage import DeviceStage
 from penstock.services.weights.sender.gpu_copies import GpuCopies
 from penstock.services.weights.sender.publication import Publication
 from penstock.services.weights.sender.rank_sender import RankSender
@@ -97,7 +98,8 @@ class Publisher:
         if shared:
             shared_memory.remove_leftovers(run_key)
             self._probe = shared_memory.Probe(run_key)
-        self.ranks = RankSender(source, config.host) if source.cut.ranks > 1 or self._gpu else None
+        in_parts = source.cut.ranks > 1 or self._gpu
+        self.ranks = RankSender(source, config.host, shared=clock is not None) if in_parts else None
         """This rank's part of a version that several ranks, or one on a GPU, publish."""
         stage = self.ranks.stage if self.ranks else None
         self._gpu_copies = stage and GpuCopies(source.layout.nbytes, source.device, stage.queue)
@@ -291,7 +293,7 @@ class Publisher:
             lambda: publication.read.set_result(None),
             lambda: failpoint.reach("publishing", publication.version),
         )
-        if snapshot.on_gpu and self.ranks.stage:
+        if snapshot.on_gpu and isinstance(self.ranks.stage, DeviceStage):
             self.ranks.stage.copy_whole(snapshot.on_gpu[0])  # who maps it looks once the version is committed
         if snapshot.base and self.latest:
             for index in range(len(snapshot.layout.spans)):

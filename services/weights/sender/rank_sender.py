@@ -34,7 +34,7 @@ from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.byte_views import as_memory, from_memory
 from penstock.services.weights.parts import packed, runs_of, unpack
 from penstock.services.weights.queues import Event, HostQueue, make_queue, use_device
-from penstock.services.weights.sender.device_stage import DeviceStage
+from penstock.services.weights.sender.device_stage import BucketStage, DeviceStage
 from penstock.services.weights.sender.shard_exporter import ShardExporter
 from penstock.services.weights.transports import cuda_ipc
 from penstock.services.weights.transports.broadcast_group import BroadcastGroup, CollectiveError
@@ -60,20 +60,20 @@ class Outcome:
 
 class RankSender:
     """This rank's side; all ranks make theirs at once. `send` is rank 0's, `follow` the others': each call is one
-    version, and all ranks make it."""
+    version, and all ranks make it. ``shared``: its GPU is the rollouts' while it rests, and versions go by the host."""
 
-    def __init__(self, source: ShardExporter, host: str) -> None:
+    def __init__(self, source: ShardExporter, host: str, shared: bool = False) -> None:
         self._source, self._world, self._host = source, source.world, host
         self._runs = runs_of(source.layout, source.cut)
         gpu = cuda_ipc.gpu_of(source.device)
         self.gpus = [said.decode() for said in self._world.gather(gpu.encode(), self._world.publish_group)]
         """All ranks', as `cuda_ipc.gpu_of` has them."""
         self._groups: dict[str, BroadcastGroup] = {}
-        self.stage: DeviceStage | None = None
+        self.stage: DeviceStage | BucketStage | None = None
         """Where the model is on a GPU."""
         if source.device.type == "cuda":
             mine = [bucket[self._world.rank] for bucket in self._runs]
-            self.stage = DeviceStage(
+            self.stage = (BucketStage if shared else DeviceStage)(
                 source.layout, source.pieces, mine, source.device, make_queue(source.device), source.gmac
             )
         self._own: torch.Tensor | None = None
@@ -156,7 +156,7 @@ class RankSender:
         if self.stage is None:
             self._source.write(target)
             return HostQueue().mark()
-        return self.stage.read(self._source.putter(), trained)
+        return self.stage.read(self._source.putter(), trained, target)
 
     def _copy(self, target: torch.Tensor) -> Event:
         """Begins to bring them to ``target``, on the host. Returns when they are all there."""
@@ -183,7 +183,7 @@ class RankSender:
 
         def exchange(group: BroadcastGroup) -> None:
             use_device(self._source.device)
-            stage = self.stage if group.route.type == "nccl" else None
+            stage = self.stage if group.route.type == "nccl" and isinstance(self.stage, DeviceStage) else None
             if stage is None:
                 copied.synchronize()
             try:
