@@ -89,8 +89,8 @@ def _stage_s(shape: Shape, trainer: TrainerConfig, load: Load, device: Device) -
     gathered += sums * _replicated(shape, trainer) / _between(trainer.ranks, device)
     waits = passes * _shared(shape, trainer) / (device.link_gb_s * 1e9 * LINK_SHARE)
     waits += passes * _routed(shape, trainer) / _between(trainer.expert_parallel, device)
-    if trainer.offload:  # each gathered shard comes from the host twice, in fp32, and its gradient goes there
-        waits += passes * 12 * _cut(shape, trainer) / (device.host_gb_s * 1e9 * LINK_SHARE)
+    if trainer.offload:  # each gathered shard comes from the host twice, in fp32, and what is summed goes there
+        waits += (8 * passes + 4 * sums) * _cut(shape, trainer) / (device.host_gb_s * 1e9 * LINK_SHARE)
     if trainer.offload_activations:
         kept, _ = activations(shape, trainer)
         waits += passes * 2 * kept / (device.host_gb_s * 1e9 * LINK_SHARE)

@@ -101,6 +101,7 @@ def _parts(
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
     parts = (held if not trainer.offload else {}) | {
+        "gradients until they are summed": 4.0 * whole * (keeps and trainer.offload),
         "weights in 4 bits": codes,
         "one of them, whole": wide * max(coded, default=0),
         "towers that see": shape.sight_bytes,
@@ -178,7 +179,7 @@ def _saved(shape: Shape, tensor: int) -> float:
 def keeps_whole_gradients(trainer: TrainerConfig, shape: Shape, gpu_gib: float | None) -> bool:
     """Each rank keeps the gradient of the whole model, or stage, over a step's micro-batches, on a GPU of
     ``gpu_gib``."""
-    if trainer.ranks == 1 or trainer.sum_gradients == "micro_batch":
+    if (trainer.ranks == 1 and not trainer.offload) or trainer.sum_gradients == "micro_batch":
         return False
     if trainer.sum_gradients == "step":
         return True

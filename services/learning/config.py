@@ -127,10 +127,10 @@ class LearnerConfig(Section):
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Tokens of one forward and backward pass, padding included; fewer need less memory, the result is the same."""
     sum_gradients: Literal["auto", "micro_batch", "step"] = "auto"
-    """When several ranks sum their gradients: after each ``micro_batch``, which needs the least memory; or once a
-    ``step``, for which each rank keeps the gradient of the whole model in fp32 (4 bytes a parameter). ``auto``: once a
-    step where that takes at most a fifth of the memory that is free, but never with `run.deterministic`. The result is
-    the same, up to rounding."""
+    """When several ranks sum their gradients, or one brings its own to the host (`offload`): after each
+    ``micro_batch``, which needs the least memory; or once a ``step``, for which each rank keeps the gradient of the
+    whole model in fp32 (4 bytes a parameter). ``auto``: once a step where that takes at most a fifth of the memory that
+    is free, but never with `run.deterministic`. The result is the same, up to rounding."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time.
     ``selective``: what matrices and attention gave is kept, and only what is cheap is computed again."""

@@ -230,7 +230,7 @@ class ModelLearner:
 
     def _sums_once(self, when: str) -> bool:
         """With ``auto``, where every rank has room for the whole model's gradients, in fp32."""
-        if self.world.size == 1:
+        if self.world.size == 1 and not self._learning.offload:
             return False
         if when != "auto":
             return when == "step"

@@ -20,6 +20,7 @@ import torch
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.candidates import Candidates
+from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.routing import OPEN, as_given
 from penstock.services.modeling.taught import Taught
 from penstock.services.runtime import health
@@ -90,7 +91,7 @@ class Rows:
         padded = np.zeros((len(self.index), self.mask.shape[1] + 1), arrays[self.index[0]].dtype)
         for k, index in enumerate(self.index):
             padded[k, : len(arrays[index])] = arrays[index]
-        return torch.from_numpy(padded[:, 1:]).to(self.tokens.device)
+        return to_device(torch.from_numpy(padded[:, 1:]), self.tokens.device)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from penstock.protocols.experience import Trajectory
+from penstock.services.modeling.pinned import to_device
 
 Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of log-probabilities ``[tokens, outcomes]`` of a teacher and of the policy: a divergence, ``[tokens]``."""
@@ -49,7 +50,8 @@ class Taught:
                 np.concatenate([part[which][skip:] for part, skip in zip(parts, skipped, strict=True)])
                 for which in (0, 1)
             )
-            found.append(Top(torch.from_numpy(ids).to(device), torch.from_numpy(logs).to(device), weight))
+            ids, logs = (to_device(torch.from_numpy(each), device) for each in (ids, logs))
+            found.append(Top(ids, logs, weight))
         return cls(tuple(found), compare)
 
     def split(self, size: int) -> list[Taught]:

@@ -35,6 +35,7 @@ from penstock.services.learning.token_rewards import shaped, token_rewards
 from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.routing import Replay
 from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic
@@ -154,7 +155,7 @@ class Learner(ModelLearner):
                 health.beat()
                 stated = self._stated(rows, trajectories, tops)
                 log_prob = stated.pop("log_prob")
-                index = torch.tensor(rows.index, device=self.device)
+                index = to_device(torch.tensor(rows.index), self.device)
                 columns = {
                     name: rows.column(token_values[name]) if name in token_values else values[name][index][:, None]
                     for name in self.algorithm.columns
@@ -162,9 +163,11 @@ class Learner(ModelLearner):
                 sampled_as = rows.column(behaviour)
                 if not self.world.last_stage:  # zeros with a backward: the loss, which does not count, is finite
                     log_prob = log_prob + sampled_as
-                advantage = advantages[chosen[list(rows.index)], 1 : log_prob.shape[1] + 1].to(self.device)
+                advantage = advantages[chosen[list(rows.index)], 1 : log_prob.shape[1] + 1]
+                advantage = to_device(advantage, self.device)
                 old = None if before is None else rows.column(before)
-                shown = torch.from_numpy(given[list(rows.index)]).to(self.device)[:, None] if totals.given else None
+                shown = torch.from_numpy(given[list(rows.index)])[:, None]
+                shown = to_device(shown, self.device) if totals.given else None
                 mask, shown = (rows.mask, None) if shown is None else (rows.mask & ~shown, rows.mask & shown)
                 yield Part(log_prob, sampled_as, advantage, mask, columns, old, given=shown, **stated)
 
@@ -203,8 +206,8 @@ class Learner(ModelLearner):
         counts, compared = [count for _, count in plan], compared and totals.tokens > 0
         first_pass = self.algorithm.needs_first_pass and totals.tokens > 0
         mean_weight = self._mean_weight(parts(), counts) if first_pass else 1.0
-        total: float = 0.0
-        sums: dict[str, float] = {}
+        # On the device until the end: a number that is asked for would have to be waited for.
+        total, sums = torch.zeros((), dtype=torch.float64, device=self.device), dict[str, torch.Tensor]()
         oldest = max((int(each.max(initial=0)) for each in lags), default=0)
         mismatch, by_lag = Mismatch(), ByLag(oldest, self.algorithm.clips_tokens)
         for turn, ((rows, counts_once), part) in enumerate(zip(plan, self.early(parts()), strict=True), 1):
@@ -212,7 +215,7 @@ class Learner(ModelLearner):
             sum_gradients(self.model, not self.sums_once, turn == len(plan))
             self.algorithm.backward(loss * counts_once)
             if counts_once:
-                total += float(loss.detach())
+                total += loss.detach()
                 judged(rows, part)
             if counts_once and compared:
                 age = rows.column(lags)
@@ -220,15 +223,18 @@ class Learner(ModelLearner):
                 by_lag.add(part.policy, part.behaviour, age, part.mask, self.algorithm.clipped(part))
             if part.entropy is None and totals.tokens:  # an estimate, from the sampled tokens alone
                 found["entropy"] = -(part.log_prob.detach() * part.mask).sum() / part.mask.sum().clamp(min=1)
-            for name, mean in found.items():  # what does not count may be NaN
-                share = 1.0 if name in SUMMED else _share(part, totals)
-                sums[name] = sums.get(name, 0.0) + (share * float(mean) if counts_once else 0.0)
+            for name, mean in found.items():
+                of_step = sums.setdefault(name, torch.zeros_like(total))
+                if counts_once:  # what does not may be NaN
+                    mean = torch.as_tensor(mean).detach().reshape(())
+                    of_step += mean * (1.0 if name in SUMMED else part.mask.sum() / totals.tokens)
         for _ in range(1 + first_pass):
             self.flops.forward()
         self.flops.backward()
-        (total,) = self.world.sum([total])
-        found = self.algorithm.finished(self.world.sum_named(sums))
-        return total, found | (mismatch.metrics(self.world) | by_lag.metrics(self.world) if compared else {})
+        mine, *means = torch.stack([total, *sums.values()]).tolist()
+        (whole,) = self.world.sum([mine])
+        found = self.algorithm.finished(self.world.sum_named(dict(zip(sums, means, strict=True))))
+        return whole, found | (mismatch.metrics(self.world) | by_lag.metrics(self.world) if compared else {})
 
     def _held(self) -> Iterator[torch.Tensor]:
         """See `ModelLearner._held`."""
@@ -384,7 +390,3 @@ def _column(step: TrainingBatch, name: str, rows: np.ndarray, by_token: bool = T
     if by_token and name in step.token_values:
         return step.padded(step.token_values[name], rows)
     return torch.from_numpy(step.values[name][rows])
-
-
-def _share(part: Part, totals: Totals) -> float:
-    return float(part.mask.sum()) / totals.tokens

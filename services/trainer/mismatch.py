@@ -7,7 +7,7 @@ Liu et al. 2025, "When Speed Kills Stability"; the k3 estimator is Schulman 2020
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,8 +24,9 @@ SUMS = (
 class Mismatch:
     """Sums over the micro-batches of a step, in float64."""
 
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
-    largest: float = 0.0
+    _sums: torch.Tensor | None = None
+    """Of `SUMS`, where they were computed: a number that is asked for would have to be waited for."""
+    _largest: torch.Tensor | None = None
 
     @torch.no_grad()
     def add(self, train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, fresh: torch.Tensor) -> None:
@@ -57,20 +58,19 @@ class Mismatch:
             "rollout_log_ppl": (rollout_log * some).sum(),
             "log_ppl_abs_diff": ((train_log - rollout_log).abs() * some).sum(),
         }
-        largest, *values = torch.stack([d.abs().max(), *found.values()]).tolist()  # one wait for the device
-        for name, value in zip(found, values, strict=True):
-            self.sums[name] += value
-        self.largest = max(self.largest, largest)
+        values, largest = torch.stack([found[name].double() for name in SUMS]), d.abs().max()
+        self._sums = values if self._sums is None else self._sums + values
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def metrics(self, world: World) -> dict[str, float]:
         """Over all ranks. ``mismatch`` is the mean absolute difference, ``mismatch_ess`` the effective sample size of
         the importance weights as a share of the tokens; ``mismatch_fresh``, and its k3, are there where tokens were
         fresh."""
-        sums = dict(zip(SUMS, world.sum([self.sums[name] for name in SUMS]), strict=True))
+        sums = dict(zip(SUMS, world.sum([0.0] * len(SUMS) if self._sums is None else self._sums.tolist()), strict=True))
         tokens, rows = max(sums["tokens"], 1.0), max(sums["rows"], 1.0)
         found = {
             "mismatch": sums["absolute"] / tokens,
-            "mismatch_max": world.max(self.largest),
+            "mismatch_max": world.max(0.0 if self._largest is None else float(self._largest)),
             "mismatch_ess": sums["weight"] ** 2 / (tokens * sums["weight2"]) if sums["weight2"] else 1.0,
         }
         found |= {f"mismatch_{name}": sums[name] / tokens for name in ("kl", "kl_k3", "chi2_token")}

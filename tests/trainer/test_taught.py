@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,15 @@ from penstock.protocols.packed_groups import pack_group
 from penstock.protocols.wire import pack, unpack
 from penstock.services.learning.batch import open_batch
 from penstock.services.modeling import logprobs
+from penstock.services.modeling.packing import plan_rows
+from penstock.services.modeling.parallel.fsdp import forward_statistics
+from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.taught import Taught, Top
 from penstock.services.modeling.teacher import Teacher
 from penstock.services.trainer.algorithms.divergence import divergence
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.rank_setup import load_policy
 from tests.conftest import make_group
 from tests.trainer.rank_program import a_model
 from tests.trainer.steps import a_step, gradient
@@ -210,3 +215,23 @@ def test_what_a_teacher_says_arrives_as_it_was_and_of_another_size_costs_its_gro
         mine = np.concatenate([part[which] for part in step.tops["wise"][:4]])
         assert mine.dtype == column.dtype and np.array_equal(mine.reshape(-1), said[0][column.name])
     assert all(np.isnan(part[1]).all() for part in step.tops["wise"][4:])
+
+
+def test_what_teachers_say_comes_to_a_model_that_computes_in_16_bits_as_it_is(tmp_path: Path) -> None:
+    """FSDP would round it to what the model computes in."""
+    a_model().save_pretrained(tmp_path / "start")
+    start, cpu = str(tmp_path / "start"), torch.device("cpu")
+    model = load_policy(start, start, World(cpu), "bfloat16", None)
+    step = a_step(0)
+    rows = next(plan_rows(step.trajectories, step.groups, 10_000, cpu))
+    logs = torch.randn(len(rows.target), 4, generator=torch.Generator().manual_seed(0)).log_softmax(-1).half()
+    ids, seen = torch.arange(3, dtype=torch.int32).expand(len(logs), 3), []
+
+    def compare(said: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
+        seen.append(said)
+        return policy.sum(-1)
+
+    taught = replace(rows, taught=Taught((Top(ids, logs, 1.0),), compare))
+    with torch.no_grad():
+        forward_statistics(model, taught, 1.0, ("divergence",))
+    torch.testing.assert_close(torch.cat(seen), logs.float().log_softmax(-1), rtol=0, atol=1e-6)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,15 +59,18 @@ def shard(model: Any, world: World, dtype: str, offload: bool = False) -> None:
             )
         model.penstock_ulysses = SequenceParallel(dist.get_rank(group), world.shape.sequence, group)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()
+    # The model itself is given ids, masks, and teachers' log-probabilities, which are not to be rounded.
+    as_given = replace(policy, cast_forward_inputs=False)
     place = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
     # The loss is scaled for the whole step, so gradients are summed over the ranks, not averaged.
     meshes = dict.fromkeys(experts, world.expert_fsdp_mesh) if experts else {}
     # A tower is never called, so it is never gathered.
     meshes |= dict.fromkeys([*held_layers(model), *towers(model).values(), model], world.fsdp_mesh)
     for unit, mesh in meshes.items():
-        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
-    for unit in meshes:
-        unit.set_gradient_divide_factor(1.0)
+        fully_shard(unit, mesh=mesh, mp_policy=as_given if unit is model else policy, offload_policy=place)
+    for unit, mesh in meshes.items():
+        if mesh.size() > 1:  # of a single one the quotient would be a copy of the whole gradient
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
     # FSDP gathers a unit's parameters before its forward: the log-probabilities go around `forward`.
     for name, function in (("penstock_statistics", statistics), ("penstock_values", values)):

@@ -29,9 +29,7 @@ def ppo_clip(
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     width = 1.0 if lags is None else (1 + lags.to(ratio.dtype)) ** -lag_exponent
-    bounds = (1 - clip_low * width, 1 + clip_high * width)
-    low, high = (torch.as_tensor(bound, dtype=ratio.dtype, device=ratio.device) for bound in bounds)
-    clipped = -advantages * torch.minimum(torch.maximum(ratio, low), high)
+    clipped = -advantages * ratio.clamp(1 - clip_low * width, 1 + clip_high * width)
     worse = torch.maximum(plain, clipped)
     cap = -advantages * (torch.inf if dual_clip is None else dual_clip)
     negative = advantages < 0
