@@ -152,7 +152,7 @@ def trainer_peak(config: Config, gpu_gib: float | None, rank: int = 0) -> float:
         learner = Learner(model, trainer, 1.0, world)
         rows = _rows(trainer.tokens_per_micro_batch // trainer.sequence_parallel)
         source = ShardExporter(
-            learner.published, trainer.published_dtype(config.model.dtype), config.weights.bucket_bytes, world,
+            learner.published, trainer.published_dtype(config.model.dtype), config.weights.bucket_bytes("cuda"), world,
             Gmac.of_run("memory"),
         )  # fmt: skip
         mine = [bucket[world.rank] for bucket in runs_of(source.layout, source.cut)]

@@ -193,7 +193,7 @@ def changes(millions: int, steps: int, rate: float, threads: int, console: Conso
     model = AutoModelForCausalLM.from_config(model_config(millions), dtype=torch.float32)
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    source = ShardExporter(named, "bfloat16", WeightsConfig().bucket_bytes, World(CPU), Gmac.of_run("bench"))
+    source = ShardExporter(named, "bfloat16", WeightsConfig().bucket_bytes(), World(CPU), Gmac.of_run("bench"))
     dice = torch.Generator().manual_seed(1)
     old = torch.zeros(source.layout.nbytes, dtype=torch.uint8)
     new = torch.zeros_like(old)

@@ -41,7 +41,7 @@ class WeightHarness:
         self.config = WeightsConfig.model_validate(
             {"transport": transport, "deadline_s": DEADLINE_S, "stall_s": 30.0, "sparse": "off"}
         )
-        self.source = ShardExporter(named, dtype, self.config.bucket_bytes, World(CPU), Gmac.of_run("bench"))
+        self.source = ShardExporter(named, dtype, self.config.bucket_bytes(), World(CPU), Gmac.of_run("bench"))
         self.fake_broker = FakeBroker()
         self._options = {
             "weights": self.config.model_dump(), "verify": verify, "threads": max(1, threads // 2), "model": model

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from penstock.protocols.versions import BUCKET_BYTES
 from penstock.services.learning.config import GRADIENT_SHARE, OptimizerConfig
 from penstock.services.modeling.decoder_shape import Shape
 from penstock.services.trainer.config import LoraConfig, TrainerConfig
+from penstock.services.weights.config import GPU_BUCKET_MB
 
 GIB = float(1 << 30)
 OVERHEAD_GIB = 1.5
@@ -90,7 +90,7 @@ def _parts(
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
     version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.served / trainer.ranks
-    version = {"version": version, "bucket": min(version, BUCKET_BYTES), "nothing": 0.0}[staged]
+    version = {"version": version, "bucket": min(version, GPU_BUCKET_MB * 2**20), "nothing": 0.0}[staged]
     held = {
         "weights": wide * (cut - shape.layers * sum(coded) / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.services.runtime.errors import LibraryError
 from penstock.services.runtime.files import write_whole
 from penstock.services.runtime.plugins import UserCodeError
 
@@ -71,6 +72,8 @@ def is_own(error: BaseException) -> bool:
         return True
     if isinstance(error, ConnectionError | TimeoutError):
         return False
+    if isinstance(error, LibraryError):
+        return not PEERS.search(str(error))
     kinds = type(error).__mro__
     if any(kind.__module__.partition(".")[0] in ("penstock", "redis", "zmq") for kind in kinds):
         return False

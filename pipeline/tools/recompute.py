@@ -75,7 +75,7 @@ def redo(folder: Path, config: Config, only: int | None = None) -> Iterator[Redo
         checkpoint.restore(learner, start)
     gmac = Gmac.of_run(run_key(folder))
     dtype = trainer.published_dtype(config.model.dtype)
-    source = ShardExporter(learner.published, dtype, config.weights.bucket_bytes, world, gmac)
+    source = ShardExporter(learner.published, dtype, config.weights.bucket_bytes(world.device.type), world, gmac)
     for batch, recorded in read(folder, learner.version):
         if batch.step != learner.version:
             raise ConfigError(f"{folder}: step {learner.version} is not in the archive (replay.archive)")

@@ -35,6 +35,8 @@ TRAINER, GUEST = ".trainer", ".guest"
 BEGUN = "begun"
 """A file that is there once the trainer has let somebody else have a device: guests begin after it, since an engine
 that measures what memory is free must not see others come and go."""
+STARTING = "starting"
+"""A file of each device that a guest locks while it begins, for the same reason."""
 
 _open: set[int] = set()
 
@@ -197,6 +199,7 @@ class GuestsTurn:
         self._folder = folder
         self._own = [_Lock(folder / device / f"{name}{GUEST}") for device in devices]
         self._trainers = [_Others(folder / device, TRAINER) for device in devices]
+        self._starting = [_Lock(folder / device / STARTING) for device in sorted(devices)]
 
     def wanted(self) -> bool:
         """The trainer has one of the devices, or waits for it."""
@@ -216,19 +219,32 @@ class GuestsTurn:
             lock.give()
 
     def enter(self) -> None:
-        """Waits for the first turn, as long as the trainer works."""
+        """Waits for the first turn, as long as the trainer works, or another guest begins, until `started`."""
         begun = said = time.monotonic()
-        while not ((self._folder / BEGUN).exists() and self.take()):
+        while not ((self._folder / BEGUN).exists() and self._may_start()):
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
                 owners = [lock.owner for others in self._trainers for lock in others.busy()]
-                log.info("waiting for the device", trainers=owners, waited_s=round(said - begun))
+                starting = [lock.owner for lock in self._starting if lock.is_taken()]
+                log.info("waiting for the device", trainers=owners, starting=starting, waited_s=round(said - begun))
             health.beat()
             time.sleep(POLL_S)
 
+    def _may_start(self) -> bool:
+        if all(lock.take() for lock in self._starting) and self.take():
+            return True
+        self.started()
+        return False
+
+    def started(self) -> None:
+        """It has on its devices what it will have there: the next guest may begin."""
+        for lock in self._starting:
+            lock.give()
+
 
 def enter(run_folder: Path, name: str, device: str, count: int = 0) -> GuestsTurn:
-    """The turn of the guest ``name`` at the devices that it computes on (`devices_here`), once that has come."""
+    """The turn of the guest ``name`` at the devices that it computes on (`devices_here`), once that has come. Who has
+    it begins alone there, until a `Guest` is made of it."""
     turn = GuestsTurn(run_folder / TURNS, devices_here(device, count), name)
     turn.enter()
     return turn
@@ -240,6 +256,7 @@ class Guest:
 
     def __init__(self, turn: GuestsTurn, sleep: Callable[[], None], wake: Callable[[], None]) -> None:
         self._turn, self._sleep, self._wake = turn, sleep, wake
+        turn.started()
         self._lock = threading.Lock()
         self.awake = True
         self._slept_s, self._asleep_since, self._looked_at = 0.0, 0.0, 0.0

@@ -29,12 +29,14 @@ class Gpu:
     uuid: str
     name: str
     total_gib: float
+    """0 where the driver does not say; so ``free_gib``."""
     free_gib: float
 
     @property
     def line(self) -> str:
         """For people."""
-        return f"{self.index}: {self.name}, {self.free_gib:.1f} of {self.total_gib:.1f} GiB free"
+        memory = f"{self.free_gib:.1f} of {self.total_gib:.1f} GiB free" if self.total_gib else "of a size not told"
+        return f"{self.index}: {self.name}, {memory}"
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,11 @@ def nccl_conflict() -> str | None:
 
 def _describe(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError:  # of one that is cut by MIG, or shares its host's: torch can use it all the same
+        return Gpu(index, uuid, name, 0.0, 0.0)
     return Gpu(index, uuid, name, memory.total / GIB, memory.free / GIB)
 
 

@@ -152,7 +152,7 @@ def make_exporter(learner: Learner, settings: TrainerSettings) -> ShardExporter:
     own = {name: p.numel() for name, p in learner.model.named_parameters() if not is_adapters(name)}
     whole = sum(learner.world.of_stages(own).values())
     return ShardExporter(
-        learner.published, dtype, settings.weights.bucket_bytes, learner.world, gmac,
+        learner.published, dtype, settings.weights.bucket_bytes(learner.device.type), learner.world, gmac,
         loaded_bytes=DTYPES[settings.dtype].itemsize * whole,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from penstock.protocols.versions import ALIGN
 from penstock.services.runtime.settings import Section
 
+BUCKET_MB, GPU_BUCKET_MB = 4.0, 64.0
 PATIENCE = 4
 """Times as long as the slowest transfer has taken, the next one may."""
 
@@ -37,8 +38,9 @@ class WeightsConfig(Section):
     meet_s: float = Field(60.0, gt=0)
     """NCCL may take so many seconds to make a group of the trainer's and the rollouts' GPUs; more where there are many,
     or on several machines, e.g. ``120``."""
-    bucket_mb: float = Field(4.0, ge=0.001, le=256)
-    """Unit of transfer and of verification, in MiB."""
+    bucket_mb: float | None = Field(None, ge=0.001, le=256)
+    """Unit of transfer and of verification, in MiB, e.g. ``8``. null: 4 where the trainer is on a CPU; 64 on GPUs,
+    where each bucket costs as much time as many of its bytes."""
     sparse: Literal["auto", "off"] = "auto"
     """``auto``: over networks, 16-bit weights are sent as what changed since the version before, where that is
     smaller. ``off``: whole."""
@@ -57,10 +59,10 @@ class WeightsConfig(Section):
     def _off(cls, value: Any) -> Any:
         return "off" if value is False else value  # as YAML reads a bare off
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Of a bucket, which ends where a weight may begin."""
-        return max(ALIGN, int(self.bucket_mb * (1 << 20)) // ALIGN * ALIGN)
+    def bucket_bytes(self, device: str = "cpu") -> int:
+        """Of a bucket, which ends where a weight may begin; ``device``: torch's type of what the trainer is on."""
+        mb = self.bucket_mb or (GPU_BUCKET_MB if device == "cuda" else BUCKET_MB)
+        return max(ALIGN, int(mb * (1 << 20)) // ALIGN * ALIGN)
 
     def patience_s(self, nbytes: int, seen_s: float | None = None) -> float:
         """How long a version of ``nbytes`` may take to be loaded; ``seen_s``: the longest that one has taken lately."""

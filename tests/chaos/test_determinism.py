@@ -131,7 +131,9 @@ def synchronous(config: Config, folder: Path) -> list[str]:
                 {"reference": references},
             )
         )
-        source = ShardExporter(dict(model.named_parameters()), "float32", config.weights.bucket_bytes, World(cpu), gmac)
+        source = ShardExporter(
+            dict(model.named_parameters()), "float32", config.weights.bucket_bytes(), World(cpu), gmac
+        )
         found.append(source.digest())
     torch.use_deterministic_algorithms(False)
     return found

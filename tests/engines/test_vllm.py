@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from penstock.services.modeling.precision import LOGPROBS
 from penstock.services.modeling.whole_weights import A, B
 from penstock.services.rollout.config import SamplingConfig
 from penstock.services.rollout.engines.base import Completion, EngineError, Refusal
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import LibraryError, SetupError
 from tests.engines.test_conformance import check
 from tests.engines.workbench import CLOSE, Workbench, make_models
 
@@ -201,3 +202,11 @@ def test_an_adapter_that_comes_alone_is_merged_by_the_workers(tmp_path_factory: 
             check_tokens(bench, version, random)
     finally:
         bench.engine.close()
+
+
+@pytest.mark.slow
+def test_what_it_could_not_start_for_is_told_in_its_own_words(tmp_path: Path) -> None:
+    """They are in its processes' output alone."""
+    options = OPTIONS | {"vllm": {"enforce_eager": True, "kv_cache_memory_bytes": 1}}
+    with pytest.raises(LibraryError, match=r"vLLM could not start: ValueError: No available memory for the cache"):
+        Workbench(tmp_path, make_models(tmp_path), options, SamplingConfig())

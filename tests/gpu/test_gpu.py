@@ -148,7 +148,7 @@ def test_a_version_is_cast_hashed_and_copied_on_the_gpu(cuda: torch.device, note
 def test_the_exporters_digest_is_that_of_its_bytes(cuda: torch.device) -> None:
     named = {"w": torch.randn(1000, 33, device=cuda)}
     gmac = Gmac.of_run("gpu")
-    source = ShardExporter(named, "bfloat16", WeightsConfig().bucket_bytes, World(cuda), gmac)
+    source = ShardExporter(named, "bfloat16", WeightsConfig().bucket_bytes("cuda"), World(cuda), gmac)
     buffer = torch.zeros(source.layout.nbytes, dtype=torch.uint8)
     source.write(buffer)
     assert source.digest() == gmac.whole(source.layout.digest, [gmac.bucket(as_memory(buffer))])

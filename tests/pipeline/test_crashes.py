@@ -11,6 +11,7 @@ import torch.distributed
 
 from penstock.pipeline.run import crashes
 from penstock.protocols.mailbox import DeadlineError
+from penstock.services.runtime.errors import LibraryError
 from penstock.services.runtime.plugins import UserCodeError
 
 
@@ -23,6 +24,9 @@ def folder(tmp_path: Path) -> Path:
 def test_the_same_failure_twice_at_one_step_is_the_end(folder: Path) -> None:
     assert not crashes.again(folder, "trainer", ValueError("12 at 0x7f12"), 4)
     assert crashes.again(folder, "trainer", ValueError("13 at 0x7fab"), 4)
+    for times in range(2):  # an engine knows no step
+        assert crashes.again(folder, "rollout-0", LibraryError(f"no memory for {times} blocks"), -1) == bool(times)
+    assert not crashes.is_own(LibraryError("connection reset by peer"))
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,22 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(nvml: FakeNvml
         assert visible_gpus() == []
 
 
+@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_NOT_SUPPORTED])
+def test_a_gpu_whose_memory_is_not_told_can_be_used(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """One that MIG cuts, in a container; one that has its host's memory."""
+
+    def refuse(handle: object) -> None:
+        raise pynvml.NVMLError(error)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    assert visible_gpus() == ["0", "1"] and "of a size not told" in runtime.inventory().gpus[0].line
+    assert "GPU 0" not in found(small("rollout.engine.vllm.gpu_memory_utilization=0.9"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-abc")
+    assert visible_gpus() == ["MIG-abc"]
+
+
 def test_a_torch_that_does_not_see_the_gpus_is_an_error(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     nvml.driver, nvml.cuda = "550.54.15", 12040

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,3 +71,23 @@ def test_what_vllm_says_of_experts_is_cut_to_the_layers_that_have_some() -> None
     for missing in (None, routed[:3]):
         with pytest.raises(EngineError, match="of 5 tokens and 3 layers"):
             as_recorded(missing, 5, config)
+
+
+def test_what_its_processes_said_last_is_why_it_did_not_start(tmp_path: Path) -> None:
+    said = """print("(Worker pid=7) ERROR 11-27 20:44:48 [worker.py:15] torch.OutOfMemoryError: CUDA out of memory.")
+print("(EngineCore pid=5) ERROR 11-27 20:44:48 [core.py:1510] RuntimeError: Worker failed with error 'x'")"""
+    program = f"""
+import sys
+print("ValueError: of long ago", file=sys.stderr, flush=True)
+from penstock.services.rollout.engines.vllm.cause import Said
+said = Said()
+assert said.cause() == ""
+{said}
+sys.stdout.flush()
+assert said.cause() == "torch.OutOfMemoryError: CUDA out of memory.", said.cause()
+print("ValueError: No available memory for the cache blocks.", file=sys.stderr, flush=True)
+assert said.cause() == "ValueError: No available memory for the cache blocks.", said.cause()
+"""
+    with (tmp_path / "log").open("wb") as log:
+        done = subprocess.run([sys.executable, "-c", program], stdout=log, stderr=log, timeout=60)
+    assert done.returncode == 0, (tmp_path / "log").read_text()

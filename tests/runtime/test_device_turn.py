@@ -176,3 +176,42 @@ def test_devices_have_one_name_for_all_processes(monkeypatch: pytest.MonkeyPatch
     assert devices_here("cpu", 1)[0].startswith("cpu-")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices_here("auto", 1) == devices_here("cpu", 1)
+
+
+STARTS = """
+import pathlib, sys, time
+from penstock.services.runtime.device_turn import Guest, GuestsTurn
+
+turn = GuestsTurn(pathlib.Path(sys.argv[1]), tuple(sys.argv[2].split("+")), f"guest-{sys.argv[3]}")
+turn.enter()
+begun = time.monotonic()
+time.sleep(0.3)
+guest = Guest(turn, lambda: None, lambda: None)
+print(begun, time.monotonic(), flush=True)
+guest.poll()
+time.sleep(60)
+"""
+
+
+def test_guests_begin_one_after_the_other(tmp_path: Path) -> None:
+    """Each measures what memory is free on its devices; one that dies while it begins holds up nobody."""
+    TrainersTurn(tmp_path, "one", "rank", 1.0).remind()
+    kinds = ["one", "one+two", "two"]
+    started = [
+        subprocess.Popen([sys.executable, "-c", STARTS, str(tmp_path), kind, str(number)], stdout=subprocess.PIPE)
+        for number, kind in enumerate([*kinds, "one"])
+    ]
+    try:
+        time.sleep(0.6)
+        started[-1].kill()
+        found = {}
+        for kind, process in zip(kinds, started, strict=False):
+            assert process.stdout
+            found[kind] = [float(word) for word in process.stdout.readline().split()]
+        for kind in ("one", "two"):
+            (_, end), (begin, _) = sorted((found[kind], found["one+two"]))
+            assert end <= begin, "on one device one at a time"
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

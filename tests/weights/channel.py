@@ -104,7 +104,7 @@ class Channel:
         config = {"deadline_s": 5, "stall_s": 3, "bucket_mb": 0.002, **config}
         self.config = WeightsConfig.model_validate(config)
         self.named = named
-        self.source = ShardExporter(dict(named), dtype, self.config.bucket_bytes, World(CPU), GMAC)
+        self.source = ShardExporter(dict(named), dtype, self.config.bucket_bytes(), World(CPU), GMAC)
         self.run_key = f"test-{os.getpid()}-{id(self)}"
         self.publisher = Publisher(self.config, self.source, self.run_key, self.box, verify=verify)
         self.box.ask(m.Hello(kind="trainer", name="trainer", host="", pid=1), 5)

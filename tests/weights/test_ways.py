@@ -36,3 +36,18 @@ def test_the_best_way_is_taken(trainer: str, workers: list[str], nonce: str, wan
     places = [m.Place(nonce=nonce, host="h", gpu=gpu) for gpu in workers]
     ways = Ways("auto", NONCE, trainer.split(" "))
     assert ways.choose(m.Reach(layout="l", places=places, receiver="rollout-0#1"), []) == wanted
+
+
+@pytest.mark.parametrize(("nonce", "only", "wanted"), [(NONCE, None, True), ("", None, False), (NONCE, "nccl", False)])
+def test_who_was_late_reads_a_version_from_memory_where_nobody_says_otherwise(
+    nonce: str, only: str | None, wanted: bool
+) -> None:
+    """Whatever the next ones come by: NCCL's members would ask for gigabytes over ZeroMQ."""
+    ways = Ways("auto", NONCE, [f"A@{HERE}"])
+    places = [m.Place(nonce=nonce, host="h", gpu=f"B@{HERE}")]
+    reach = m.Reach(layout="l", places=places, receiver="rollout-0#1", only=only)
+    assert ways.choose(reach, []) == "nccl"
+    ways.places["rollout-0#1"] = places
+    assert ways.share_memory("rollout-0#1") == wanted
+    ways.keep([])
+    assert not ways.share_memory("rollout-0#1")

@@ -23,7 +23,7 @@ from penstock.services.rollout.engines.base import (
 )
 from penstock.services.rollout.engines.torch.sampling import stream_key
 from penstock.services.runtime import health
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import LibraryError, SetupError
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class AsyncEngine(ABC):
             return future.result(0)
         except TimeoutError:
             raise EngineError(f"{self._name} did not {what} within {deadline_s:g} s{self.who()}") from None
-        except (EngineError, SetupError):
+        except (EngineError, SetupError, LibraryError):
             raise
         except Exception as error:
             raise EngineError(f"{self._name} could not {what}{self.who()}: {type(error).__name__}: {error}") from error

@@ -219,7 +219,7 @@ class Publisher:
             return
         for identity, epoch, transport in self._sender.seeds(now):
             log.info("seeding", receiver=identity, epoch=epoch, version=self.latest.version, transport=transport)
-            self._propose([identity], epoch, self.latest, self._route_alone(transport, self.latest))
+            self._propose([identity], epoch, self.latest, self._route_alone(identity, transport, self.latest))
             self._say(self.latest.commit([identity], epoch))
 
     def _publish(self, publication: Publication) -> None:
@@ -382,9 +382,9 @@ class Publisher:
             failed = m.LoadFailed(receiver=identity, epoch=message.epoch, version=message.version, error=reason)
             self._events.put(failed)
 
-    def _route_alone(self, transport: Transport, snapshot: Snapshot) -> Route:
-        """How one rollout is served from a version that is all there."""
-        if transport == "shm" and snapshot.buffer.name:
+    def _route_alone(self, identity: str, transport: Transport, snapshot: Snapshot) -> Route:
+        """How one rollout is served from a version that is all there: from shared memory, where it can."""
+        if snapshot.buffer.name and (transport == "shm" or self._ways.share_memory(identity)):
             return SharedMemoryRoute(segment=snapshot.buffer.name)
         if transport == "cuda_ipc" and snapshot.on_gpu:
             return snapshot.on_gpu[1]

@@ -26,7 +26,7 @@ LOGPROBS = 20
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """Which of vLLM's model runners: the other one records no experts."""
 BATCHED_TOKENS = 8192
-"""Prompt tokens of one step, on a CPU."""
+"""Prompt tokens of one step, on a CPU; on a GPU vLLM takes as many, or more."""
 
 
 def environment(threads: int) -> None:
@@ -121,6 +121,8 @@ def engine_arguments(
         arguments["hf_overrides"] = (config.vllm.get("hf_overrides") or {}) | {"head_dtype": head_dtype}
     if sleeps and not current_platform.is_cpu():
         arguments["enable_sleep_mode"] = True
+        if "sleep_mode_offload_cudagraph" in known:  # or captured graphs would lie beside the trainer
+            arguments.setdefault("sleep_mode_offload_cudagraph", True)
     if routed:
         if current_platform.is_cpu():
             raise SetupError(
@@ -128,6 +130,8 @@ def engine_arguments(
             )
         if os.environ.setdefault(RUNNER, "1") != "1":
             raise SetupError(f"rollout.sampling.routing_replay: with {RUNNER}={os.environ[RUNNER]} none is recorded")
+    if not current_platform.is_cpu() and config.max_sequences >= BATCHED_TOKENS:  # each wants a token of a step
+        arguments.setdefault("max_num_batched_tokens", 2 * config.max_sequences)
     if current_platform.is_cpu():
         wanted = max(config.max_sequences * config.max_length * kv_token_bytes, 64 << 20)
         room = int(psutil.virtual_memory().available * KV_SHARE)

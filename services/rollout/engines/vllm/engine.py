@@ -31,9 +31,10 @@ from penstock.services.rollout.engines.base import (
 )
 from penstock.services.rollout.engines.torch import native
 from penstock.services.rollout.engines.vllm.arguments import engine_arguments, environment, lora_request
+from penstock.services.rollout.engines.vllm.cause import Said
 from penstock.services.rollout.engines.vllm.prompts import BLIND, check_shown, shown_prompt
 from penstock.services.rollout.engines.vllm.results import as_recorded, completion_of
-from penstock.services.runtime.errors import SetupError
+from penstock.services.runtime.errors import LibraryError, SetupError
 from penstock.services.weights.buffers import HostBuffer
 from penstock.services.weights.config import WeightsConfig
 from penstock.services.weights.layout import make_layout, view_weights
@@ -324,6 +325,7 @@ class VllmEngine(AsyncEngine):
         await core.resume_scheduler_async()
 
     async def _start(self, arguments: Any) -> Any:
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -342,10 +344,14 @@ class VllmEngine(AsyncEngine):
                 pass
 
         try:
-            config = arguments.create_engine_config()
+            config = arguments.create_engine_config(UsageContext.LLM_CLASS)  # many tokens of prompts at once
         except ValueError as error:
             raise SetupError(f"rollout.engine.vllm: {error}") from error
-        return AsyncLLM.from_vllm_config(config, stat_loggers=[Recorder])
+        said = Said()
+        try:
+            return AsyncLLM.from_vllm_config(config, stat_loggers=[Recorder])
+        except RuntimeError as error:
+            raise LibraryError(f"rollout.engine.vllm: vLLM could not start: {said.cause() or error}") from error
 
     async def _watch(self) -> None:
         """Notices a dead engine core while nothing is asked of it, and one that hangs."""
