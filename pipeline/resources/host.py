@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -158,8 +157,7 @@ def _activations(shape: Shape, learner: LearnerConfig) -> float:
     if not learner.offload_activations:
         return 0.0
     each = shape.learned_bytes * learner.tokens_per_micro_batch / learner.sequence_parallel * shape.hidden
-    block = 2 ** math.ceil(math.log2(each))  # as registered memory comes
-    return learner.ranks * shape.layers * block / GIB
+    return learner.ranks * shape.layers * each / GIB
 
 
 def _version(shape: Shape) -> float:

@@ -23,6 +23,7 @@ from penstock.services.learning.out_of_memory import MicroBatches
 from penstock.services.learning.phase_memory import PhaseMemory
 from penstock.services.modeling.checkpointing import keep_products
 from penstock.services.modeling.dropout import without_dropout
+from penstock.services.modeling.four_bit import FourBitLinear
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.lora import Adapted
 from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
@@ -74,6 +75,10 @@ class ModelLearner:
         self.memory = PhaseMemory(self.device)
         self.flops = ModelFlops()
         self._resting = Resting(self.device)
+        coded = [module for module in model.modules() if isinstance(module, FourBitLinear)]
+        self._frozen = [parameter for parameter in every.values() if not parameter.requires_grad]
+        self._frozen += [buffer for module in coded for buffer in module.buffers()]
+        """Which nothing changes."""
         self.published: dict[str, torch.Tensor | Gathered] = self._published(every)
         """What a version consists of."""
         self.optimizer = make_optimizer(model, self.parameters, config.optimizer, self.world)
@@ -201,7 +206,7 @@ class ModelLearner:
         """Gives its device's memory back: what it holds lies on the host until `wake`, which is to be called before
         anything else."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._resting.rest(self._held())
+        self._resting.rest(self._held(), self._frozen)
 
     def wake(self) -> None:
         """Takes its place on its device again."""

@@ -25,23 +25,31 @@ class Resting:
         self._device = device
         self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         """What is away, and what was in it."""
+        self._constant: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        """What never changes, by torch's address of it, and what is in it."""
         self._pages: dict[int, list[torch.Tensor]] = defaultdict(list)
         """Of host memory that is pinned, which is dear to make, by their size."""
 
     @torch.no_grad()
-    def rest(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Moves ``tensors`` away, and gives their memory back to the device. Those of another device, and those whose
-        memory is not torch's own (mapped files), stay where they are."""
-        seen = set()
-        for storage in (part.untyped_storage() for tensor in tensors for part in _plain(tensor)):
+    def rest(self, tensors: Iterable[torch.Tensor], constant: Iterable[torch.Tensor] = ()) -> None:
+        """Moves ``tensors`` away, and gives their memory back to the device; of ``constant`` ones, which never change,
+        what is in them is copied once. Those of another device, and those whose memory is not torch's own (mapped
+        files), stay where they are."""
+        seen, still = set(), {storage._cdata for storage in _storages(constant)}
+        for storage in _storages([*constant, *tensors]):
             here = storage.device.type == self._device.type and storage.resizable() and storage.nbytes()
             if not here or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
+            if storage._cdata in self._constant:
+                self._kept.append(self._constant[storage._cdata])
+                continue
             size = storage.nbytes()
             page = self._pages[size].pop() if self._pages[size] else self._page(size)
             page.copy_(_bytes(storage), non_blocking=True)
             self._kept.append((storage, page))
+            if storage._cdata in still:
+                self._constant[storage._cdata] = storage, page
         _synchronize(self._device)
         for storage, _ in self._kept:
             storage.resize_(0)
@@ -55,8 +63,9 @@ class Resting:
             _bytes(storage).copy_(page, non_blocking=True)
         _synchronize(self._device)
         if self._device.type == "cuda":
-            for _, page in self._kept:
-                self._pages[page.numel()].append(page)
+            for storage, page in self._kept:
+                if storage._cdata not in self._constant:
+                    self._pages[page.numel()].append(page)
         self._kept = []
 
     def _page(self, size: int) -> torch.Tensor:
@@ -103,6 +112,10 @@ def _grow(storage: torch.UntypedStorage, size: int, device: torch.device) -> Non
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    return (part.untyped_storage() for tensor in tensors for part in _plain(tensor))
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

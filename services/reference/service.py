@@ -116,7 +116,7 @@ class Reference:
             health.beat()
             # On the host first: the device has room for one, and what cannot be loaded takes nobody's place.
             newer = self._load(str(path), torch.device("cpu"), "reference.refresh_every")
-            self._model = None
+            self._model, self._resting = None, Resting(self._device)
             release(self._device)
             self._model = newer.to(self._device)
             self._version = newest
@@ -129,7 +129,7 @@ class Reference:
 
     def sleep(self) -> None:
         """Gives its device's memory back."""
-        self._resting.rest([*self._model.parameters(), *self._model.buffers(), *resting_sight(self._model)])
+        self._resting.rest(resting_sight(self._model), [*self._model.parameters(), *self._model.buffers()])
 
     def wake(self) -> None:
         """Takes its place on its device again."""

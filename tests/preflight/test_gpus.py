@@ -242,3 +242,15 @@ def test_a_deterministic_run_on_gpus_tells_cublas_and_vllm(nvml: FakeNvml) -> No
     wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
     assert wanted.items() <= environment(spec, small("run.deterministic=true")).items()
     assert not wanted.keys() & environment(spec, small()).keys()
+
+
+def test_learners_and_references_tell_torch_how_to_keep_memory(nvml: FakeNvml) -> None:
+    """vLLM's sleep wants segments that do not grow, and nobody maps those that do."""
+    said = {
+        kind: environment(spec, small()).get("PYTORCH_ALLOC_CONF") for kind, spec in registry.actors(small()).items()
+    }
+    assert {kind for kind, value in said.items() if value} == {"trainer", "critic", "reference"}
+    assert "expandable_segments:True" in str(said["trainer"]) and "pinned_max_round" in str(said["trainer"])
+    mapped = small("weights.transport=cuda_ipc")
+    assert "expandable" not in environment(registry.actors(mapped)["trainer"], mapped)["PYTORCH_ALLOC_CONF"]
+    torch._C._accelerator_setAllocatorSettings(str(said["trainer"]))

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.services.learning import out_of_memory
 from penstock.services.learning.out_of_memory import DoesNotFit
 from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.parallel.fsdp import full
 from penstock.services.modeling.parallel.start import load_trainable
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.resting import Resting
 from penstock.services.trainer import learner as module
 from penstock.services.trainer.config import TrainerConfig
 from penstock.services.trainer.learner import Learner
@@ -126,3 +128,40 @@ def test_where_it_may_not_shrink_the_error_says_what_would_help(monkeypatch: pyt
 def test_a_redo_does_not_depend_on_what_memory_is_free() -> None:
     assert TrainerConfig().pinned().sum_gradients == "micro_batch" and not TrainerConfig().pinned().halve_micro_batches
     assert TrainerConfig.model_validate({"sum_gradients": "step"}).pinned().sum_gradients == "step"
+
+
+def test_what_never_changes_is_copied_once() -> None:
+    resting = Resting(torch.device("cpu"))
+    frozen, trained = (torch.arange(8.0) + start for start in (0, 100))
+    copies = []
+
+    class Copied(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copies[-1] += str(function) == "aten.copy_.default"
+            return function(*args, **(kwargs or {}))
+
+    for turn in range(3):
+        trained += 1
+        copies.append(0)
+        with Copied():
+            resting.rest([trained, frozen], constant=[frozen[2:]])
+        assert not frozen.untyped_storage().nbytes() and not trained.untyped_storage().nbytes()
+        resting.wake()
+        assert torch.equal(frozen, torch.arange(8.0)) and torch.equal(trained, torch.arange(8.0) + 101 + turn)
+    assert copies == [2, 1, 1]
+
+
+def test_one_rank_that_is_offloaded_sums_on_its_device_first(tmp_path: Path) -> None:
+    """Else each micro-batch would bring its whole gradient to the host."""
+    a_model().save_pretrained(tmp_path)
+    found = {}
+    for how in ("micro_batch", "step"):
+        world = World(torch.device("cpu"))
+        model = load_trainable(str(tmp_path), world, world.device, "float32", offload=True)
+        given = {"offload": True, "sum_gradients": how, "tokens_per_micro_batch": 60}
+        one = Learner(model, TrainerConfig.model_validate(given), 1.0, world)
+        one.accumulate(a_step(0))
+        found[how] = {name: full(parameter.grad) for name, parameter in one.parameters.items()}
+        assert one.sums_once == (how == "step")
+    for name, gradient in found["step"].items():
+        torch.testing.assert_close(gradient, found["micro_batch"][name], rtol=1e-4, atol=1e-7, msg=name)
