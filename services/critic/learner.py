@@ -18,6 +18,7 @@ from penstock.services.learning.constraints import with_known_costs
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_returns import gae
 from penstock.services.learning.token_rewards import token_rewards
+from penstock.services.modeling.packing import Rows
 from penstock.services.modeling.parallel.fsdp import forward_values, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime import health
@@ -78,14 +79,15 @@ class CriticLearner(ModelLearner):
         total, clipped_tokens = 0.0, 0.0
         plan = self.plan([step.trajectories[i] for i in chosen], step.groups[chosen])
 
-        def passes() -> Iterator[torch.Tensor]:
-            for rows, _ in plan:
+        def passes() -> Iterator[tuple[Rows, torch.Tensor]]:
+            for each, _ in plan:
                 health.beat()
+                rows = each.rows()
                 with self.keeping():
                     values = forward_values(self.model, rows)
-                yield values
+                yield rows, values
 
-        for turn, ((rows, counts_once), values) in enumerate(zip(plan, self.early(passes()), strict=True), 1):
+        for turn, ((_, counts_once), (rows, values)) in enumerate(zip(plan, self.early(passes()), strict=True), 1):
             index, width = list(rows.index), values.shape[1]
             wanted, before = (x[index, 1 : width + 1].to(values) for x in (returns, old))
             losses, clipped = value_loss(values, before, wanted, self._config.clip)

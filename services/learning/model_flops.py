@@ -10,7 +10,7 @@ import torch
 
 from penstock.services.modeling.decoder_shape import Shape, described_by
 from penstock.services.modeling.flops import backward_flops, forward_flops
-from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.packing import Pass
 from penstock.services.modeling.parallel.world import World
 from penstock.services.runtime.gpu_kinds import peak_tflops
 
@@ -35,11 +35,11 @@ class ModelFlops:
         """A step."""
         self.total = 0.0
 
-    def deal(self, passes: Sequence[Rows]) -> None:
+    def deal(self, passes: Sequence[Pass]) -> None:
         """These are to be computed, by all ranks together."""
         if self._shape:
-            tokens, pairs = sum(rows.real for rows in passes), sum(rows.pairs for rows in passes)
-            self._dealt = forward_flops(self._shape, tokens, sum(len(rows.target) for rows in passes), pairs)
+            tokens, pairs = sum(each.real for each in passes), sum(each.pairs for each in passes)
+            self._dealt = forward_flops(self._shape, tokens, sum(each.predicted for each in passes), pairs)
 
     def forward(self) -> None:
         """What was dealt has gone forward."""

@@ -26,7 +26,7 @@ from penstock.services.modeling.dropout import without_dropout
 from penstock.services.modeling.four_bit import FourBitLinear
 from penstock.services.modeling.logprobs import shares_prompts
 from penstock.services.modeling.lora import Adapted
-from penstock.services.modeling.packing import Rows, by_trajectory, plan_rows
+from penstock.services.modeling.packing import Pass, Rows, by_trajectory, plan_passes
 from penstock.services.modeling.parallel.fsdp import clip_gradients, forget_backward, reshard
 from penstock.services.modeling.parallel.gathered import Gathered
 from penstock.services.modeling.parallel.stages import Stage, ahead
@@ -96,13 +96,13 @@ class ModelLearner:
         self.sums_once = self._sums_once(config.sum_gradients)
         """Gradients are summed over the ranks once a step, not after each micro-batch."""
 
-    def passes(self, trajectories: Sequence[Trajectory], groups: np.ndarray, budget: int) -> Iterator[Rows]:
+    def passes(self, trajectories: Sequence[Trajectory], groups: np.ndarray, budget: int) -> Iterator[Pass]:
         """Forward passes of at most ``budget`` tokens, the same on every rank."""
         packed = self.world.shape.sequence > 1
         share, routed = shares_prompts(self.model), mixture_of(self.model) is not None
-        return plan_rows(trajectories, groups, budget, self.device, share, packed, routed)
+        return plan_passes(trajectories, groups, budget, self.device, share, packed, routed)
 
-    def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Rows, float]]:
+    def plan(self, trajectories: Sequence[Trajectory], groups: np.ndarray) -> list[tuple[Pass, float]]:
         """This rank's micro-batches, each with how often it counts: where its share is one short, another's counts 0
         times, since all must take part; of a pipeline's stages those of the last one count."""
         mine = self._dealt(self.passes(trajectories, groups, self.micro_batches.tokens))
@@ -114,9 +114,9 @@ class ModelLearner:
                 "few micro-batches; take fewer tokens",
                 stages=stages, micro_batches=rounds, idle=f"{(stages - 1) / (rounds + stages - 1):.0%}",
             )  # fmt: skip
-        return [(rows, float(counts and self.world.last_stage)) for rows, counts in mine]
+        return [(each, float(counts and self.world.last_stage)) for each, counts in mine]
 
-    def _dealt(self, passes: Iterable[Rows]) -> list[tuple[Rows, bool]]:
+    def _dealt(self, passes: Iterable[Pass]) -> list[tuple[Pass, bool]]:
         """This rank's of ``passes``, as many as any other's, each with whether it counts here: where its share is one
         short, it computes another's."""
         every, size = list(passes), self.world.data_size
@@ -135,8 +135,8 @@ class ModelLearner:
 
         def of_mine() -> tuple[list[np.ndarray], list[int]]:
             mine = self._dealt(self.passes(step.trajectories, step.groups, self.micro_batches.tokens))
-            found = by_trajectory(step.trajectories, (rows for rows, _ in mine), compute)
-            return found, [index for rows, counts in mine if counts for index in rows.index]
+            found = by_trajectory(step.trajectories, (each.rows() for each, _ in mine), compute)
+            return found, [index for each, counts in mine if counts for index in each.index]
 
         with self.memory.of("memory/first_pass"):
             found, mine = self.micro_batches.fitting("first pass over a step", of_mine, lambda: reshard(self.model))

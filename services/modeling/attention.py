@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from penstock.services.modeling.families import OUR_ATTENTION
+from penstock.services.modeling.pinned import to_device
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Segments:
     @classmethod
     def of(cls, starts_q: list[int], starts_k: list[int], keys: torch.Tensor | None, device: torch.device) -> Segments:
         """On ``device``."""
-        q, k = (torch.tensor(starts, dtype=torch.int32, device=device) for starts in (starts_q, starts_k))
+        q, k = (to_device(torch.tensor(starts, dtype=torch.int32), device) for starts in (starts_q, starts_k))
         return cls(np.array(starts_q), np.array(starts_k), keys, q, k)
 
 

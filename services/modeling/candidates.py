@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from penstock.protocols.experience import Trajectory
+from penstock.services.modeling.pinned import to_device
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Candidates:
             noted = t.candidate_counts if t.candidate_counts.size else np.zeros(len(t.tokens), np.int32)
             counts.append(noted[sampled].astype(np.int64))
             ids.append(t.candidate_ids[noted[0] :])
-        return cls(np.concatenate(counts), torch.from_numpy(np.concatenate(ids).astype(np.int32)).to(device))
+        every = torch.from_numpy(np.concatenate(ids).astype(np.int32))
+        return cls(np.concatenate(counts), to_device(every, device))
 
     def split(self, size: int) -> list[Candidates]:
         """Those of ``size`` tokens each, in order; the last have what is left."""

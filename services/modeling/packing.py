@@ -71,10 +71,6 @@ class Rows:
     routing: np.ndarray | None = None
     """int16 ``[rows, length, layers, experts of a token]``, on the host: which experts the engine sent each token to,
     `routing.OPEN` where that is not known. None where nothing was recorded."""
-    real: int = 0
-    """Tokens, without padding; a shared prompt's count once."""
-    pairs: int = 0
-    """Of a token and one that it attends to, itself included."""
     taught: Taught | None = None
     """What teachers say of each sampled token, in `mask`'s order. None where nobody compares."""
     shown: Shown | None = None
@@ -104,6 +100,49 @@ class _Row:
     length: int
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass over some of ``trajectories`` that is not laid out yet, which takes memory and time: of several
+    ranks each lays out its own."""
+
+    trajectories: Sequence[Trajectory]
+    drafts: tuple[_Row, ...]
+    packed: bool
+    """All lie in one row."""
+    device: torch.device
+    routed: bool
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """See `Rows.index`."""
+        return tuple(index for row in self.drafts for index in row.members)
+
+    @property
+    def predicted(self) -> int:
+        """Sampled tokens, but those that nothing predicts."""
+        return sum(int(np.count_nonzero(self.trajectories[index].loss_mask[1:] == 1)) for index in self.index)
+
+    @property
+    def real(self) -> int:
+        """Tokens, without padding; a shared prompt's count once."""
+        return sum(row.length for row in self.drafts)
+
+    @property
+    def pairs(self) -> int:
+        """Of a token and one that it attends to, itself included."""
+        total = 0
+        for row in self.drafts:
+            total += row.prompt * (row.prompt + 1) // 2
+            for index in row.members:
+                own = len(self.trajectories[index].tokens) - row.prompt
+                total += own * row.prompt + own * (own + 1) // 2
+        return total
+
+    def rows(self) -> Rows:
+        """What is computed with."""
+        return (_pack if self.packed else _lay_out)(self.trajectories, list(self.drafts), self.device, self.routed)
+
+
 def by_trajectory(
     trajectories: Sequence[Trajectory], passes: Iterable[Rows], compute: Callable[[Rows], torch.Tensor]
 ) -> list[np.ndarray]:
@@ -130,6 +169,20 @@ def plan_rows(
     packed: bool = False,
     routed: bool = False,
 ) -> Iterator[Rows]:
+    """`plan_passes`, laid out."""
+    passes = plan_passes(trajectories, groups, token_budget, device, share_prompts, packed, routed)
+    return (each.rows() for each in passes)
+
+
+def plan_passes(
+    trajectories: Sequence[Trajectory],
+    groups: Sequence[int] | np.ndarray,
+    token_budget: int,
+    device: torch.device,
+    share_prompts: bool = True,
+    packed: bool = False,
+    routed: bool = False,
+) -> Iterator[Pass]:
     """Cuts trajectories into passes of at most ``token_budget`` tokens, padding included (a longer one stands alone).
 
     ``groups[i]`` is any number that is the same for trajectories of one prompt; these should be neighbours. Models that
@@ -138,7 +191,8 @@ def plan_rows(
     """
     longest = max((len(trajectory.tokens) for trajectory in trajectories), default=0)
     if share_prompts and (packed or device.type == "cuda" or longest > MASKED_ROW_TOKENS):
-        yield from _plan_packed(trajectories, groups, token_budget, device, routed)
+        for drafts in _plan_packed(trajectories, groups, token_budget, routed):
+            yield Pass(trajectories, tuple(drafts), True, device, routed)
         return
     rows = _rows(trajectories, groups, min(token_budget, MASKED_ROW_TOKENS), share_prompts, routed)
     rows.sort(key=lambda row: (len(row.members) == 1, -row.length, row.members))
@@ -148,25 +202,21 @@ def plan_rows(
         end = start + 1
         while end < len(rows) and (end + 1 - start) * length <= token_budget and (len(rows[end].members) == 1) == alone:
             end += 1
-        yield _lay_out(trajectories, rows[start:end], device, routed)
+        yield Pass(trajectories, tuple(rows[start:end]), False, device, routed)
         start = end
 
 
 def _plan_packed(
-    trajectories: Sequence[Trajectory],
-    groups: Sequence[int] | np.ndarray,
-    token_budget: int,
-    device: torch.device,
-    routed: bool,
-) -> Iterator[Rows]:
+    trajectories: Sequence[Trajectory], groups: Sequence[int] | np.ndarray, token_budget: int, routed: bool
+) -> Iterator[list[_Row]]:
     some: list[_Row] = []
     for row in _rows(trajectories, groups, token_budget, True, routed):
         if some and sum(other.length for other in some) + row.length > token_budget:
-            yield _pack(trajectories, some, device, routed)
+            yield some
             some = []
         some.append(row)
     if some:
-        yield _pack(trajectories, some, device, routed)
+        yield some
 
 
 def _rows(
@@ -212,14 +262,12 @@ class _Draft:
         self._source: list[np.ndarray] = []
         self._target: list[np.ndarray] = []
         self._routing: np.ndarray | None = None
-        self._real = self._pairs = 0
 
     def prompt(self, r: int, at: int, trajectory: Trajectory, size: int) -> None:
         """The first ``size`` tokens of ``trajectory``, the next one of the members, in row ``r`` from ``at`` on."""
         self._tokens[r, at : at + size] = trajectory.tokens[:size]
         self._positions[r, at : at + size] = np.arange(size)
         self._member[r, at : at + size] = len(self._source)
-        self._count(size, 0)
         self._route(r, at, trajectory.routing[:size])
 
     def response(self, r: int, at: int, trajectory: Trajectory, prompt: int, prompt_at: int) -> int:
@@ -230,7 +278,6 @@ class _Draft:
         self._tokens[r, at:end] = trajectory.tokens[prompt:]
         self._positions[r, at:end] = np.arange(prompt, size)
         self._member[r, at:end] = len(self._source)
-        self._count(size - prompt, prompt)
         self._route(r, at, trajectory.routing[prompt:])
         mask = self._mask[len(self._source)]
         mask[:size] = trajectory.loss_mask == 1
@@ -240,11 +287,6 @@ class _Draft:
         self._source.append(r * self._tokens.shape[1] + before)
         self._target.append(trajectory.tokens[sampled].astype(np.int64))
         return end
-
-    def _count(self, tokens: int, before: int) -> None:
-        """So many more, each of which sees those ``before`` all of them, and those up to itself."""
-        self._real += tokens
-        self._pairs += tokens * before + tokens * (tokens + 1) // 2
 
     def _route(self, r: int, at: int, routing: np.ndarray) -> None:
         """These experts, for the tokens of row ``r`` from ``at`` on."""
@@ -257,19 +299,20 @@ class _Draft:
     def finish(self, attention: torch.Tensor | Segments, device: torch.device) -> Rows:
         """The rows, on ``device``."""
         if isinstance(attention, torch.Tensor):
-            attention = attention.to(device)
+            attention = to_device(attention, device)
+        source, target = np.concatenate(self._source), np.concatenate(self._target)
+        parts = (self._tokens, self._positions, self._mask[:, 1:].copy(), source, target)
+        tokens, positions, mask, begins, ends = (to_device(torch.from_numpy(each), device) for each in parts)
         return Rows(
             tuple(self._members),
-            torch.from_numpy(self._tokens).to(device),
-            torch.from_numpy(self._positions).to(device),
+            tokens,
+            positions,
             attention,
-            torch.from_numpy(self._mask[:, 1:].copy()).to(device),
-            torch.from_numpy(np.concatenate(self._source)).to(device),
-            torch.from_numpy(np.concatenate(self._target)).to(device),
+            mask,
+            begins,
+            ends,
             Candidates.of([self._trajectories[index] for index in self._members], device),
             self._routing,
-            self._real,
-            self._pairs,
             shown=self._shown(device),
         )
 
@@ -282,7 +325,7 @@ class _Draft:
             size = len(self._trajectories[index].tokens)
             tokens[k, :size], real[k, :size] = self._trajectories[index].tokens, 1
         parts = (tokens, real, self._mask, self._member, self._positions)
-        whole, there, sampled, member, place = (torch.from_numpy(each).to(device) for each in parts)
+        whole, there, sampled, member, place = (to_device(torch.from_numpy(each), device) for each in parts)
         return Shown(whole, there, sampled, pictures, member, place)
 
 
@@ -331,5 +374,5 @@ def _pack(trajectories: Sequence[Trajectory], rows: list[_Row], device: torch.de
             segment(*((prompt_at, at, range(0)) if alone else (begin, at, range(prompt_at, prompt_at + row.prompt))))
     shared = None
     if starts_k != starts_q:
-        shared = torch.from_numpy(np.concatenate(keys)).to(device)
+        shared = to_device(torch.from_numpy(np.concatenate(keys)), device)
     return draft.finish(Segments.of(starts_q, starts_k, shared, device), device)

@@ -32,7 +32,7 @@ from penstock.services.learning.layer_norms import LayerNorms
 from penstock.services.learning.model_flops import ModelFlops
 from penstock.services.learning.model_learner import ModelLearner, mean_metrics, mini_batches
 from penstock.services.learning.token_rewards import shaped, token_rewards
-from penstock.services.modeling.packing import Rows
+from penstock.services.modeling.packing import Pass, Rows
 from penstock.services.modeling.parallel.fsdp import forward, forward_statistics, reshard, sum_gradients
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pinned import to_device
@@ -150,9 +150,10 @@ class Learner(ModelLearner):
 
         tops = {name: [step.tops[name][i] for i in chosen] for name in self.algorithm.teachers}
 
-        def parts() -> Iterator[Part]:
-            for rows, _ in plan:
+        def parts() -> Iterator[tuple[Rows, Part]]:
+            for each, _ in plan:
                 health.beat()
+                rows = each.rows()
                 stated = self._stated(rows, trajectories, tops)
                 log_prob = stated.pop("log_prob")
                 index = to_device(torch.tensor(rows.index), self.device)
@@ -169,7 +170,7 @@ class Learner(ModelLearner):
                 shown = torch.from_numpy(given[list(rows.index)])[:, None]
                 shown = to_device(shown, self.device) if totals.given else None
                 mask, shown = (rows.mask, None) if shown is None else (rows.mask & ~shown, rows.mask & shown)
-                yield Part(log_prob, sampled_as, advantage, mask, columns, old, given=shown, **stated)
+                yield rows, Part(log_prob, sampled_as, advantage, mask, columns, old, given=shown, **stated)
 
         def judged(rows: Rows, part: Part) -> None:
             if judgements:
@@ -196,8 +197,8 @@ class Learner(ModelLearner):
 
     def _backward(
         self,
-        plan: list[tuple[Rows, float]],
-        parts: Callable[[], Iterator[Part]],
+        plan: list[tuple[Pass, float]],
+        parts: Callable[[], Iterator[tuple[Rows, Part]]],
         totals: Totals,
         lags: list[np.ndarray],
         judged: Callable[[Rows, Part], None],
@@ -205,12 +206,12 @@ class Learner(ModelLearner):
     ) -> tuple[float, dict[str, float]]:
         counts, compared = [count for _, count in plan], compared and totals.tokens > 0
         first_pass = self.algorithm.needs_first_pass and totals.tokens > 0
-        mean_weight = self._mean_weight(parts(), counts) if first_pass else 1.0
+        mean_weight = self._mean_weight((part for _, part in parts()), counts) if first_pass else 1.0
         # On the device until the end: a number that is asked for would have to be waited for.
         total, sums = torch.zeros((), dtype=torch.float64, device=self.device), dict[str, torch.Tensor]()
         oldest = max((int(each.max(initial=0)) for each in lags), default=0)
         mismatch, by_lag = Mismatch(), ByLag(oldest, self.algorithm.clips_tokens)
-        for turn, ((rows, counts_once), part) in enumerate(zip(plan, self.early(parts()), strict=True), 1):
+        for turn, (counts_once, (rows, part)) in enumerate(zip(counts, self.early(parts()), strict=True), 1):
             loss, found = self.algorithm.loss(part, totals, mean_weight)
             sum_gradients(self.model, not self.sums_once, turn == len(plan))
             self.algorithm.backward(loss * counts_once)
@@ -252,7 +253,7 @@ class Learner(ModelLearner):
         sequence = Trajectory(
             np.array(tokens, np.int32), column, np.zeros(size, np.float32), versions, text="", finish="length"
         )
-        rows = next(iter(self.passes([sequence], np.zeros(1, np.int64), size)))
+        rows = next(iter(self.passes([sequence], np.zeros(1, np.int64), size))).rows()
         found = forward(self.model, rows, 1.0)
         reshard(self.model)
         return self.world.of_last_stage(found[0, : size - 1].float().cpu().numpy()).tolist()

@@ -67,7 +67,7 @@ def test_one_undecided_token_does_not_widen_a_steps_rows() -> None:
         given: dict[str, Any] = {"candidate_counts": counts, "candidate_ids": ids}
         trajectories.append(Trajectory(one.tokens, one.loss_mask, one.logprobs, one.versions, "", "stop", **given))
     learner = Learner(a_model(), TrainerConfig(), 1.0)
-    held = [rows.candidates for rows, _ in learner.plan(trajectories, np.arange(16))]
+    held = [each.rows().candidates for each, _ in learner.plan(trajectories, np.arange(16))]
     assert sum(each.ids.nbytes for each in held if each) == sum(t.candidate_ids.nbytes for t in trajectories)
 
 
@@ -77,7 +77,7 @@ def test_numbers_do_not_depend_on_how_many_tokens_a_table_has(monkeypatch: pytes
     found = []
     for tokens in (1000, 2):
         monkeypatch.setattr(module, "LOGIT_BYTES", 4 * model.config.vocab_size * tokens)
-        ((given, _),) = learner.plan(trajectories, np.zeros(len(trajectories), np.int64))
-        values = module.logprobs(model, given, 1.0)
+        ((one, _),) = learner.plan(trajectories, np.zeros(len(trajectories), np.int64))
+        values = module.logprobs(model, one.rows(), 1.0)
         found.append((values.detach(), torch.autograd.grad(values.sum(), model.lm_head.weight)[0]))
     torch.testing.assert_close(found[0], found[1])

@@ -13,8 +13,9 @@ from penstock.services.modeling import logprobs as module
 from penstock.services.modeling import packing
 from penstock.services.modeling.families import OUR_ATTENTION
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
-from penstock.services.modeling.packing import plan_rows
+from penstock.services.modeling.packing import plan_passes, plan_rows
 from tests.conftest import TINY, make_group
+from tests.trainer.steps import a_step
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +110,17 @@ def test_logits_of_every_family_are_made_in_chunks(family: str, monkeypatch: pyt
         wanted = model(ids[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
         mask = rows.mask[k]
         torch.testing.assert_close(found[k][mask], wanted[mask[: len(wanted)]], rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_lays_out_its_own_passes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And knows of the others how much they compute."""
+    step, laid_out, own = a_step(0), [], packing._pack
+    monkeypatch.setattr(packing, "_pack", lambda *given: laid_out.append(given) or own(*given))
+    passes = list(plan_passes(step.trajectories, step.groups, 60, torch.device("cpu"), packed=True))
+    assert len(passes) > 2 and not laid_out
+    for each in passes:
+        rows = each.rows()
+        assert each.index == rows.index and each.predicted == len(rows.target) and each.real == rows.tokens.numel()
+        queries, keys = (np.diff(starts) for starts in (rows.attention.starts_q, rows.attention.starts_k))
+        assert each.pairs == int((queries * (keys - queries) + queries * (queries + 1) // 2).sum())
+    assert len(laid_out) == len(passes)

@@ -16,7 +16,7 @@ from penstock.protocols.experience import PICTURE, Prompt, Sampling, Trajectory
 from penstock.services.data.picture_files import PictureError, open_picture, size_of
 from penstock.services.modeling.load import load_config, load_model
 from penstock.services.modeling.logprobs import logprobs, shares_prompts
-from penstock.services.modeling.packing import by_trajectory, plan_rows
+from penstock.services.modeling.packing import by_trajectory, plan_passes, plan_rows
 from penstock.services.modeling.parallel.world import World
 from penstock.services.modeling.pictures import PictureReader, placeholder
 from penstock.services.modeling.sight import check_shown, give_sight, resting_sight
@@ -160,10 +160,11 @@ def test_a_groups_prompt_and_its_pictures_are_computed_once(tmp_path: Path) -> N
     groups = [index // 3 for index in range(12)]
     sizes = [len(trajectory.tokens) for trajectory in trajectories]
     prompts = [int(np.flatnonzero(trajectory.loss_mask)[0]) for trajectory in trajectories[::3]]
-    (rows,) = plan_rows(trajectories, groups, 4096, CPU, True, True)
-    assert rows.real == rows.tokens.shape[1] == sum(sizes) - 2 * sum(prompts)
-    (rows,) = plan_rows([*trajectories[:2], other], [0, 0, 0], 4096, CPU, True, True)
-    assert rows.real == sum(sizes[:3]) - prompts[0], "another picture of that size is another prompt"
+    (one,) = plan_passes(trajectories, groups, 4096, CPU, True, True)
+    rows = one.rows()
+    assert one.real == rows.tokens.shape[1] == sum(sizes) - 2 * sum(prompts)
+    (one,) = plan_passes([*trajectories[:2], other], [0, 0, 0], 4096, CPU, True, True)
+    assert one.real == sum(sizes[:3]) - prompts[0], "another picture of that size is another prompt"
 
 
 @pytest.mark.parametrize("way", WAYS)
