@@ -116,7 +116,7 @@ def test_a_rank_lays_out_its_own_passes_alone(monkeypatch: pytest.MonkeyPatch) -
     """And knows of the others how much they compute."""
     step, laid_out, own = a_step(0), [], packing._pack
     monkeypatch.setattr(packing, "_pack", lambda *given: laid_out.append(given) or own(*given))
-    passes = list(plan_passes(step.trajectories, step.groups, 60, torch.device("cpu"), packed=True))
+    passes = list(plan_passes(step.trajectories, step.groups, 30, torch.device("cpu"), packed=True))
     assert len(passes) > 2 and not laid_out
     for each in passes:
         rows = each.rows()
