@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, co
 from torch.distributed.tensor import DTensor
 
 from penstock.services.learning.model_learner import ModelLearner
-from penstock.services.learning.optimizer import local, restore_state, state_names
+from penstock.services.learning.optimizer import MOMENTS, is_eight_bit, local, restore_state, state_names
 from penstock.services.learning.shard_writer import ShardWriter
 from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.experts import is_experts, separate
@@ -231,6 +231,7 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
         reader = HuggingFaceStorageReader(str(folder))
         sizes = {key: tuple(found.size) for key, found in reader.read_metadata().state_dict_metadata.items()}
         into: dict[str, dict[str, torch.Tensor]] = {}
+        eight_bit = is_eight_bit(learner.optimizer)
         for name, parameter in learner.parameters.items():
             names = state_names(learner.optimizer, parameter)
             saved = [key.removeprefix(f"{name}/") for key in sizes if key.startswith(f"{name}/")]
@@ -244,21 +245,34 @@ def restore(learner: ModelLearner, path: Path) -> list[dict[str, Any]]:
             wanted, found = tuple(parameter.shape), sizes[f"{name}/{names[-1]}"]
             if found != wanted:
                 raise CheckpointError(f"{path}: {name} has shape {found}, the model's has {wanted}")
-            into[name] = empty_state(parameter, [*names, AVERAGE] if AVERAGE in saved else names)
+            kept = [*names, AVERAGE] if AVERAGE in saved else names
+            into[name] = empty_state(parameter, kept, learner.world if eight_bit else None)
         flat = {f"{name}/{key}": tensor for name, tensors in into.items() for key, tensor in tensors.items()}
         dcp.load(flat, storage_reader=reader, process_group=learner.world.save_group, no_dist=learner.world.size == 1)
-        for name, tensors in into.items():
-            restore_state(learner.optimizer, learner.parameters[name], tensors)
+        flat.clear()
+        for name in list(into):
+            restore_state(learner.optimizer, learner.parameters[name], into.pop(name))
     learner.version = state["version"]
     learner.state |= state.get("state", {})
     return state["ledger"]
 
 
-def empty_state(parameter: torch.Tensor, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def empty_state(parameter: torch.Tensor, names: Iterable[str], hosts: World | None = None) -> dict[str, torch.Tensor]:
     """The optimizer's tensors for ``parameter``, by ``names``, to be filled: cut as it is, but for AdamW's ``step``,
-    and all on its device, where a fused step looks for them."""
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {key: step if key == "step" else torch.zeros_like(parameter, requires_grad=False) for key in names}
+    and all on its device, where a fused step looks for them; with ``hosts`` its moments on those, since a device that
+    keeps them in 8 bits may have no room for them in fp32."""
+
+    def empty(key: str) -> torch.Tensor:
+        if key == "step":
+            return torch.zeros((), dtype=torch.float32, device=parameter.device)
+        if hosts is None or key not in MOMENTS:
+            return torch.zeros_like(parameter, requires_grad=False)
+        if not isinstance(parameter, DTensor):
+            return torch.zeros(parameter.shape)
+        mine = torch.zeros(parameter.to_local().shape)
+        return of_local(parameter, mine, hosts.on_hosts(parameter.device_mesh))
+
+    return {key: empty(key) for key in names}
 
 
 def _stage(

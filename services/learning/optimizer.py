@@ -38,6 +38,11 @@ def make_optimizer(
     return found
 
 
+def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Its moments lie in 8 bits."""
+    return not isinstance(optimizer, torch.optim.AdamW | Muon)
+
+
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """The learning rate from now on."""
     for group in optimizer.param_groups:
@@ -49,7 +54,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def stepping(optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     """Around `step`: torchao compiles it, which on a CPU wants a C++ compiler and takes longer than it saves."""
-    if isinstance(optimizer, torch.optim.AdamW | Muon) or optimizer.param_groups[0]["params"][0].is_cuda:
+    if not is_eight_bit(optimizer) or optimizer.param_groups[0]["params"][0].is_cuda:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # loads torch's compiler, which takes seconds
 
@@ -72,11 +77,12 @@ def restore_state(
     """Takes the ``state`` of a ``parameter``, in fp32 and cut as it is, over. One that was saved from 8 bits becomes
     the same 8 bits again where it is cut as it was."""
     found = dict(state)
-    if not isinstance(optimizer, torch.optim.AdamW | Muon):
+    if is_eight_bit(optimizer):
         for name, signed in SIGNED.items():
             found[name] = optimizer._new_buffer(parameter, signed)
             mine = found[name].to_local() if isinstance(found[name], DTensor) else found[name]
-            quantize(local(state[name]), mine) if is_quantized(mine) else mine.copy_(local(state[name]))
+            saved = local(state[name]).to(mine.device)  # that came by the host
+            quantize(saved, mine) if is_quantized(mine) else mine.copy_(saved)
         found["step"] = state["step"].cpu()
     optimizer.state[parameter] = found
 
