@@ -58,7 +58,7 @@ def scrape(target: str) -> dict[str, list[Any]]:
 @pytest.mark.slow
 def test_a_run_serves_what_the_broker_knows_and_sends_the_life_of_each_group(tmp_path: Path) -> None:
     collector = Collector()
-    more = ["run.prometheus=127.0.0.1:0", f"run.traces={collector.url}", "trainer.steps=30"]
+    more = ["run.prometheus=127.0.0.1:0", f"run.traces={collector.url}", "trainer.steps=14"]
     run = Run(tmp_path, [*WHOLE, *more])
     target = target_of(run)
 

@@ -148,7 +148,7 @@ def test_ranks_in_a_shape_are_one_process(tmp_path: Path) -> None:
         "sequence parallel": lora | {"sequence_parallel": 2, "gradient_checkpointing": "selective"},
         "pipeline on the host": lora | {"pipeline_parallel": 2, "offload": True, "gradient_checkpointing": True},
     }
-    check_shapes(2, shapes, tmp_path)
+    check_shapes(shapes, tmp_path)
 
 
 def test_what_cannot_be_is_said(start: Path) -> None:
