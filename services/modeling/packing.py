@@ -20,7 +20,7 @@ import torch
 from penstock.protocols.experience import Trajectory
 from penstock.services.modeling.attention import Segments
 from penstock.services.modeling.candidates import Candidates
-from penstock.services.modeling.pinned import to_device
+from penstock.services.modeling.pinned import to_device, to_host
 from penstock.services.modeling.routing import OPEN, as_given
 from penstock.services.modeling.taught import Taught
 from penstock.services.runtime import health
@@ -150,13 +150,22 @@ def by_trajectory(
     such, ``[which, trajectories, longest - 1]``), taken apart: float32 ``[tokens]``, or ``[which, tokens]``, of each
     trajectory, 0 for its first."""
     found = [np.zeros(0, np.float32)] * len(trajectories)
+
+    def take(index: Sequence[int], values: np.ndarray) -> None:
+        for k, i in enumerate(index):
+            size = len(trajectories[i].tokens)
+            found[i] = np.zeros((*values.shape[:-2], size), np.float32)
+            found[i][..., 1:] = values[..., k, : size - 1]
+
+    behind: tuple[tuple[int, ...], Callable[[], torch.Tensor]] | None = None
     for rows in passes:
         health.beat()
-        values = compute(rows).float().cpu().numpy()
-        for k, index in enumerate(rows.index):
-            size = len(trajectories[index].tokens)
-            found[index] = np.zeros((*values.shape[:-2], size), np.float32)
-            found[index][..., 1:] = values[..., k, : size - 1]
+        coming = rows.index, to_host(compute(rows).float())
+        if behind:  # while a device computes the next pass
+            take(behind[0], behind[1]().numpy())
+        behind = coming
+    if behind:
+        take(behind[0], behind[1]().numpy())
     return found
 
 

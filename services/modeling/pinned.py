@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import structlog
 import torch
@@ -28,6 +29,22 @@ def pin(memory: torch.Tensor) -> bool:
 def to_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``value``, of the host, on ``device``: without waiting for what a GPU has to do before."""
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+
+
+def to_host(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begins to copy ``value`` to the host. What is returned waits for it, and for nothing that a GPU is given after
+    this."""
+    if not value.is_cuda:
+        return lambda: value
+    copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    copied.copy_(value, non_blocking=True)
+    done = torch.cuda.current_stream(value.device).record_event()
+
+    def wait() -> torch.Tensor:
+        done.synchronize()
+        return copied
+
+    return wait
 
 
 def unpin(memory: torch.Tensor) -> None:

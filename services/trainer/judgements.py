@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import structlog
+import torch
 
 from penstock.services.learning.batch import TrainingBatch
 from penstock.services.modeling.parallel.world import World
+from penstock.services.modeling.pinned import to_host
 from penstock.services.trainer import judged
 from penstock.services.trainer.algorithms.compose import Part
 
@@ -24,21 +26,24 @@ class Judgements:
     def __init__(self, step: TrainingBatch) -> None:
         self._step = step
         self._ends = np.cumsum([len(trajectory.tokens) for trajectory in step.trajectories], dtype=np.int64)
-        self._values = np.zeros((len(judged.NAMES), int(self._ends[-1]) if self._ends.size else 0), np.float32)
+        self._noted: list[tuple[Sequence[int] | np.ndarray, list[Callable[[], torch.Tensor]]]] = []
+        """Places, and what comes from the device for each of `judged.NAMES`."""
         self._seen = np.zeros(len(step.trajectories), np.float32)
 
     def note(self, places: Sequence[int] | np.ndarray, part: Part) -> None:
-        """Takes a micro-batch whose trajectories are those at ``places`` of the step."""
-        for values, found in zip(self._values, (part.policy, part.advantages), strict=True):
-            rows = found.float().cpu().numpy()
-            for row, place in zip(rows, places, strict=True):
-                end, size = int(self._ends[place]), len(self._step.trajectories[place].tokens)
-                values[end - size + 1 : end] = row[: size - 1]
+        """Takes a micro-batch whose trajectories are those at ``places`` of the step, and waits for nothing."""
+        self._noted.append((places, [to_host(found.detach().float()) for found in (part.policy, part.advantages)]))
         self._seen[list(places)] = 1
 
     def values(self, world: World) -> np.ndarray:
         """float32 ``[judged.NAMES, tokens of the step]``, of all ranks, on each of them: every one calls it."""
-        return world.sum_array(self._values)
+        every = np.zeros((len(judged.NAMES), int(self._ends[-1]) if self._ends.size else 0), np.float32)
+        for places, coming in self._noted:
+            for values, found in zip(every, coming, strict=True):
+                for row, place in zip(found().numpy(), places, strict=True):
+                    end, size = int(self._ends[place]), len(self._step.trajectories[place].tokens)
+                    values[end - size + 1 : end] = row[: size - 1]
+        return world.sum_array(every)
 
     def write(self, folder: Path, number: int, keep: int | Literal["all"], world: World) -> None:
         """Of step ``number``; every rank calls it, and rank 0 writes, see `judged.write`. Where it cannot be written
