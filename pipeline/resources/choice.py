@@ -12,7 +12,7 @@ from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.resources.gpus import gpus_but
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import GUESTS
-from penstock.pipeline.resources.search import Layout, layouts, unsearched
+from penstock.pipeline.resources.search import Layout, in_four_bits, layouts, unsearched
 from penstock.pipeline.resources.step_time import PROMPT, Load
 from penstock.services.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.services.runtime import registry
@@ -63,9 +63,10 @@ def choose(config: Config) -> Choice:
         raise ConfigError("run.placement: auto needs the model's sizes, and there is no config.json at model.path")
     device = replace(device, gib=min(gpu.total_gib for gpu in gpus))  # the driver keeps a part
     found = layouts(config, shape, len(gpus), device, load_of(config, half_of_the_longest(config)))
-    every = [_on_one_node(layout) for layout in found if bool(layout.trainer.lora) == bool(config.trainer.lora)]
+    every = [_on_one_node(layout) for layout in found if trained(layout.trainer) == trained(config.trainer)]
     if not every:
-        raise ConfigError(f"run.placement: auto: {nothing_fits(config, len(gpus), device)}")
+        less = "; an adapter needs less: trainer.lora={rank: 32, quantize: nf4}" if in_four_bits(config) else ""
+        raise ConfigError(f"run.placement: auto: {nothing_fits(config, len(gpus), device)}{less}")
     best, why = best_of(config, every)
     taken = overrides(config, best)
     title = f"run.placement: auto takes {shlex.join(taken)} on {len(gpus)} x {device.name}, the fastest on paper"
@@ -100,9 +101,6 @@ def load_of(config: Config, response: int, prompt: int = PROMPT) -> Load:
     return Load(float(sampled), float(prompt + response), float(prompt))
 
 
-QLORA = "trainer.lora={rank: 32, quantize: nf4}, an adapter of a model in 4 bits"
-
-
 def nothing_fits(config: Config, count: int, device: Device) -> str:
     """For people."""
     if why := unsearched(config, device):
@@ -112,14 +110,22 @@ def nothing_fits(config: Config, count: int, device: Device) -> str:
         f"nothing fits {count} x {device.name} of {device.gib:.3g} GiB: take more of them, or larger ones; fewer "
         f"trainer.tokens_per_micro_batch{', fewer rollout.engine.max_sequences' * static} or a shorter "
         "rollout.engine.max_length need less"
-        f"{', as does ' + QLORA if not (config.trainer.lora and config.trainer.lora.quantize) else ''}"
     )
 
 
+TRAINED = ("training all weights", "training an adapter (LoRA)", "training an adapter of a model in 4 bits (QLoRA)")
+
+
+def trained(trainer: TrainerConfig) -> int:
+    """What is: its number in `TRAINED`, from what is most like the whole model on."""
+    return 0 if trainer.lora is None else 2 if trainer.lora.quantize else 1
+
+
 def best_of(config: Config, every: Sequence[Layout]) -> tuple[Layout, list[str]]:
-    """The fastest, of adapters alone only where nothing else fits; and why."""
-    adapter = all(layout.trainer.lora for layout in every)
-    alike = [layout for layout in every if bool(layout.trainer.lora) == adapter]
+    """The fastest, of adapters alone only where nothing else fits, and in 4 bits only where no adapter does; and
+    why."""
+    most = min(trained(layout.trainer) for layout in every)
+    alike = [layout for layout in every if trained(layout.trainer) == most]
 
     seconds = seconds_of(config)
     best = min(alike, key=seconds)
@@ -148,8 +154,11 @@ def overrides(config: Config, layout: Layout, several: bool = False) -> list[str
         words.append(f"run.elsewhere=[{','.join(elsewhere)}]")
     if layout.tensor_parallel > 1 or isinstance(config.rollout.engine, VllmEngineConfig):
         words.append(f"rollout.engine.vllm.tensor_parallel_size={layout.tensor_parallel}")
-    if layout.trainer.lora and config.trainer.lora is None:
-        words.append(f"trainer.lora={{rank: {layout.trainer.lora.rank}}}")
+    lora = layout.trainer.lora
+    if lora and config.trainer.lora is None:
+        words.append(f"trainer.lora={{rank: {lora.rank}{', quantize: nf4' if lora.quantize else ''}}}")
+    elif lora and lora != config.trainer.lora:
+        words.append(f"trainer.lora.quantize={lora.quantize}")
     return words
 
 

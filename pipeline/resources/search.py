@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from pydantic import ValidationError
+
 from penstock.pipeline.config import Config
 from penstock.pipeline.config.colocated import check_colocated
 from penstock.pipeline.resources.gpus import gpus_but
@@ -91,9 +93,29 @@ class Layout:
 
 def layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
     """For each number of the trainer's ranks the fastest shape that fits, and rollouts on all other GPUs of
-    ``count``; then the fastest of all, with rollouts on the same GPUs. None where `unsearched` says why."""
+    ``count``; then the fastest of all, with rollouts on the same GPUs. Of what ``config`` trains, and of less. None
+    where `unsearched` says why."""
     if unsearched(config, device):
         return
+    yield from _layouts(config, shape, count, device, load)
+    if smaller := in_four_bits(config):
+        yield from _layouts(smaller, shape, count, device, load)
+
+
+def in_four_bits(config: Config) -> Config | None:
+    """``config`` with an adapter beside a model in 4 bits, which needs least; None where it has one, or cannot."""
+    given = {"rank": LoraConfig().rank} if config.trainer.lora is None else config.trainer.lora.model_dump()
+    beside = getattr(config.rollout.engine, "adapter", "merged") != "merged"
+    if beside or (config.trainer.lora and config.trainer.lora.quantize):
+        return None
+    try:
+        lora = LoraConfig.model_validate(given | {"quantize": "nf4"})
+    except ValidationError:
+        return None
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": lora})})
+
+
+def _layouts(config: Config, shape: Shape, count: int, device: Device, load: Load) -> Iterator[Layout]:
     others = gpus_but(config, ("trainer", "rollout"))
     adapters = [config.trainer.lora] if config.trainer.lora else [None, LoraConfig()]
     tensors, (values, learns) = [*_tensor_parallel(config, shape, device)], critic_times(config, load, device)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from penstock.pipeline.config import Config, ConfigError, TinyModel
 from penstock.pipeline.resources.choice import (
+    TRAINED,
     best_of,
     half_of_the_longest,
     load_of,
@@ -18,6 +19,7 @@ from penstock.pipeline.resources.choice import (
     overrides,
     seconds_of,
     shape_words,
+    trained,
 )
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import gpus_of_programs, total_gpus
@@ -105,8 +107,8 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
     if not every:
         console.print(nothing_fits(config, count, device), style="red", highlight=False)
         return
-    for title, lora in (("training all weights", False), ("training an adapter (LoRA)", True)):
-        some = [layout for layout in every if (layout.trainer.lora is not None) == lora]
+    for number, title in enumerate(TRAINED):
+        some = [layout for layout in every if trained(layout.trainer) == number]
         if some:
             _print_table(console, title, heapq.nsmallest(SHOWN, some, key=seconds_of(config)), count, device)
     console.print(
