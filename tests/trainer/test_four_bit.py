@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from pydantic import ValidationError
 from torch.nn import functional
 from transformers import Qwen3ForCausalLM
 
+from penstock.pipeline.bench.memory import compare
+from penstock.pipeline.config import load
+from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.tools.merge import merge
 from penstock.services.learning import checkpoint
 from penstock.services.modeling.load import load_model
@@ -158,3 +162,13 @@ def test_what_cannot_be_is_said(start: Path) -> None:
         LoraConfig(quantize="nf4", variant="dora")
     with pytest.raises(SetupError, match=r"trainer.lora.quantize: lm_head, the head, stays whole"):
         learner(start, quantize="nf4", targets=["lm_head", "q_proj"])
+
+
+def test_the_plan_counts_what_the_code_allocates(tmp_path: Path) -> None:
+    path = Path("configs/grpo-8b.yaml")
+    about = read_config(load(path))
+    assert about
+    (tmp_path / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 4}))
+    given = [f"model.path={tmp_path}", "trainer.ranks=2", "trainer.lora.rank=64", "trainer.lora.quantize=nf4"]
+    for found in compare(path, given):
+        assert found.plan == pytest.approx(found.peak, rel=0.1), found.process
