@@ -15,6 +15,7 @@ from penstock.pipeline.config.evaluation import check_evaluation
 from penstock.pipeline.config.gateway import check_gateway
 from penstock.pipeline.config.given import check_given, given_by_preset
 from penstock.pipeline.config.head import check_head
+from penstock.pipeline.config.lora import check_lora
 from penstock.pipeline.config.programs import ProgramConfig
 from penstock.pipeline.config.reference import check_reference
 from penstock.pipeline.config.sources import check_sources
@@ -357,6 +358,7 @@ class Config(Section):
             if kind not in (kinds := [name for name in registry.actors(self) if name != "broker"]):
                 raise ValueError(f"run.elsewhere: {kind!r} is none of {', '.join(kinds)}")
         check_reference(self)
+        check_lora(self)
         check_head(self)
         check_columns(self)
         check_sources(self)

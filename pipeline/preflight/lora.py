@@ -24,14 +24,24 @@ def look(config: Config, report: Report) -> None:
         report.lacks_package(f"trainer.lora.quantize: bitsandbytes is not installed; run: {install('qlora')}")
     if lora.start:
         with report.collect():
-            _fits(Path(lora.start), lora)
+            _fits(Path(lora.start), lora, config.model.dtype)
 
 
-def _fits(folder: Path, lora: LoraConfig) -> None:
+def _fits(folder: Path, lora: LoraConfig, dtype: str) -> None:
     for name in (CONFIG, FILE):
         if not (folder / name).is_file():
             raise SetupError(f"trainer.lora.start: {folder} has no {name}, so it is no adapter in peft's layout")
     found = read_shape(folder, "trainer.lora.start")
+    if found.quantize and found.quantize != lora.quantize:  # one of peft's own says nothing of it
+        raise SetupError(
+            f"trainer.lora.quantize: the adapter in {folder} was trained beside a model in 4 bits; set it to "
+            f"{found.quantize}"
+        )
+    if found.quantize and found.dtype != dtype:
+        raise SetupError(
+            f"model.dtype={dtype}: the adapter in {folder} was trained beside matrices in 4 bits that were made of "
+            f"{found.dtype}; set it to that"
+        )
     for key in ("rank", "alpha", "variant"):
         value, mine = getattr(found, key), getattr(lora, key)
         if value not in (mine, None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -131,7 +132,11 @@ def host_needs(config: Config) -> HostNeeds | None:
     shared = SEGMENTS * published if config.weights.transport in ("auto", "shm") else 0.0
     copies = config.trainer.replicas  # each has all of it, and so has the host of each
     towers = (shape.learned_bytes if lora else 4) * shape.towers / GIB
-    offloaded = (copies * (state + 4 * trained / GIB + towers) + frozen) * config.trainer.offload  # and gradients
+    offloaded = 0.0
+    if config.trainer.offload:  # weights, and gradients, which are registered with CUDA
+        more = registered_share(shape, config.trainer.shards) - 1
+        weights = frozen if lora else copies * 8 * trained / GIB
+        offloaded = copies * (state + 4 * trained / GIB + towers) + frozen + more * weights
     engine, routing = config.rollout.engine, 0.0
     if config.rollout.sampling.routing_replay and isinstance(engine, TorchEngineConfig):
         routed = shape.layers * shape.chosen * (1 if shape.experts < 256 else 2)
@@ -152,12 +157,23 @@ def host_needs(config: Config) -> HostNeeds | None:
     )  # fmt: skip
 
 
+def registered_share(shape: Shape, shards: int) -> float:
+    """How much memory of the host a model's parts, cut over so many ``shards``, take as torch registers it with CUDA,
+    which is in powers of two; as a share of their own sizes."""
+    layer = [inputs * outputs for inputs, outputs in shape.matrices.values()]
+    if shape.experts:
+        layer += [shape.router, 2 * shape.experts * shape.expert // 3, shape.experts * shape.expert // 3]
+    sizes = [size / shards for size in (*shape.layers * layer, *(1 + (not shape.tied)) * [shape.head])]
+    return sum(2 ** math.ceil(math.log2(size)) for size in sizes) / sum(sizes)
+
+
 def _activations(shape: Shape, learner: LearnerConfig) -> float:
     """GiB of all ranks; a pipeline's stage has fewer layers, and as many more micro-batches in flight."""
     if not learner.offload_activations:
         return 0.0
     each = shape.learned_bytes * learner.tokens_per_micro_batch / learner.sequence_parallel * shape.hidden
-    return learner.ranks * shape.layers * each / GIB
+    block = 2 ** math.ceil(math.log2(each))  # as registered memory comes
+    return learner.ranks * shape.layers * block / GIB
 
 
 def _version(shape: Shape) -> float:

@@ -137,9 +137,10 @@ def switch_s(shape: Shape, trainer: TrainerConfig, tensor: int, device: Device) 
     lora, (frozen, codes) = trainer.lora, frozen_bytes(shape, trainer)
     trained = shape.adapter(lora.rank, lora.targets) / trainer.ranks if lora else _cut(shape, trainer)
     ends = 0 if lora else shape.ends * trainer.replicas / trainer.ranks
-    kept = codes / trainer.ranks
-    kept += 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends) + frozen / trainer.ranks
-    return 2 * (kept + shape.parameters * shape.served_bytes / tensor) / (device.host_gb_s * 1e9 * LINK_SHARE)
+    still = codes if trainer.offload else codes + frozen  # it comes back, and does not go: it is there
+    kept = 0.0 if trainer.offload else state_bytes(trainer.optimizer, trained, ends)
+    moved = 2 * (kept + shape.parameters * shape.served_bytes / tensor) + still / trainer.ranks
+    return moved / (device.host_gb_s * 1e9 * LINK_SHARE)
 
 
 def _forward_flops(shape: Shape, length: float) -> float:

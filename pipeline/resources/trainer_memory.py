@@ -84,20 +84,16 @@ def _parts(
     turned = sum(math.prod(size) for name, size in shape.matrices.items() if name in ("o_proj", "down_proj"))
     kept, inner = activations(shape, trainer, in_flight)
     moved = trainer.offload_activations and trainer.gradient_checkpointing is True  # else it stays, or weights go too
-    teachers = len(trainer.algorithm.distill.teachers) if trainer.algorithm.distill else 0
-    chunks = 2 + (1 + teachers if teachers else 0)
-    acts, logits = inner if moved else kept + inner, LOGITS_GIB / 2 * chunks * GIB * shape.ends_here
+    acts, logits = inner if moved else kept + inner, _logits_bytes(shape, trainer)
     # Whole gradients are cut, unit by unit, in the last micro-batch alone.
     keeps = not lora and keeps_whole_gradients(trainer, shape, gpu_gib)
-    version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.served / trainer.ranks
-    version = {"version": version, "bucket": min(version, GPU_BUCKET_MB * 2**20), "nothing": 0.0}[staged]
     held = {
         "weights": wide * (cut - shape.layers * sum(coded) / shards) + 4 * trained if lora else 4 * cut,
         "towers": (wide if lora else 4) * shape.towers / shards,
         "gradients": 4.0 * (whole if keeps else trained),
         "optimizer": _kept_bytes(trainer.optimizer, trained, 0 if lora else shape.ends / shards),
         "teacher": 4 * trained * (getattr(trainer.algorithm.advantage, "teacher_rate", 1.0) < 1),
-        "published version": version,
+        "published version": _staged_bytes(shape, trainer, trained, staged),
         "rows of what is cut by columns": 4 * shape.layers * turned / tensor / shards * (tensor > 1),
     }
     parts = (held if not trainer.offload else {}) | {
@@ -111,6 +107,17 @@ def _parts(
         "embedding and head, summed": max(0.0, sums - (ends + layers + acts + logits)),
     }
     return {name: size / GIB for name, size in parts.items() if size} | {"context": OVERHEAD_GIB}
+
+
+def _staged_bytes(shape: Shape, trainer: TrainerConfig, trained: float, staged: Staged) -> float:
+    version = 4 * trained if trainer.sends_adapter else shape.served_bytes * shape.served / trainer.ranks
+    return {"version": version, "bucket": min(version, GPU_BUCKET_MB * 2**20), "nothing": 0.0}[staged]
+
+
+def _logits_bytes(shape: Shape, trainer: TrainerConfig) -> float:
+    teachers = len(trainer.algorithm.distill.teachers) if trainer.algorithm.distill else 0
+    chunks = 2 + (1 + teachers if teachers else 0)
+    return LOGITS_GIB / 2 * chunks * GIB * shape.ends_here
 
 
 def _kept_bytes(optimizer: OptimizerConfig, trained: float, ends: float) -> float:

@@ -21,6 +21,8 @@ PEERS = re.compile(
     re.IGNORECASE,
 )
 """What libraries say of another process that is gone or silent."""
+PASSING = re.compile(r"free memory on device", re.IGNORECASE)
+"""What a library says while somebody who has just died still has what it wants."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -73,7 +75,7 @@ def is_own(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | TimeoutError):
         return False
     if isinstance(error, LibraryError):
-        return not PEERS.search(str(error))
+        return not (PEERS.search(str(error)) or PASSING.search(str(error)))
     kinds = type(error).__mro__
     if any(kind.__module__.partition(".")[0] in ("penstock", "redis", "zmq") for kind in kinds):
         return False

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""How torch keeps a GPU's memory; what the user has said of that stays."""
+
 
 def serve(
     kind: str,
@@ -150,18 +153,11 @@ def environment(spec: ActorSpec, config: Config) -> dict[str, str]:
     threads = str(spec.threads(config))
     found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as the driver numbers GPUs, and so what we give out
-    if spec.learns or spec.kind == "reference":
-        found["PYTORCH_ALLOC_CONF"] = _allocator(config)
+    if (spec.learns or spec.kind == "reference") and not os.environ.keys() & {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"}:
+        found[ALLOCATOR] = "expandable_segments:True"  # micro-batches are of many sizes
     if config.run.deterministic and visible_gpus():
         found |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "VLLM_BATCH_INVARIANT": "1"}
     return found
-
-
-def _allocator(config: Config) -> str:
-    """What torch is told of a GPU's memory: segments that grow, since micro-batches are of many sizes; and registered
-    memory of the host of the size that is asked for, not of the next power of two."""
-    grows = "" if config.weights.transport == "cuda_ipc" else "expandable_segments:True,"  # which others cannot map
-    return f"{grows}pinned_max_round_threshold_mb:1"
 
 
 def _serve_broker(

@@ -36,8 +36,8 @@ def merge(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run with trainer.lora.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
 ) -> None:
-    """Write the model with CHECKPOINT's adapter merged into it, in transformers' layout, to OUT. In float32. What lay in
-    4 bits as it was trained (trainer.lora.quantize) is as it then was.
+    """Write the model with CHECKPOINT's adapter merged into it, in transformers' layout, to OUT. In float32. What
+    lay in 4 bits as it was trained (trainer.lora.quantize) is as it then was.
 
     For instance: penstock merge runs/first-try/checkpoints/step-000150 merged
     """

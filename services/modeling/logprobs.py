@@ -17,6 +17,7 @@ from penstock.services.modeling.families import OUR_ATTENTION, PLAIN, SHARED
 from penstock.services.modeling.packing import Rows, Shown
 from penstock.services.modeling.parallel.sequence import SequenceParallel
 from penstock.services.modeling.parallel.stages import Stage
+from penstock.services.modeling.pinned import to_device
 from penstock.services.modeling.sight import Sight
 from penstock.services.modeling.taught import Taught
 from penstock.services.modeling.token_statistics import Statistic, token_statistics
@@ -117,7 +118,7 @@ def model_inputs(model: Any, rows: Rows) -> dict[str, Any]:
     else:
         inputs["attention_mask"] = rows.attention
     if rows.routing is not None:
-        inputs["routing"] = torch.from_numpy(rows.routing).to(rows.tokens.device)
+        inputs["routing"] = to_device(torch.from_numpy(rows.routing), rows.tokens.device)
     if rows.shown:
         inputs |= _told(model, rows.shown)
     return inputs

@@ -54,8 +54,9 @@ class Adapter:
 
     @classmethod
     def of(cls, config: Any, folder: Path | None = None) -> Adapter:
-        """As `trainer.lora` is, beginning as the one in ``folder``."""
-        return cls(config.rank, config.alpha, config.targets, config.variant, folder, config.quantize == "nf4")
+        """As `trainer.lora` is, beginning as the one in ``folder``; None: as it says itself."""
+        begun = folder or (Path(config.start) if config.start else None)
+        return cls(config.rank, config.alpha, config.targets, config.variant, begun, config.quantize == "nf4")
 
 
 def inject(model: Any, adapter: Adapter, base: str) -> None:

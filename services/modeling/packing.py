@@ -87,7 +87,7 @@ class Rows:
         padded = np.zeros((len(self.index), self.mask.shape[1] + 1), arrays[self.index[0]].dtype)
         for k, index in enumerate(self.index):
             padded[k, : len(arrays[index])] = arrays[index]
-        return to_device(torch.from_numpy(padded[:, 1:]), self.tokens.device)
+        return to_device(torch.from_numpy(padded[:, 1:].copy()), self.tokens.device)  # whole: else it is copied again
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,12 @@ class Resting:
                     self._pages[page.numel()].append(page)
         self._kept = []
 
+    def forget(self) -> None:
+        """What was said never to change is not there any more."""
+        for _, page in self._constant.values():
+            self._pages[page.numel()].append(page)
+        self._constant.clear()
+
     def _page(self, size: int) -> torch.Tensor:
         page = torch.empty(size, dtype=torch.uint8)
         if self._device.type == "cuda" and size >= WORTH_PINNING:

@@ -116,7 +116,8 @@ class Reference:
             health.beat()
             # On the host first: the device has room for one, and what cannot be loaded takes nobody's place.
             newer = self._load(str(path), torch.device("cpu"), "reference.refresh_every")
-            self._model, self._resting = None, Resting(self._device)
+            self._model = None
+            self._resting.forget()
             release(self._device)
             self._model = newer.to(self._device)
             self._version = newest

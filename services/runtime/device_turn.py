@@ -236,6 +236,10 @@ class GuestsTurn:
         self.started()
         return False
 
+    def others_start(self) -> bool:
+        """Another guest begins on one of the devices: the trainer waits for it, and it measures what is free."""
+        return any(lock.is_taken() for lock in self._starting)
+
     def started(self) -> None:
         """It has on its devices what it will have there: the next guest may begin."""
         for lock in self._starting:
@@ -268,7 +272,7 @@ class Guest:
             if now - self._looked_at < LOOK_S:  # locks on a network's disk are not asked for each token
                 return True
             self._looked_at = now
-            if self._turn.wanted():
+            if self._turn.wanted() and not self._turn.others_start():
                 self._lock.acquire()
                 begun = time.monotonic()
                 self._sleep()

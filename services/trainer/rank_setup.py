@@ -130,8 +130,7 @@ def load_policy(path: str, start: str, world: World, dtype: str, lora: LoraConfi
     if lora is None:
         model = load_trainable(path, world, world.device, dtype, offload=offload)
     else:
-        begun = Path(path) if path != start else Path(lora.start) if lora.start else None
-        adapter = Adapter.of(lora, begun)
+        adapter = Adapter.of(lora, Path(path) if path != start else None)
         model = load_trainable(start, world, world.device, dtype, adapter=adapter, offload=offload)
     give_sight(model, start, dtype, world.device)  # a checkpoint may be gone when the first picture comes
     return model

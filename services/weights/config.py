@@ -10,6 +10,8 @@ from penstock.protocols.versions import ALIGN
 from penstock.services.runtime.settings import Section
 
 BUCKET_MB, GPU_BUCKET_MB = 4.0, 64.0
+UNDER_WAY = 7
+"""Buckets that share a receiver's line, at most: those of a broadcast, and one that is asked for again."""
 PATIENCE = 4
 """Times as long as the slowest transfer has taken, the next one may."""
 
@@ -39,8 +41,9 @@ class WeightsConfig(Section):
     """NCCL may take so many seconds to make a group of the trainer's and the rollouts' GPUs; more where there are many,
     or on several machines, e.g. ``120``."""
     bucket_mb: float | None = Field(None, ge=0.001, le=256)
-    """Unit of transfer and of verification, in MiB, e.g. ``8``. null: 4 where the trainer is on a CPU; 64 on GPUs,
-    where each bucket costs as much time as many of its bytes."""
+    """Unit of transfer and of verification, in MiB, e.g. ``8``. null: 4 where the trainer is on a CPU; on GPUs, where
+    each bucket costs as much time as many of its bytes, 64, or as many fewer as `least_mb_s` and `stall_s` want: some
+    are under way at once."""
     sparse: Literal["auto", "off"] = "auto"
     """``auto``: over networks, 16-bit weights are sent as what changed since the version before, where that is
     smaller. ``off``: whole."""
@@ -61,7 +64,8 @@ class WeightsConfig(Section):
 
     def bucket_bytes(self, device: str = "cpu") -> int:
         """Of a bucket, which ends where a weight may begin; ``device``: torch's type of what the trainer is on."""
-        mb = self.bucket_mb or (GPU_BUCKET_MB if device == "cuda" else BUCKET_MB)
+        most = self.least_mb_s * 1e6 / (1 << 20) * self.stall_s / UNDER_WAY
+        mb = self.bucket_mb or (max(BUCKET_MB, min(GPU_BUCKET_MB, most)) if device == "cuda" else BUCKET_MB)
         return max(ALIGN, int(mb * (1 << 20)) // ALIGN * ALIGN)
 
     def patience_s(self, nbytes: int, seen_s: float | None = None) -> float:

@@ -14,7 +14,8 @@ from penstock.pipeline.config import Config, load
 from penstock.pipeline.preflight import gpus, machine
 from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.resources import gpu_locks
-from penstock.pipeline.resources.host import HostNeeds, host_needs, to_scale, too_small
+from penstock.pipeline.resources.host import HostNeeds, host_needs, registered_share, to_scale, too_small
+from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.run.serve import environment
 from penstock.services.modeling.load import ModelError, device_of
 from penstock.services.modeling.parallel.world import local_device
@@ -190,7 +191,9 @@ def test_what_lies_on_the_host_of_an_adapters_trainer_is_counted() -> None:
         offloaded = host_needs(load(Path("configs/grpo-8b.yaml"), [*given, "trainer.offload=true"]))
         resting = host_needs(load(Path("configs/grpo-8b.yaml"), [*given, "run.placement=colocated"]))
         assert offloaded and resting
-        assert offloaded.offloaded - 16 / 12 * offloaded.staging == pytest.approx(size * weights, rel=0.01)
+        share = registered_share(shape_of(load(Path("configs/grpo-8b.yaml"))), 4)
+        assert 1.2 < share < 1.4, "as torch registers memory"
+        assert offloaded.offloaded - 16 / 12 * offloaded.staging == pytest.approx(share * size * weights, rel=0.01)
         assert resting.resting - resting.staging == pytest.approx(size * weights, rel=0.01)
     one, many = "trainer.tokens_per_micro_batch=8192", ["trainer.ranks=4", "trainer.gradient_checkpointing=true"]
     moved = host_needs(load(Path("configs/grpo-8b.yaml"), [one, *many, "trainer.offload_activations=true"]))
@@ -244,13 +247,12 @@ def test_a_deterministic_run_on_gpus_tells_cublas_and_vllm(nvml: FakeNvml) -> No
     assert not wanted.keys() & environment(spec, small()).keys()
 
 
-def test_learners_and_references_tell_torch_how_to_keep_memory(nvml: FakeNvml) -> None:
-    """vLLM's sleep wants segments that do not grow, and nobody maps those that do."""
+def test_learners_and_references_tell_torch_how_to_keep_memory(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sleep wants segments that do not grow."""
     said = {
         kind: environment(spec, small()).get("PYTORCH_ALLOC_CONF") for kind, spec in registry.actors(small()).items()
     }
     assert {kind for kind, value in said.items() if value} == {"trainer", "critic", "reference"}
-    assert "expandable_segments:True" in str(said["trainer"]) and "pinned_max_round" in str(said["trainer"])
-    mapped = small("weights.transport=cuda_ipc")
-    assert "expandable" not in environment(registry.actors(mapped)["trainer"], mapped)["PYTORCH_ALLOC_CONF"]
     torch._C._accelerator_setAllocatorSettings(str(said["trainer"]))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert "PYTORCH_ALLOC_CONF" not in environment(registry.actors(small())["trainer"], small()), "the user's own stays"

@@ -215,3 +215,22 @@ def test_guests_begin_one_after_the_other(tmp_path: Path) -> None:
         for process in started:
             process.kill()
             process.wait()
+
+
+def test_nobody_leaves_a_device_while_another_measures_it(tmp_path: Path) -> None:
+    trainer, slept = TrainersTurn(tmp_path, "one", "rank", 5.0), []
+    trainer.remind()
+    first, second = (GuestsTurn(tmp_path, ("one",), name) for name in ("first", "second"))
+    first.enter()
+    guest = Guest(first, lambda: slept.append(1), lambda: None)
+    second.enter()
+    taking = threading.Thread(target=trainer.take)
+    taking.start()
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        assert guest.poll() and not slept, "the trainer waits for both"
+    other = Guest(second, lambda: slept.append(2), lambda: None)
+    while taking.is_alive():
+        guest.poll()
+        other.poll()
+    assert sorted(slept) == [1, 2]

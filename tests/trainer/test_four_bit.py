@@ -15,10 +15,12 @@ from torch.nn import functional
 from transformers import Qwen3ForCausalLM
 
 from penstock.pipeline.bench.memory import compare
-from penstock.pipeline.config import load
+from penstock.pipeline.config import ConfigError, load
+from penstock.pipeline.preflight.lora import _fits
 from penstock.pipeline.resources.model_files import read_config
 from penstock.pipeline.tools.merge import merge
 from penstock.services.learning import checkpoint
+from penstock.services.modeling.adapter_files import FILE
 from penstock.services.modeling.load import load_model
 from penstock.services.modeling.lora import Adapter, Merged, adapted_layers
 from penstock.services.runtime.errors import SetupError
@@ -136,10 +138,15 @@ def test_a_checkpoint_goes_on_and_is_merged_as_it_was_trained(start: Path, tmp_p
         torch.testing.assert_close(parameter.detach(), wanted[name], rtol=1e-6, atol=1e-7)
 
 
-def test_a_reference_is_what_the_policy_began_as(start: Path) -> None:
+def test_a_reference_is_what_the_policy_began_as(start: Path, tmp_path: Path) -> None:
     reference = load_model(str(start), "float32", CPU)
     move_in_four_bits(reference, adapted_layers(Adapter(4, 8, (), four_bits=True), str(start)), CPU)
     torch.testing.assert_close(logits(reference), logits(learner(start, quantize="nf4").model))
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    learner(start, targets=["q_proj"]).adapted.write_config(begun)  # type: ignore[union-attr]
+    as_begun = LoraConfig(rank=4, alpha=8, start=str(begun), quantize="nf4")
+    assert len(adapted_layers(Adapter.of(as_begun), str(start))) == 2, "those of the adapter that it begins as"
     some = load_model(str(start), "float32", CPU)
     move_in_four_bits(some, adapted_layers(Adapter(4, 8, ("q_proj",), four_bits=True), str(start)), CPU)
     assert sum(isinstance(module, FourBitLinear) for module in some.modules()) == 2, "of each layer, what is adapted"
@@ -160,6 +167,19 @@ def test_what_cannot_be_is_said(start: Path) -> None:
         LoraConfig(quantize="nf4", publish="adapter")
     with pytest.raises(ValidationError, match=r"quantize: DoRA .*; set variant to lora or rslora"):
         LoraConfig(quantize="nf4", variant="dora")
+    lora = ["trainer.lora={quantize: nf4}", "model.dtype=float16"]
+    with pytest.raises(ConfigError, match=r"trainer.lora.quantize: .* set model.dtype to bfloat16 or float32"):
+        load(Path("configs/grpo-0.5b.yaml"), lora)
+    one = learner(start, quantize="nf4")
+    one.adapted.write_config(start)  # type: ignore[union-attr]
+    (start / FILE).touch()
+    for other, message in (
+        ({}, r"trainer.lora.quantize: the adapter .* set it to nf4"),
+        ({"quantize": "nf4"}, r"model.dtype=bfloat16: .* were made of float32"),
+    ):
+        with pytest.raises(SetupError, match=message):
+            _fits(start, LoraConfig.model_validate({"rank": 4, "alpha": 8} | other), "bfloat16")
+    _fits(start, LoraConfig(rank=4, alpha=8, quantize="nf4"), "float32")
     with pytest.raises(SetupError, match=r"trainer.lora.quantize: lm_head, the head, stays whole"):
         learner(start, quantize="nf4", targets=["lm_head", "q_proj"])
 

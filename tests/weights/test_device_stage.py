@@ -7,8 +7,9 @@ import torch
 
 from penstock.protocols.cut import Cut
 from penstock.protocols.digests import Gmac
-from penstock.protocols.versions import digests_of
+from penstock.protocols.versions import BUCKET_BYTES, digests_of
 from penstock.services.weights.byte_views import as_memory
+from penstock.services.weights.config import UNDER_WAY, WeightsConfig
 from penstock.services.weights.layout import make_layout
 from penstock.services.weights.parts import Piece, pieces_of, runs_of
 from penstock.services.weights.queues import HostQueue
@@ -44,3 +45,14 @@ def test_the_bytes_and_digests_of_a_version(ranks: int) -> None:
             for index, (start, end) in enumerate(layout.spans)
         ]
         assert tuple(made) == digests_of(layout, as_memory(buffer), gmac).buckets
+
+
+@pytest.mark.parametrize("slow", [1.0, 5.0, 20.0, 50.0, 500.0])
+def test_buckets_on_gpus_are_as_large_as_their_deadline_lets_them(slow: float) -> None:
+    """Some are under way at once, over what may be the slowest line; each has `stall_s`."""
+    config = WeightsConfig(least_mb_s=slow)
+    bucket = config.bucket_bytes("cuda")
+    assert config.bucket_bytes() == BUCKET_BYTES <= bucket <= 64 << 20
+    assert bucket == BUCKET_BYTES or UNDER_WAY * bucket / (slow * 1e6) <= config.stall_s
+    assert slow < 50 or bucket == 64 << 20
+    assert WeightsConfig(bucket_mb=8).bucket_bytes("cuda") == 8 << 20

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -24,8 +26,21 @@ class GpuCopies:
         for buffer, route in self._routes:
             if buffer.data_ptr() not in keep:
                 return buffer, route
-        with self._queue.running():  # of its memory: training may still read what it has freed
+        with self._queue.running(), _for_others():  # of its memory: training may still read what it has freed
             buffer = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
         self._queue.mark().synchronize()
         self._routes.append((buffer, cuda_ipc.share(buffer)))
         return self._routes[-1]
+
+
+@contextmanager
+def _for_others() -> Iterator[None]:
+    """Memory that is made inside can be mapped: a segment that grows (`serve.environment`) cannot."""
+    grows = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "") and torch.cuda.is_available()
+    if grows:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        if grows:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
