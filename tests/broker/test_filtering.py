@@ -42,7 +42,7 @@ def test_a_range_keeps_the_groups_whose_mean_is_strictly_inside(marks: list[floa
     assume(low < high)
     found = why_filtered(RangeFilter(low=low, high=high), np.array(marks, np.float32))
     there = [exact(mark) for mark in marks if not math.isnan(mark)]
-    mean = sum(there, Fraction()) / max(1, len(there))
+    mean = exact(float(sum(there, Fraction()) / max(1, len(there))))
     expected = "no_value" if not there else "low" if mean <= exact(low) else "high" if mean >= exact(high) else None
     assert (found and found.why) == expected
 
