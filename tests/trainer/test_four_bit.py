@@ -188,7 +188,7 @@ def test_the_plan_counts_what_the_code_allocates(tmp_path: Path) -> None:
     path = Path("configs/grpo-8b.yaml")
     about = read_config(load(path))
     assert about
-    (tmp_path / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 4}))
+    (tmp_path / "config.json").write_text(json.dumps(about | {"num_hidden_layers": 2}))
     given = [f"model.path={tmp_path}", "trainer.ranks=2", "trainer.lora.rank=64", "trainer.lora.quantize=nf4"]
     for found in compare(path, given):
         assert found.plan == pytest.approx(found.peak, rel=0.1), found.process
