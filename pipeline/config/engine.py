@@ -34,6 +34,11 @@ def check_engine(config: Any) -> None:
         )
     if isinstance(engine, VllmEngineConfig) and engine.adapter == "beside":
         lora = config.trainer.lora
+        if lora and lora.quantize:
+            raise ValueError(
+                "rollout.engine.adapter: beside would be beside a model that is not quantized as trainer.lora.quantize "
+                "wants it; set it to merged"
+            )
         if lora is None or not config.trainer.sends_adapter or lora.variant == "dora" or "lm_head" in lora.targets:
             raise ValueError(
                 "rollout.engine.adapter: beside wants versions that are an adapter alone, and neither dora's nor "

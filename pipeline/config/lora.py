@@ -10,6 +10,6 @@ def check_lora(config: Any) -> None:
     lora = config.trainer.lora
     if lora and lora.quantize and config.model.dtype == "float16":
         raise ValueError(
-            "trainer.lora.quantize: a trainer computes in float32 where model.dtype=float16, and would round other "
-            "matrices than a reference; set model.dtype to bfloat16 or float32"
+            "trainer.lora.quantize: it is for models that are computed with in model.dtype, and with float16 the "
+            "trainer computes in float32; set model.dtype to bfloat16 or float32"
         )

@@ -167,13 +167,14 @@ def _look_at_memory(config: Config, report: Report) -> None:
     needs = host_needs(config)
     if needs is None or "trainer" in config.run.elsewhere:
         return
-    other = "" if config.trainer.offload else ", or set weights.transport=nccl"  # which sends what lies on a GPU
+    by_host = config.trainer.offload or config.run.colocated  # nccl sends what lies on a GPU
+    other = "" if by_host else ", or set weights.transport=nccl"
     room, memory = shutil.disk_usage(directory()).total / GIB, psutil.virtual_memory().total / GIB
     if needs.shared > room:
         report.here.append(
             f"weights.transport={config.weights.transport}: {SEGMENTS} versions of {needs.version:.1f} GiB must fit "
-            f"into {directory()}, which has {room:.0f} GiB; give it more (docker: --shm-size; compose: PENSTOCK_SHM)"
-            f"{other}"
+            f"into {directory()}, which has {room:.0f} GiB; give it more (mount -o "
+            f"remount,size={needs.shared + 1:.0f}G {directory()}; docker: --shm-size; compose: PENSTOCK_SHM){other}"
         )
     trainer = config.trainer
     ranks = trainer.ranks // trainer.nodes

@@ -125,10 +125,26 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
         highlight=False,
     )
     best, why = best_of(config, every)
+    for number, title in enumerate(TRAINED):
+        some = [layout for layout in every if trained(layout.trainer) == number != trained(best.trainer)]
+        if some:
+            other = min(some, key=seconds_of(config))
+            taken = shlex.join(overrides(config, other, count > MACHINE))
+            console.print(
+                f"or, {title}, {_host(config, other)}: {taken}", highlight=False, markup=False, soft_wrap=True
+            )
     for reason in why:
         console.print(f"why: {reason}", highlight=False, markup=False)
+    console.print(f"the first takes {_host(config, best)}", highlight=False, markup=False)
     taken = shlex.join(overrides(config, best, count > MACHINE))
     console.print(f"take the first: {taken}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _host(config: Config, layout: Layout) -> str:
+    placement = "colocated" if layout.colocated else "as_given"
+    run = config.run.model_copy(update={"placement": placement})
+    needs = host_needs(made := config.model_copy(update={"trainer": layout.trainer, "run": run}))
+    return f"{needs.trainer_node(made):.0f} GiB of the trainer's first host" if needs else "a host of unknown size"
 
 
 def _print_table(console: Console, title: str, rows: list[Layout], count: int, device: Device) -> None:

@@ -3,7 +3,10 @@ QLoRA, arXiv:2305.14314, sections 3 and 4). bitsandbytes makes and reads the cod
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,6 +15,13 @@ from torch.nn import functional
 
 BLOCK, SCALES = 64, 256
 """Numbers that share a scale, and scales that share one of theirs."""
+
+
+@cache
+def _functional() -> Any:
+    """bitsandbytes' functions, without its advice to install kernels for CPUs that nobody needs here."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return import_module("bitsandbytes.functional")
 
 
 class FourBitLinear(nn.Module):
@@ -44,8 +54,7 @@ class FourBitLinear(nn.Module):
     @torch.no_grad()
     def take(self, matrix: torch.Tensor) -> None:
         """``matrix`` ``[outputs, inputs]``, of any device, is its own from now on."""
-        from bitsandbytes.functional import quantize_4bit
-
+        quantize_4bit = _functional().quantize_4bit
         mine = matrix.detach().to(self.codes.device, self.dtype).flatten()
         # A block a row: bitsandbytes' kernel for CPUs takes wrong scales where rows end within blocks.
         rows = functional.pad(mine, (0, -len(mine) % BLOCK)).view(-1, BLOCK)
@@ -59,14 +68,13 @@ class FourBitLinear(nn.Module):
     @torch.no_grad()
     def matrix(self) -> torch.Tensor:
         """``[outputs, inputs]``."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        scales = QuantState(self.scales_scales, code=self.scales_codes, blocksize=SCALES, dtype=torch.float32)
-        state = QuantState(
+        library = _functional()
+        scales = library.QuantState(self.scales_scales, code=self.scales_codes, blocksize=SCALES, dtype=torch.float32)
+        state = library.QuantState(
             self.scales, torch.Size((len(self.scales), BLOCK)), blocksize=BLOCK, quant_type="nf4", dtype=self.dtype,
             offset=self.offset, state2=scales,
         )  # fmt: skip
-        found: torch.Tensor = dequantize_4bit(self.codes, state)
+        found: torch.Tensor = library.dequantize_4bit(self.codes, state)
         return found.flatten()[: self.shape.numel()].view(self.shape)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,12 @@ class LoraConfig(Section):
     rows are learned beside their directions (Liu et al. 2024)."""
     start: str | None = None
     """A folder with an adapter in peft's layout to begin with, e.g. ``runs/first-try/checkpoints/step-000100``; null:
-    one that adds nothing yet."""
+    one that adds nothing yet. One that was trained with `quantize` wants that, and the `model.dtype` of then."""
     quantize: Literal["nf4"] | None = None
     """``nf4``: the matrices that are added to lie in 4 bits, a quarter of bfloat16's memory (QLoRA, Dettmers et al.
     2023); a step takes a little longer. Rollouts are sent what these matrices then are, in `model.dtype`, with the
-    adapter merged; a reference whose `reference.path` is null has them so too. null: they lie in `model.dtype`. Needs
+    adapter merged; a reference whose `reference.path` is null has them so too. null: they lie in `model.dtype`. Not
+    with ``dora``, `publish`: ``adapter``, the head among the `targets`, or `model.dtype`: float16. Needs
     `penstock[qlora]`."""
     publish: Literal["merged", "adapter"] = "merged"
     """What rollouts are sent: the model with the adapter ``merged``; or the ``adapter`` alone, in fp32, which they
@@ -44,6 +45,8 @@ class LoraConfig(Section):
                 "quantize: rollouts would merge the adapter with matrices that are not quantized; set publish to "
                 "merged, or quantize to null"
             )
+        if self.quantize and any(name.rpartition(".")[2] == "lm_head" for name in self.targets):
+            raise ValueError("quantize: the head stays whole; take lm_head out of the targets, or set quantize to null")
         if self.quantize and self.variant == "dora":
             raise ValueError(
                 "quantize: DoRA learns lengths of rows that nobody has in 4 bits; set variant to lora or rslora, or "

@@ -180,8 +180,8 @@ def test_what_cannot_be_is_said(start: Path) -> None:
         with pytest.raises(SetupError, match=message):
             _fits(start, LoraConfig.model_validate({"rank": 4, "alpha": 8} | other), "bfloat16")
     _fits(start, LoraConfig(rank=4, alpha=8, quantize="nf4"), "float32")
-    with pytest.raises(SetupError, match=r"trainer.lora.quantize: lm_head, the head, stays whole"):
-        learner(start, quantize="nf4", targets=["lm_head", "q_proj"])
+    with pytest.raises(ValidationError, match=r"quantize: the head stays whole; take lm_head out of the targets"):
+        LoraConfig(quantize="nf4", targets=("lm_head", "q_proj"))
 
 
 def test_the_plan_counts_what_the_code_allocates(tmp_path: Path) -> None:
