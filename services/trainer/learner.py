@@ -132,12 +132,9 @@ class Learner(ModelLearner):
         before = None if proximal is None else [proximal[i] for i in chosen]
         behaviour = [t.logprobs for t in trajectories]
         token_values = {name: [values[i] for i in chosen] for name, values in step.token_values.items()}
-        values = {name: torch.from_numpy(step.values[name][chosen]).to(self.device) for name in step.values}
         given, sizes = step.given[chosen], np.array([t.sampled for t in trajectories], np.int64)
-        sampled, good = np.where(given, 0, sizes), 0.0
-        if GOOD in self.algorithm.columns:
-            is_good = (step.rewards[chosen] >= self._config.algorithm.imitate.above).astype(np.float32)
-            values[GOOD], good = torch.from_numpy(is_good).to(self.device), float(is_good @ sampled)
+        sampled = np.where(given, 0, sizes)
+        values, good = self._values(step, chosen, sampled)
         totals = Totals(float(sampled.sum()), float((sampled > 0).sum()), good, float(sizes[given].sum()))
         if not totals.tokens and not totals.given:
             return 0.0, {}
@@ -147,7 +144,6 @@ class Learner(ModelLearner):
         if LAGS in self.algorithm.columns:
             token_values[LAGS] = lags
         plan = self.plan(trajectories, step.groups[chosen])
-
         tops = {name: [step.tops[name][i] for i in chosen] for name in self.algorithm.teachers}
 
         def parts() -> Iterator[tuple[Rows, Part]]:
@@ -177,6 +173,17 @@ class Learner(ModelLearner):
                 judgements.note(chosen[list(rows.index)], part)
 
         return self._backward(plan, parts, totals, lags, judged, first or before is not None)
+
+    def _values(
+        self, step: TrainingBatch, chosen: np.ndarray, sampled: np.ndarray
+    ) -> tuple[dict[str, torch.Tensor], float]:
+        """Columns of a number for each ``chosen`` trajectory, of which so many tokens were ``sampled``, where it is
+        computed; and how many of these are of good ones."""
+        found, good = {name: values[chosen] for name, values in step.values.items()}, 0.0
+        if GOOD in self.algorithm.columns:
+            found[GOOD] = (step.rewards[chosen] >= self._config.algorithm.imitate.above).astype(np.float32)
+            good = float(found[GOOD] @ sampled)
+        return {name: to_device(torch.from_numpy(values), self.device) for name, values in found.items()}, good
 
     def _stated(
         self, rows: Rows, trajectories: list[Trajectory], tops: dict[str, list[tuple[np.ndarray, np.ndarray]]]

@@ -133,16 +133,21 @@ def engine_arguments(
     if not current_platform.is_cpu() and config.max_sequences >= BATCHED_TOKENS:  # each wants a token of a step
         arguments.setdefault("max_num_batched_tokens", 2 * config.max_sequences)
     if current_platform.is_cpu():
-        wanted = max(config.max_sequences * config.max_length * kv_token_bytes, 64 << 20)
-        room = int(psutil.virtual_memory().available * KV_SHARE)
-        arguments.setdefault("kv_cache_memory_bytes", min(wanted, room))
-        if config.seeded:  # a CPU's generator cannot be set back after a part of a prompt, and vLLM dies of trying
-            if arguments.setdefault("enable_chunked_prefill", False):
-                raise SetupError("rollout.engine.vllm.enable_chunked_prefill: on a CPU, only with seeded: false")
-            arguments.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, config.max_length + 1))
-            if recurrent:  # whose states are kept for a prompt that comes again where it was cut
-                arguments.setdefault("enable_prefix_caching", False)
+        _set_for_cpu(arguments, config, kv_token_bytes, recurrent)
     try:
         return AsyncEngineArgs(**arguments)
     except (TypeError, ValueError) as error:
         raise SetupError(f"rollout.engine.vllm: {error}") from error
+
+
+def _set_for_cpu(arguments: dict[str, Any], config: VllmEngineConfig, kv_token_bytes: int, recurrent: bool) -> None:
+    """See `engine_arguments`."""
+    wanted = max(config.max_sequences * config.max_length * kv_token_bytes, 64 << 20)
+    room = int(psutil.virtual_memory().available * KV_SHARE)
+    arguments.setdefault("kv_cache_memory_bytes", min(wanted, room))
+    if config.seeded:  # a CPU's generator cannot be set back after a part of a prompt, and vLLM dies of trying
+        if arguments.setdefault("enable_chunked_prefill", False):
+            raise SetupError("rollout.engine.vllm.enable_chunked_prefill: on a CPU, only with seeded: false")
+        arguments.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, config.max_length + 1))
+        if recurrent:  # whose states are kept for a prompt that comes again where it was cut
+            arguments.setdefault("enable_prefix_caching", False)
