@@ -179,10 +179,12 @@ def _look_at_memory(config: Config, report: Report) -> None:
     trainer = config.trainer
     ranks = trainer.ranks // trainer.nodes
     # Of what processes have beside it only a limit must take account: on a CPU that is far less.
-    if (node := needs.trainer_node(config, ranks) - PROCESS_GIB * ranks) > memory:
+    guests = needs.guests(config, ranks)
+    if (node := needs.trainer_node(config, ranks) - PROCESS_GIB * ranks + guests) > memory:
+        beside = ", and who sleeps beside it, take" if guests else " takes"
         report.here.append(
-            f"model.path: the trainer, with versions in shared memory and a checkpoint's staging, takes {node:.0f} GiB "
-            f"of this host's memory, which has {memory:.0f} GiB; use more hosts{other}"
+            f"model.path: the trainer, with versions in shared memory and a checkpoint's staging{beside} {node:.0f} "
+            f"GiB of this host's memory, which has {memory:.0f} GiB; use more hosts{other}"
         )
 
 

@@ -57,6 +57,14 @@ class HostNeeds:
         own = (self.staging + self.offloaded + self.activations + self.resting) * ranks / config.trainer.ranks
         return ranks * PROCESS_GIB + own + self.shared
 
+    def guests(self, config: Config, gpus: int = 8) -> float:
+        """Of rollouts and references that sleep on that node while the trainer works (`run.placement`: colocated)."""
+        if not config.run.colocated:
+            return 0.0
+        references = config.reference.count * self.reference * config.with_reference
+        here = min(gpus, config.trainer.ranks) / config.trainer.ranks
+        return here * (config.rollout.count * self.version + references)
+
     @property
     def received(self) -> float:
         """Of a rollout: the version that it has and the next one. Processes that hold its weights have them together,

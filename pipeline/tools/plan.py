@@ -23,7 +23,7 @@ from penstock.pipeline.resources.choice import (
 )
 from penstock.pipeline.resources.devices import devices_of
 from penstock.pipeline.resources.gpus import gpus_of_programs, total_gpus
-from penstock.pipeline.resources.host import host_needs
+from penstock.pipeline.resources.host import HostNeeds, host_needs
 from penstock.pipeline.resources.memory import plan, staged, trainer_of
 from penstock.pipeline.resources.model_shape import shape_of
 from penstock.pipeline.resources.placement import place
@@ -63,7 +63,7 @@ def show(console: Console, config: Config, gpus: str | None, length: int | None,
         console.print(f"does not fit: {problem}", style="red", highlight=False, markup=False)
     if needs := host_needs(config):
         console.print(
-            f"host: {needs.trainer_node(config):.0f} GiB on the trainer's first node, {needs.shared:.0f} GiB of it "
+            f"host: {_node_gib(needs, config):.0f} GiB on the trainer's first node, {needs.shared:.0f} GiB of it "
             f"shared memory; {needs.checkpoints:.0f} GiB of disk for checkpoints",
             highlight=False,
         )
@@ -142,9 +142,17 @@ def _print_layouts(console: Console, config: Config, shape: Shape, count: int, d
 
 def _host(config: Config, layout: Layout) -> str:
     placement = "colocated" if layout.colocated else "as_given"
-    run = config.run.model_copy(update={"placement": placement})
-    needs = host_needs(made := config.model_copy(update={"trainer": layout.trainer, "run": run}))
-    return f"{needs.trainer_node(made):.0f} GiB of the trainer's first host" if needs else "a host of unknown size"
+    changed = {
+        "trainer": layout.trainer,
+        "run": config.run.model_copy(update={"placement": placement}),
+        "rollout": config.rollout.model_copy(update={"count": layout.rollouts}),
+    }
+    needs = host_needs(made := config.model_copy(update=changed))
+    return f"{_node_gib(needs, made):.0f} GiB of the trainer's first host" if needs else "a host of unknown size"
+
+
+def _node_gib(needs: HostNeeds, config: Config) -> float:
+    return needs.trainer_node(config) + needs.guests(config)
 
 
 def _print_table(console: Console, title: str, rows: list[Layout], count: int, device: Device) -> None:
