@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from penstock.pipeline.config import Config
+from penstock.pipeline.config import Config, PretrainedModel
 from penstock.pipeline.preflight.report import Report
 from penstock.services.modeling.adapter_files import CONFIG, FILE, read_shape
 from penstock.services.runtime.errors import SetupError
@@ -25,6 +26,18 @@ def look(config: Config, report: Report) -> None:
     if lora.start:
         with report.collect():
             _fits(Path(lora.start), lora, config.model.dtype)
+    path = config.model.path if isinstance(config.model, PretrainedModel) else ""
+    if find_spec("peft") and lora.targets and (Path(path) / "config.json").is_file():
+        with report.collect():
+            _finds(path, lora)
+
+
+def _finds(path: str, lora: LoraConfig) -> None:
+    """The layers that it names, in the model at ``path``. Raises `SetupError`."""
+    from penstock.services.modeling.load import empty_model
+    from penstock.services.modeling.lora import Adapter, inject
+
+    inject(empty_model(path), replace(Adapter.of(lora), folder=None), path)
 
 
 def _fits(folder: Path, lora: LoraConfig, dtype: str) -> None:

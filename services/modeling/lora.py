@@ -73,9 +73,13 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
         exclude_modules="|".join(rf"{re.escape(name)}(\..*)?" for name in towers(model)) or None,
         base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
     )  # fmt: skip
+    ends = {end: m for name, m in model.named_modules() for end in _ends(name)}
+    if missing := [name for name in adapter.targets if name not in ends]:  # peft would do without it
+        known = sorted(end for end, m in ends.items() if type(m) is torch.nn.Linear and "." not in end)
+        raise SetupError(f"trainer.lora.targets: no layer is called {missing[0]}; linear ones are {', '.join(known)}")
     try:
         inject_adapter_in_model(config, model)
-    except ValueError as error:  # no layer is called so, or one that is cannot be adapted
+    except ValueError as error:  # one that cannot be adapted
         raise SetupError(f"trainer.lora.targets: {' '.join(str(error).split())[:300]}") from error
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A") and type(layer.base_layer) is not torch.nn.Linear:
@@ -87,6 +91,12 @@ def inject(model: Any, adapter: Adapter, base: str) -> None:
         parameter.requires_grad_(is_adapters(name))
         if parameter.requires_grad:  # peft makes them as the matrix is; they are trained, so they are whole
             parameter.data = parameter.data.float()
+
+
+def _ends(name: str) -> list[str]:
+    """What a layer may be called by, who is called so: model.q_proj also q_proj."""
+    parts = name.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
 
 
 def _adapted_in_four_bits(model: Any) -> list[str]:

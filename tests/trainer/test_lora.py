@@ -11,7 +11,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from penstock.pipeline.config import load
+from penstock.pipeline.config.load import as_overrides
 from penstock.pipeline.models.tiny import make_tokenizer
+from penstock.pipeline.preflight.lora import look
+from penstock.pipeline.preflight.report import Report
 from penstock.pipeline.tools.merge import merge
 from penstock.protocols.digests import Gmac
 from penstock.services.learning import checkpoint
@@ -166,7 +170,10 @@ def test_what_is_frozen_takes_no_more_bits_than_are_computed_with(start: Path) -
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"targets": ["q_projection"]}, "trainer.lora.targets: .*q_projection"),
+        (
+            {"targets": ["q_projection"]},
+            "trainer.lora.targets: no layer is called q_projection; linear ones are down_proj",
+        ),
         ({"targets": ["embed_tokens"]}, "trainer.lora.targets: model.embed_tokens is a Embedding"),
         ({"start": "nowhere"}, "trainer.lora: cannot read nowhere/adapter_config.json"),
     ],
@@ -201,3 +208,11 @@ def test_another_variant_than_the_files_is_told(start: Path, tmp_path: Path) -> 
     (path / "adapter_model.safetensors").write_bytes(b"torn")
     with pytest.raises(SetupError, match="trainer.lora: cannot read"):
         learner(start, path)
+
+
+def test_layers_that_are_not_there_are_told_before_a_run_with_those_that_are(start: Path) -> None:
+    given = {"model": {"type": "pretrained", "path": str(start)}, "trainer.lora": {"targets": ["q_proj", "v_prj"]}}
+    report = Report()
+    look(load(Path("configs/quickstart.yaml"), as_overrides(given)), report)
+    (said,) = report.problems
+    assert said.startswith("trainer.lora.targets: no layer is called v_prj; linear ones are down_proj, ")
